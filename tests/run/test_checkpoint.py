@@ -53,9 +53,7 @@ def test_a_resume_restores_the_optimizers_state(tmp_path: Path) -> None:
     assert after(tmp_path / "parts", 3, 6) == after(tmp_path / "straight", 6)
 
 
-class Counting(Callback):
-    """Counts updates over restarts."""
-
+class Counting(Callback):  # counts updates over restarts
     def __init__(self) -> None:
         self.count = 0
         self.average = torch.zeros(2)
@@ -152,9 +150,7 @@ def test_a_steps_loop_that_is_left_keeps_what_was_due_at_that_update(tmp_path: P
     assert validated == ["7", "14"]
 
 
-class Stream:
-    """Batches without an end, with a state of its own that outlives an epoch."""
-
+class Stream:  # batches without an end, with a state of its own that outlives an epoch
     def __init__(self) -> None:
         self.drawn = 0
 
@@ -172,9 +168,7 @@ class Stream:
         self.drawn = state["drawn"]
 
 
-class Rewound(Stream):
-    """Six batches; a state that was loaded counts for the next iteration only."""
-
+class Rewound(Stream):  # six batches; a state that was loaded counts for the next iteration only
     def __init__(self) -> None:
         super().__init__()
         self._go_on = False

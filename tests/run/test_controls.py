@@ -16,9 +16,7 @@ from drivetrain import Callback, CheckpointConfig, EarlyStopping, LambdaCallback
 FAR = CheckpointConfig(every="1000 steps", keep_last=9, best=0, by=None)
 
 
-class Asks(Callback):
-    """Asks for something after an update, in a hook, and notes what is called from then on."""
-
+class Asks(Callback):  # asks for something after an update, in a hook, and notes what is called from then on
     def __init__(self, hook: str, updates: set[int], ask: Callable[[Run], Any]) -> None:
         self.epochs, self.validated, self.saved, self.logged = ([], [], [], [])  # type: Any
         lists = {"on_epoch_end": self.epochs, "on_evaluation_start": self.validated}
@@ -81,12 +79,7 @@ def test_a_fit_that_ended_an_epoch_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert weights(train(tmp_path / "parts", max_epochs=2)) == weights(whole)
 
 
-# The minimum.
-
-
-class StopsAt(Callback):
-    """Asks once to stop, after one update and on one rank."""
-
+class StopsAt(Callback):  # asks once to stop, after one update and on one rank
     def __init__(self, update: int, rank: int = 0) -> None:
         self.update, self.rank = update, rank
 

@@ -16,9 +16,7 @@ from drivetrain import DataError, OverAll, PredictResult, StepOutput
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
-class Measured(Regression):
-    """Has one metric of each kind, and counts its forwards."""
-
+class Measured(Regression):  # has one metric of each kind, and counts its forwards
     def __init__(self) -> None:
         super().__init__()
         self.forwards = 0
@@ -31,9 +29,8 @@ class Measured(Regression):
         return {"error": MeanSquaredError(), "rows": OverAll(lambda outputs, target: len(target))}
 
 
+# Predicts something else than its forward gives, and draws from the random streams in both steps.
 class Doubled(Measured):
-    """Predicts something else than its forward gives, and draws from the random streams in both steps."""
-
     def validation_step(self, batch: Any) -> StepOutput:
         outputs = self(batch[0] + torch.rand_like(batch[0]))
         return StepOutput(self.loss(outputs, batch), outputs, {"largest": outputs.max()})
@@ -106,9 +103,7 @@ def test_predict_with_metrics_refuses_data_without_targets() -> None:
     assert len(quiet().predict(task, data)) == 1
 
 
-class Reader:
-    """Notes the features of all samples, and what was done with itself."""
-
+class Reader:  # notes the features of all samples, and what was done with itself
     def __init__(self, notes: list[Any]) -> None:
         self.notes, self.rows = notes, list[Tensor]()
 

@@ -117,8 +117,7 @@ def test_the_uninterrupted_run_is_what_the_kills_assume(workers: int, undisturbe
 
 def check_killed(
     server: Trials, directory: Path, undisturbed: Undisturbed, *moments: str, workers: int = 0, **options: Any
-) -> None:
-    """A run that is killed at these moments, one an attempt, and resumed equals the uninterrupted one."""
+) -> None:  # a run that is killed at these moments, one an attempt, and resumed equals the uninterrupted one
     for attempt, moment in enumerate(moments):
         assert server.run(directory, attempt, workers=workers, kill=KILLS[moment], **options) == KILLED
     assert server.run(directory, len(moments), workers=workers, **options) == 0

@@ -1,7 +1,4 @@
-"""What a run's time goes to is written down as it passes, also by processes that are killed.
-
-Times have lower bounds only: what was slept, and a clock that no test sets.
-"""
+"""What a run's time goes to is written down as it passes, also by processes that are killed."""
 
 import json
 import os
@@ -25,8 +22,7 @@ from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, read_ledger
 OFTEN = CheckpointConfig(every="1 step", by=None, keep_last=9)
 
 
-def read(run_dir: Path) -> RunLedger:
-    """The ledger, in which every second has one kind."""
+def read(run_dir: Path) -> RunLedger:  # the ledger, in which every second has one kind
     ledger = read_ledger(run_dir)
     assert set(ledger.seconds) == set(KINDS)
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall, rel=1e-9)
@@ -76,9 +72,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_ledger_of_both_attempts() -> N
     assert ledger.goodput == ledger.seconds["compute"] / ledger.wall
 
 
-class Batches(list[Any]):
-    """Batches that take a while to come."""
-
+class Batches(list[Any]):  # batches that take a while to come
     def __iter__(self) -> Iterator[Any]:
         return (each for each in super().__iter__() if not time.sleep(0.1))
 
@@ -154,13 +148,12 @@ def test_the_ledger_names_how_an_attempt_ended(tmp_path: Path) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        fit(tmp_path, LambdaCallback(on_epoch_end=fail))
+        fit(tmp_path, LambdaCallback(on_step_end=slept(0.02), on_epoch_end=fail))
     assert [each.ended for each in read(tmp_path).attempts] == ["ValueError"]
     fit(tmp_path)
     first, second = read(tmp_path).attempts
     assert (first.ended, second.ended) == ("ValueError", "finished")
-    assert first.seconds["compute"] == pytest.approx(0.0, abs=1e-3)  # nothing was saved: all was made again
-    assert first.seconds["lost work"] > 0
+    assert first.seconds["lost work"] >= 5 * 0.02  # nothing was saved: all was made again
 
 
 def test_a_ledger_that_cannot_be_written_is_reported_once_and_made_up_for(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, find_runs, read
 SET_UP, UPDATE, SAVE = 10.0, 2.0, 1.0
 
 
-class Writer:
-    """Writes a ledger as attempts would: updates of two seconds, saves of one, ten for the set-up."""
-
+class Writer:  # writes a ledger as attempts would: updates of two seconds, saves of one, ten for the set-up
     def __init__(self, directory: Path) -> None:
         self.file = directory / NAME
         self.clock, self.attempt = 1_000_000.0, 0
@@ -66,8 +64,7 @@ def writer(tmp_path: Path) -> Writer:
     return Writer(tmp_path)
 
 
-def spent(ledger: RunLedger) -> Mapping[str, float]:
-    """What is not nothing, of what adds up."""
+def spent(ledger: RunLedger) -> Mapping[str, float]:  # what is not nothing, of what adds up
     seconds = ledger.seconds
     assert tuple(seconds) == KINDS
     assert sum(seconds.values()) == pytest.approx(ledger.wall, rel=1e-9)

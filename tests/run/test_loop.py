@@ -29,9 +29,7 @@ needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 SAVES = CheckpointConfig(every="1 step", by=None)
 
 
-class Recorder(Callback):
-    """Notes every hook that is called."""
-
+class Recorder(Callback):  # notes every hook that is called
     def __init__(self) -> None:
         self.called: list[str] = []
         for hook in HOOKS:
@@ -52,9 +50,6 @@ def updates_at(hook: str, **options: Any) -> list[int]:
     note = LambdaCallback(**{hook: lambda run: seen.append(run.progress.updates)})
     quiet(callbacks=[note], **options).fit(Regression(), pairs(10), pairs(4))
     return seen
-
-
-# The hooks.
 
 
 def test_every_hook_stands_in_the_drawing() -> None:
@@ -120,9 +115,6 @@ def test_gradients_in_on_before_optimizer_step_are_averaged_unscaled_and_unclipp
     options: dict[str, Any] = {"max_grad_norm": 1e-3, "gradient_accumulation_steps": 4}
     quiet(max_steps=1, callbacks=[look], **options).fit(Regression(), pairs(8))
     torch.testing.assert_close(seen["weight"], task.line.weight.grad, rtol=1e-5, atol=0)
-
-
-# Updates and limits.
 
 
 def test_three_updates_equal_three_by_hand_with_momentum_accumulation_and_clipping() -> None:
@@ -249,16 +241,10 @@ def test_run_stop_ends_a_fit_and_the_first_reason_counts() -> None:
     assert weights(task) == before
 
 
-# Evaluation.
-
-
-class Frozen(Regression):
-    """Batch statistics that are kept as they are, and others that are not."""
-
+class Frozen(Regression):  # batch statistics that are kept as they are, and others that are not
     def __init__(self) -> None:
         super().__init__()
-        self.fixed = nn.BatchNorm1d(4)
-        self.free = nn.BatchNorm1d(4)
+        self.fixed, self.free = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
         self.fixed.eval()
 
     def forward(self, features: Tensor) -> Tensor:
@@ -354,9 +340,6 @@ def test_a_fit_that_run_stop_ends_validates_but_not_a_loop_that_is_left() -> Non
     assert called == []
 
 
-# A loop over the steps, on several ranks.
-
-
 def looped(leave_at: dict[int, int], run_dir: Path, error: type[Exception] | None = None) -> Any:
     """A loop that ranks leave at an update, by `break` or by an error; what this one saw, and the end."""
     rank, seen, ends = torch.distributed.get_rank(), list[Any](), list[Any]()
@@ -401,17 +384,8 @@ def test_an_error_in_the_body_of_a_steps_loop_on_one_rank_ends_the_run_in_order(
     assert ended == other
 
 
-# Parameters that come too late.
-
-
+# Gets a parameter, or has one replaced or unfrozen, in its second step or by a callback's hand.
 class Grows(Regression):
-    """Gets a parameter, or has one replaced or unfrozen, in its second step or by a callback's hand.
-
-    Args:
-        how: "added", "replaced", "unfrozen", or "frozen", which is no error.
-        in_step: Whether in the second step.
-    """
-
     def __init__(self, how: str, in_step: bool = False) -> None:
         super().__init__()
         self.other = nn.Linear(1, 1).requires_grad_(False)
@@ -445,24 +419,20 @@ def told(how: str) -> str:
 def test_a_parameter_that_comes_after_the_start_is_refused_by_name(tmp_path: Path) -> None:
     hooks = ("on_fit_start", "on_epoch_start", "on_step_end", "on_epoch_end", None)
     cases = [(how, hook) for how in ("added", "replaced", "unfrozen") for hook in hooks]
-    assert_refused(
-        ConfigError,
-        {
-            f"{how} in {hook}": (lambda c=(how, hook): grown(*c, log_every=None), told(how))
-            for how, hook in cases
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        f"{how} in {hook}": (lambda c=(how, hook): grown(*c, log_every=None), told(how))
+        for how, hook in cases
+    }
+    assert_refused(ConfigError, table)
     # Before such a task is saved, and at the next log point.
     saves = {"checkpoint": CheckpointConfig(every="3 steps", by=None), "run_dir": tmp_path, "max_steps": 4}
     updates: list[int] = []
     keep = LambdaCallback(on_step_end=lambda run: updates.append(run.progress.updates))
-    assert_refused(
-        ConfigError,
-        {
-            "saved": (lambda: grown("added", None, log_every=None, **saves), told("added")),
-            "logged": (lambda: grown("unfrozen", None, log_every=3, callbacks=[keep]), told("unfrozen")),
-        },
-    )
+    wrong: dict[str, tuple[Any, ...]] = {
+        "saved": (lambda: grown("added", None, log_every=None, **saves), told("added")),
+        "logged": (lambda: grown("unfrozen", None, log_every=3, callbacks=[keep]), told("unfrozen")),
+    }
+    assert_refused(ConfigError, wrong)
     assert not list((tmp_path / "checkpoints").glob("update-*"))
     assert updates == [1, 2, 3]
     grown("frozen", "on_fit_start")  # what is not to be trained may come at any time
@@ -484,9 +454,6 @@ def test_a_parameter_that_comes_after_the_start_is_refused_on_several_ranks() ->
     assert on_two_ranks(gathers) == [4, 4]
 
 
-# Prediction.
-
-
 @pytest.mark.parametrize("hooks", [0, 1])
 def test_predict_takes_data_without_targets_and_asks_for_no_loss_weight(hooks: int) -> None:
     task = variant(loss_weight=lambda self, batch: float(batch[1].numel()))()
@@ -496,9 +463,7 @@ def test_predict_takes_data_without_targets_and_asks_for_no_loss_weight(hooks: i
     assert len(quiet(limit_predict_batches=2).predict(Regression(), [torch.ones(1, FEATURES)] * 5)) == 2
 
 
-class Made(list[Any]):
-    """A list that makes its batches as they are asked for."""
-
+class Made(list[Any]):  # a list that makes its batches as they are asked for
     def __iter__(self) -> Iterator[Any]:
         return (torch.full((2, FEATURES), float(each)) for each in super().__iter__())
 

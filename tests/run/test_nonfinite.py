@@ -96,12 +96,7 @@ def test_weights_that_are_infinite_from_the_start_or_not_trained_are_no_error(tm
     assert trainer(tmp_path, callbacks=[spoil]).fit(task, data(GOOD, at=0)).model_path is not None
 
 
-# A validation.
-
-
-class Misjudged(Regression):
-    """Its second validation gives a loss that is not finite, though its weights are."""
-
+class Misjudged(Regression):  # its second validation gives a loss that is not finite, though its weights are
     def __init__(self, value: float) -> None:
         super().__init__()
         self.value, self.validations = value, 0
@@ -132,9 +127,6 @@ def test_a_validation_loss_that_is_not_finite_raises_stops_or_warns_after_a_save
     assert result.model_path is not None
     assert judged(tmp_path / "skip", math.nan, "skip").progress.updates == 15
     assert "'validation/loss' is nan after update 10; with on_nonfinite='skip' the run goes on" in caplog.text
-
-
-# Several ranks.
 
 
 def stopped_on_a_rank(run_dir: Path) -> list[Any]:

@@ -195,8 +195,7 @@ def test_a_signal_to_a_run_that_is_not_resumable_asks_for_no_restart(tmp_path: P
 @pytest.mark.parametrize(("log_every", "update"), [("100 steps", 5), ("3 steps", 6)])
 def test_a_signal_after_a_nan_asks_for_no_restart_that_would_meet_the_same(
     log_every: str, update: int, tmp_path: Path
-) -> None:
-    """The NaN is found in the save that the signal asks for, or at a log point just before."""
+) -> None:  # the NaN is found in the save that the signal asks for, or at a log point just before
     data = marked([NAN if index == 8 else GOOD for index in range(24)], 2)
     policy = CheckpointConfig(every="3 steps", by=None, best=0)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -213,9 +212,6 @@ def test_a_signal_after_a_nan_asks_for_no_restart_that_would_meet_the_same(
         assert told.startswith("NaN or infinite at update 4 on rank 0: 'loss'")
         assert told.endswith("update-00000003")
         assert saved_at(tmp_path / number.name) == 3
-
-
-# Real signals, to programs.
 
 
 def ended(send: Callable[[int], None], words: str, **more: str) -> tuple[int, list[str]]:

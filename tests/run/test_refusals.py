@@ -35,8 +35,7 @@ def with_methods(name: str, base: type = object, **methods: Any) -> Any:
     return type(name, (base,), methods)()
 
 
-def constant() -> Any:
-    """Make a metric that no checkpoint can hold."""
+def constant() -> Any:  # make a metric that no checkpoint can hold
     nothing: Any = lambda self, *given: None  # noqa: E731
     return with_methods("Constant", update=nothing, reset=nothing, compute=lambda self: 7.0)
 
@@ -48,44 +47,38 @@ def test_callbacks_that_are_none_are_refused() -> None:
     ported = with_methods("Ported", on_epoch_end=lambda self, trainer, pl_module: None)
     other = with_methods("Other", on_train_batch_end=lambda self, run: None, on_log=lambda self, run: None)
     misspelt = with_methods("Misspelt", Callback, on_step_ends=lambda self, run: None)
-    assert_refused(
-        ConfigError,
-        {
-            "misspelt hook": (of(misspelt), "Misspelt.on_step_ends is no hook", "'on_step_end'"),
-            "another library's hook": (of(other), "on_train_batch_end", "here it is called 'on_step_end'"),
-            "a hook that asks for more": (of(ported), "Ported.on_epoch_end(trainer, pl_module)"),
-            "a hook that asks for nothing": (
-                lambda: of(LambdaCallback(on_log=lambda: None))(),  # type: ignore[misc, arg-type]
-                "`def on_log(self, run)`",
-            ),
-            "a name": (of("early_stopping"), "callback"),
-            "a launcher's argument": (
-                lambda: Trainer(max_restarts=3),  # type: ignore[call-arg]
-                "drivetrain launch --max-restarts",
-            ),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "misspelt hook": (of(misspelt), "Misspelt.on_step_ends is no hook", "'on_step_end'"),
+        "another library's hook": (of(other), "on_train_batch_end", "here it is called 'on_step_end'"),
+        "a hook that asks for more": (of(ported), "Ported.on_epoch_end(trainer, pl_module)"),
+        "a hook that asks for nothing": (
+            lambda: of(LambdaCallback(on_log=lambda: None))(),  # type: ignore[misc, arg-type]
+            "`def on_log(self, run)`",
+        ),
+        "a name": (of("early_stopping"), "callback"),
+        "a launcher's argument": (
+            lambda: Trainer(max_restarts=3),  # type: ignore[call-arg]
+            "drivetrain launch --max-restarts",
+        ),
+    }
+    assert_refused(ConfigError, table)
 
 
 def test_data_that_a_fit_or_an_evaluation_cannot_use_is_refused() -> None:
     stream = (each for each in pairs(4))
-    assert_refused(
-        DataError,
-        {
-            "empty validation": (lambda: quiet().validate(Regression(), []), "validation data is empty"),
-            "empty prediction": (lambda: quiet().predict(Regression(), []), "predict data is empty"),
-            "a text": (lambda: quiet().predict(Regression(), ["text"]), "batch 0 of epoch 0", "a str"),
-            "a list of loaders": (lambda: fit(validation=[pairs(), pairs()]), '{"first": loader'),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "empty validation": (lambda: quiet().validate(Regression(), []), "validation data is empty"),
+        "empty prediction": (lambda: quiet().predict(Regression(), []), "predict data is empty"),
+        "a text": (lambda: quiet().predict(Regression(), ["text"]), "batch 0 of epoch 0", "a str"),
+        "a list of loaders": (lambda: fit(validation=[pairs(), pairs()]), '{"first": loader'),
+    }
+    assert_refused(DataError, table)
     length = "needs training data of known length"
-    assert_refused(
-        ConfigError,
-        {
-            "part of a stream": (lambda: fit(data=stream, max_epochs=1.5), "max_epochs=1.5", length),
-            "limit of a stream": (lambda: fit(data=stream, limit_train_batches=0.7), "0.7", "known length"),
-        },
-    )
+    wrong: dict[str, tuple[Any, ...]] = {
+        "part of a stream": (lambda: fit(data=stream, max_epochs=1.5), "max_epochs=1.5", length),
+        "limit of a stream": (lambda: fit(data=stream, limit_train_batches=0.7), "0.7", "known length"),
+    }
+    assert_refused(ConfigError, wrong)
 
 
 def test_losses_metrics_and_logged_values_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -93,14 +86,12 @@ def test_losses_metrics_and_logged_values_that_cannot_be_are_refused(tmp_path: P
     measured = variant(metrics=lambda self: {"loss": constant()})
     kept = variant(metrics=lambda self: {"constant": constant()})
     skips = variant(training_step=lambda self, batch: None)
-    assert_refused(
-        ConfigError,
-        {
-            "no graph": (lambda: fit(detached()), "depends on no parameter"),
-            "no loss": (lambda: fit(skips()), "returned no loss"),
-            "name in training": (lambda: fit(measured(), log_every=1), "value 'loss'", "metrics() declares"),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "no graph": (lambda: fit(detached()), "depends on no parameter"),
+        "no loss": (lambda: fit(skips()), "returned no loss"),
+        "name in training": (lambda: fit(measured(), log_every=1), "value 'loss'", "metrics() declares"),
+    }
+    assert_refused(ConfigError, table)
     unstorable = (lambda: fit(kept(), run_dir=tmp_path, checkpoint=True), "'constant'", "no state_dict")
     assert_refused(CheckpointError, {"a metric that cannot be stored": unstorable})
 
@@ -115,19 +106,17 @@ def test_metric_names_that_meet_are_refused() -> None:
     def logs(name: str, key: str, **more: Any) -> Any:
         return lambda: fit(**hook(name, lambda run: run.log(key, 1.0)), **more)
 
-    assert_refused(
-        ConfigError,
-        {
-            "of two stages": (lambda: fit(same(), validation=pairs(2)), "of validation and 'loss' of train"),
-            "logged": (logs("on_log", "train/loss"), "run.log('train/loss'", "'loss' of train"),
-            "the tables' count": (lambda: fit(counts()), "metric_name gave 'step'"),
-            "watched by nobody's name": (
-                lambda: fit(validation=pairs(2), log_every=3, callbacks=[EarlyStopping("validation/los")]),
-                "'validation/los'",
-                "did you mean 'validation/loss'",
-            ),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "of two stages": (lambda: fit(same(), validation=pairs(2)), "of validation and 'loss' of train"),
+        "logged": (logs("on_log", "train/loss"), "run.log('train/loss'", "'loss' of train"),
+        "the tables' count": (lambda: fit(counts()), "metric_name gave 'step'"),
+        "watched by nobody's name": (
+            lambda: fit(validation=pairs(2), log_every=3, callbacks=[EarlyStopping("validation/los")]),
+            "'validation/los'",
+            "did you mean 'validation/loss'",
+        ),
+    }
+    assert_refused(ConfigError, table)
 
 
 def test_what_a_hook_cannot_ask_a_run_for_is_refused() -> None:
@@ -160,17 +149,15 @@ def test_limits_and_preemption_options_that_cannot_be_are_refused() -> None:
     def preempts(**options: Any) -> Any:
         return lambda: PreemptionConfig(**options)
 
-    assert_refused(
-        ConfigError,
-        {
-            "no minimum": (lambda: fit(min_steps=0), "min_steps", "at least 1"),
-            "minimum over the limit": (lambda: fit(min_steps=9, max_steps=5), "min_steps=9 with max_steps=5"),
-            "misspelt signal": (preempts(requeue="SIGTREM"), "'SIGTERM'"),
-            "signal in both": (preempts(stop=["TERM"]), "SIGTERM is in both requeue and stop"),
-            "a text": (preempts(deadline="soon"), "'2 minutes'", "'auto'"),
-            "misspelt option": (lambda: Trainer(preemption={"dead_line": 3}), "no option 'dead_line'"),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "no minimum": (lambda: fit(min_steps=0), "min_steps", "at least 1"),
+        "minimum over the limit": (lambda: fit(min_steps=9, max_steps=5), "min_steps=9 with max_steps=5"),
+        "misspelt signal": (preempts(requeue="SIGTREM"), "'SIGTERM'"),
+        "signal in both": (preempts(stop=["TERM"]), "SIGTERM is in both requeue and stop"),
+        "a text": (preempts(deadline="soon"), "'2 minutes'", "'auto'"),
+        "misspelt option": (lambda: Trainer(preemption={"dead_line": 3}), "no option 'dead_line'"),
+    }
+    assert_refused(ConfigError, table)
 
 
 class Wider(Regression):
@@ -192,19 +179,17 @@ def test_a_resume_into_another_run_is_refused(tmp_path: Path) -> None:
         trainer = quiet(**{"max_epochs": 4, "seed": 1, **options, **more})
         return lambda: trainer.fit(task or Regression(), pairs(), resume="auto")
 
-    assert_refused(
-        CheckpointError,
-        {
-            "seed": (resume(seed=2), "this Trainer has seed=2", "Use Trainer(seed=1)"),
-            "optimizer": (resume(Regression(OptimizerConfig("adamw", lr=0.1))), "SGD", "AdamW"),
-            "architecture": (resume(Wider()), "missing 'more.bias'", "shape (1,) there, (2,) here"),
-            "past the end": (resume(max_epochs=2), "past the end", "update 15 in epoch 3", "max_epochs=2"),
-            "weights alone": (
-                lambda: quiet(max_epochs=1).fit(Regression(), pairs(), resume=str(tmp_path / "weights")),
-                "no checkpoint of a Trainer's run",
-            ),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "seed": (resume(seed=2), "this Trainer has seed=2", "Use Trainer(seed=1)"),
+        "optimizer": (resume(Regression(OptimizerConfig("adamw", lr=0.1))), "SGD", "AdamW"),
+        "architecture": (resume(Wider()), "missing 'more.bias'", "shape (1,) there, (2,) here"),
+        "past the end": (resume(max_epochs=2), "past the end", "update 15 in epoch 3", "max_epochs=2"),
+        "weights alone": (
+            lambda: quiet(max_epochs=1).fit(Regression(), pairs(), resume=str(tmp_path / "weights")),
+            "no checkpoint of a Trainer's run",
+        ),
+    }
+    assert_refused(CheckpointError, table)
 
 
 def test_batches_by_a_schedule_that_do_not_fit_are_refused() -> None:
@@ -213,12 +198,10 @@ def test_batches_by_a_schedule_that_do_not_fit_are_refused() -> None:
 
     by_samples: Any = {"batch_size": {0: 2, "4 samples": 3}, "on_bad_batch": "skip"}
     releases: Any = {"gradient_accumulation_steps": {0: 1, 4: 3}, "memory": {"release_gradients": True}}
-    assert_refused(
-        ConfigError,
-        {
-            "a loader": (lambda: fit(data=pairs(), **grows), "with a length", "DataLoader"),
-            "a fraction": (lambda: fit(data=data, limit_train_batches=0.5, **grows), "a fraction"),
-            "bad batches": (lambda: quiet(**by_samples), "on_bad_batch='skip' leaves some out"),
-            "released gradients": (lambda: quiet(**releases), "gradients have to be kept"),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "a loader": (lambda: fit(data=pairs(), **grows), "with a length", "DataLoader"),
+        "a fraction": (lambda: fit(data=data, limit_train_batches=0.5, **grows), "a fraction"),
+        "bad batches": (lambda: quiet(**by_samples), "on_bad_batch='skip' leaves some out"),
+        "released gradients": (lambda: quiet(**releases), "gradients have to be kept"),
+    }
+    assert_refused(ConfigError, table)

@@ -10,14 +10,7 @@ import torch
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import (
-    Callback,
-    CheckpointConfig,
-    EarlyStopping,
-    LambdaCallback,
-    OptimizerConfig,
-    ProgressBar,
-)
+from drivetrain import Callback, CheckpointConfig, EarlyStopping, LambdaCallback, OptimizerConfig, ProgressBar
 from drivetrain.run.hooks import HOOKS, Hooks
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -64,9 +57,7 @@ def test_what_callbacks_log_joins_the_next_log_point_and_reaches_loggers() -> No
     assert log_points("5 steps", callbacks=[late])[-1] == (5, {"late": 1.0})
 
 
-class Scores(Callback):
-    """Logs a score of its own at each evaluation: 3, 2, 1, 2, ..."""
-
+class Scores(Callback):  # logs a score of its own at each evaluation: 3, 2, 1, 2, 3
     def __init__(self) -> None:
         self.evaluations = 0
 
@@ -83,16 +74,12 @@ def watched(run_dir: Path, **ranks: Any) -> Any:
     keep = LambdaCallback(
         on_log=lambda run: rows.append((run.progress.updates, dict(run.logged), run.learning_rates()["lr"]))
     )
-    result = quiet(
-        max_epochs=8,
-        log_every=None,
-        validate_every="1 epoch",
-        # The one that logs comes after those that watch.
-        callbacks=[EarlyStopping("validation/score", patience=2), keep, Scores()],
-        checkpoint=CheckpointConfig(every=None, by="validation/score", best=1),
-        run_dir=run_dir,
-        **ranks,
-    ).fit(Regression(optimizer), pairs(4), pairs(2))
+    # The one that logs comes after those that watch.
+    callbacks = [EarlyStopping("validation/score", patience=2), keep, Scores()]
+    policy = CheckpointConfig(every=None, by="validation/score", best=1)
+    options = {"log_every": None, "validate_every": "1 epoch", "checkpoint": policy, "run_dir": run_dir}
+    trainer = quiet(max_epochs=8, callbacks=callbacks, **options, **ranks)
+    result = trainer.fit(Regression(optimizer), pairs(4), pairs(2))
     best = Path(str(result.best_checkpoint)).name
     return result.stop_reason, best, [row for row in rows if "validation/loss" in row[1]], result.metrics
 
@@ -156,9 +143,8 @@ def test_metrics_timing_and_milestones_of_a_run(tmp_path: Path) -> None:
 VALIDATION_LOSSES = [3.0, 2.0, 1.0, 2.0, 3.0, 4.0]
 
 
+# Names its values as transformers' Trainer does; its validation losses are given.
 class Evaluated(Regression):
-    """Names its values as transformers' Trainer does; its validation losses are given."""
-
     evaluations = -1
 
     def configure_optimizers(self) -> OptimizerConfig:

@@ -17,17 +17,15 @@ from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.saving import at, file_size_limit, let_writing_end, names, told, train
 
-from drivetrain import LambdaCallback
+from drivetrain import CheckpointError, LambdaCallback
 from drivetrain.checkpoint import verify
-from drivetrain.core.errors import CheckpointError
 from drivetrain.testing import run_distributed
 
 UNSAVED = "was not saved|.*not protected against another job"
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 4 MiB."""
+def small_disk(tmp_path: Path) -> Iterator[Path]:  # a real file system of 4 MiB
     directory = tmp_path / "disk"
     directory.mkdir()
     try:
@@ -43,9 +41,6 @@ def fill(disk: Path, left: int = 300_000) -> None:
     """Leave room for no checkpoint, once nothing is being written."""
     let_writing_end()
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
-
-
-# The checkpoints.
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -110,8 +105,7 @@ VALUES = LambdaCallback(on_log=lambda run: [run.log(f"value {each}", each / 7) f
 FILES = {"csv": "metrics.csv", "jsonl": "metrics.jsonl", "tensorboard": "events.out.tfevents"}
 
 
-def steps_in(run: Path, name: str) -> list[int]:
-    """The steps of a log, as its readers see them."""
+def steps_in(run: Path, name: str) -> list[int]:  # the steps of a log, as its readers see them
     if name == "tensorboard":
         reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         return [each.step for each in reading.EventAccumulator(str(run)).Reload().Scalars("train/loss")]
@@ -175,9 +169,6 @@ def test_a_log_that_a_resumed_run_cannot_cut_goes_by_on_save_error(
         assert steps_in(tmp_path, name) == [1, 2, 3, 4, *range(4, 13)]
 
 
-# Several ranks.
-
-
 def on_a_rank(directory: Path, on_save_error: str, asynchronous: bool) -> Any:
     limits = file_size_limit(10_000)
 
@@ -210,9 +201,6 @@ def test_a_shard_that_one_rank_cannot_write_ends_all_by_default(tmp_path: Path) 
     with pytest.raises(RuntimeError, match=r"cannot write .*update-00000004.*EFBIG"):
         run_distributed(on_a_rank, tmp_path, "raise", False)
     assert names(tmp_path) == ["index.json", "update-00000002"]
-
-
-# A run directory that somebody removes.
 
 
 @pytest.mark.parametrize(("policy", "asynchronous"), [("raise", False), ("warn", True)])

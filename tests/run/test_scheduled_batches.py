@@ -17,9 +17,7 @@ from drivetrain import Callback, CheckpointConfig, OptimizerConfig, Run
 SAMPLES = 23
 
 
-class Numbered(Dataset[Any]):
-    """Features and targets, with the sample's number; those of `bad` are NaN."""
-
+class Numbered(Dataset[Any]):  # features and targets, with the sample's number; those of `bad` are NaN
     def __init__(self, count: int = SAMPLES, bad: tuple[int, ...] = ()) -> None:
         self.features, self.targets = pairs(count).dataset.tensors  # type: ignore[attr-defined]
         self.features[list(bad)] = torch.nan
@@ -31,9 +29,8 @@ class Numbered(Dataset[Any]):
         return self.features[index], self.targets[index], index
 
 
+# The numbers in each window by epoch, and whether it was the last; and when validations were.
 class Seen(Callback):
-    """The numbers in each window by epoch, and whether it was the last; and when validations were."""
-
     def __init__(self) -> None:
         self.windows: list[tuple[int, list[list[int]], bool]] = []
         self.validated: list[int] = []

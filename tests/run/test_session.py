@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from drivetrain import DataError, LambdaCallback, TaskModule
 
 
-class Failing(Regression):
-    """Raises what it is given in its third step."""
-
+class Failing(Regression):  # raises what it is given in its third step
     def __init__(self, error: BaseException) -> None:
         super().__init__(dropout=0.5)
         self.error, self.left = error, 3
@@ -29,9 +28,7 @@ class Failing(Regression):
         return super().training_step(batch)
 
 
-class Closing:
-    """A logger that counts how often it was closed, and may fail at it."""
-
+class Closing:  # a logger that counts how often it was closed, and may fail at it
     def __init__(self, error: Exception | None = None) -> None:
         self.closed, self.error = 0, error
 
@@ -69,20 +66,15 @@ def test_the_note_of_an_error_says_where_the_run_stood() -> None:
         return self.loss(self(batch[0]), batch)
 
     starts = LambdaCallback(on_evaluation_start=raises(RuntimeError()))
-    odd = {"whole": pairs(4), "odd": pairs(5)}
-    for call, words in (
+    odd, broken = {"whole": pairs(4), "odd": pairs(5)}, variant(validation_step=step)()
+    fit, starting = quiet(max_epochs=1).fit, quiet(max_epochs=1, callbacks=[starts]).fit
+    for call, *words in (
+        (partial(fit, Failing(RuntimeError()), pairs()), "in training, after update 2, epoch 0, position 4"),
         (
-            lambda: quiet(max_epochs=1).fit(Failing(RuntimeError()), pairs()),
-            ["in training, after update 2, epoch 0, position 4, rank 0"],
+            partial(starting, Regression(), pairs(), pairs(4)),
+            "in validation, batch 0, after update 5, rank 0",
         ),
-        (
-            lambda: quiet(max_epochs=1, callbacks=[starts]).fit(Regression(), pairs(), pairs(4)),
-            ["in validation, batch 0, after update 5, rank 0"],
-        ),
-        (
-            lambda: quiet().validate(variant(validation_step=step)(), odd),
-            ["in validation, batch ", "of loader 'odd'"],
-        ),
+        (partial(quiet().validate, broken, odd), "in validation, batch ", "of loader 'odd'"),
     ):
         with pytest.raises(RuntimeError) as caught:
             call()

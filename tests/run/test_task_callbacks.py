@@ -108,9 +108,7 @@ def test_ranks_whose_steps_return_none_agree_for_one_exchange_an_update_and_none
     assert counts["fsdp"][0] == counts["fsdp"][1]
 
 
-class Own(TaskModule):
-    """Makes two updates for each batch."""
-
+class Own(TaskModule):  # makes two updates for each batch
     makes_updates = True
 
     def __init__(self) -> None:

@@ -30,9 +30,8 @@ ONLY = CheckpointConfig(every="2 steps", keep_last=None, by=None, parameters="tr
 ALL = CheckpointConfig(every="2 steps", keep_last=None, by=None)
 
 
+# A frozen base with a tied name and running statistics, and an adapter that is trained.
 class Adapted(TaskModule):
-    """A frozen base with a tied name and running statistics, and an adapter that is trained."""
-
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -89,21 +88,16 @@ def test_a_resume_or_load_with_another_frozen_part_is_refused(tmp_path: Path) ->
         return lambda: fit(tmp_path / directory, task, max_steps=8, resume="auto", **options)
 
     changing = [LambdaCallback(on_step_end=change)]
-    assert_refused(
-        CheckpointError,
-        {
-            "values": (resume(Adapted(seed=4)), "'base.0.weight' has other values", "same pretrained model"),
-            "trained": (resume(Adapted().requires_grad_(True)), "'base.0.bias' is not frozen here"),
-            "dtype": (resume(Adapted().bfloat16()), "'base.0.bias'", "float32 there, bfloat16 here"),
-            "as all": (resume(checkpoint=ALL), "trained parameters only", "parameters='trainable'"),
-            "all": (resume(directory="all"), "holds all parameters", "parameters='all'"),
-            "changed": (
-                lambda: fit(tmp_path / "c", callbacks=changing),
-                "'base.0.weight' is frozen, but was",
-            ),
-            "load_weights": (lambda: Adapted(seed=4).load_weights(last), "other values"),
-        },
-    )
+    table: dict[str, tuple[Any, ...]] = {
+        "values": (resume(Adapted(seed=4)), "'base.0.weight' has other values", "same pretrained model"),
+        "trained": (resume(Adapted().requires_grad_(True)), "'base.0.bias' is not frozen here"),
+        "dtype": (resume(Adapted().bfloat16()), "'base.0.bias'", "float32 there, bfloat16 here"),
+        "as all": (resume(checkpoint=ALL), "trained parameters only", "parameters='trainable'"),
+        "all": (resume(directory="all"), "holds all parameters", "parameters='all'"),
+        "changed": (lambda: fit(tmp_path / "c", callbacks=changing), "'base.0.weight' is frozen, but was"),
+        "load_weights": (lambda: Adapted(seed=4).load_weights(last), "other values"),
+    }
+    assert_refused(CheckpointError, table)
 
 
 def test_weights_of_trainable_parameters_load_onto_the_same_frozen_part(tmp_path: Path) -> None:
@@ -135,8 +129,7 @@ needs_deepspeed = pytest.mark.skipif(not is_installed("deepspeed"), reason="need
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    ["fsdp", pytest.param("zero-3", marks=[needs_deepspeed, pytest.mark.nightly])],
+    "strategy", ["fsdp", pytest.param("zero-3", marks=[needs_deepspeed, pytest.mark.nightly])]
 )
 def test_trainable_parameters_of_two_ranks_resume_bitwise_and_on_one_rank(
     strategy: str, tmp_path: Path

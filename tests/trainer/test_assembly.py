@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from drivetrain import CheckpointConfig, LambdaCallback, Totals
-from drivetrain.core.progress import Progress
+from drivetrain import CheckpointConfig, LambdaCallback, Progress, Totals
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
 
 
@@ -67,9 +66,7 @@ def test_a_dataset_is_batched_and_shuffled_in_training_alone() -> None:
         assert torch.allclose(predicted, Regression()(given))
 
 
-class Table:
-    """Samples as the datasets package gives them: dicts, and no class of torch's."""
-
+class Table:  # samples as the datasets package gives them: dicts, and no class of torch's
     def __len__(self) -> int:
         return 9
 
@@ -134,9 +131,7 @@ def test_run_name_names_the_run() -> None:
     assert told[0]["trainer"]["run_name"] == "warm-up 3"
 
 
-class Counting(Regression):
-    """Keeps the totals that `configure_optimizers` sees."""
-
+class Counting(Regression):  # keeps the totals that `configure_optimizers` sees
     def configure_optimizers(self) -> Any:
         self.seen = [*getattr(self, "seen", []), self.totals]
         return super().configure_optimizers()
@@ -184,12 +179,7 @@ def test_a_task_knows_its_progress_also_after_a_resume(tmp_path: Path) -> None:
     assert seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
 
 
-# Data objects.
-
-
-class Data:
-    """Writes down its calls."""
-
+class Data:  # writes down its calls
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.epochs = 0
@@ -215,7 +205,7 @@ class Data:
         self.calls.append(("load", state))
 
 
-def test_each_verb_begins_and_ends_its_data() -> None:
+def test_each_verb_begins_its_data_and_ends_it_after_the_last_callback_or_an_error() -> None:
     for verb in ("fit", "validate", "plan"):
         data = Data()
         getattr(quiet(max_epochs=1), verb)(Regression(), data)
@@ -223,9 +213,6 @@ def test_each_verb_begins_and_ends_its_data() -> None:
         first, *asked, last = data.calls
         assert (first, last) == (("begin", name, "Regression", 1), ("end", name))
         assert set(asked) == ({"validation"} if verb == "validate" else {"validation", "train"})
-
-
-def test_data_is_ended_after_an_error_and_after_the_last_callback() -> None:
     data = Data()
     finish = LambdaCallback(on_fit_end=lambda run: data.calls.append("finished"))
     quiet(max_epochs=1, callbacks=[finish]).fit(Regression(), data)

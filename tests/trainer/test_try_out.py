@@ -14,13 +14,10 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from drivetrain import Callback, CheckpointConfig, EarlyStopping, LossSpike, Run, Trainer
 
 
-class Watched(Regression):
-    """Notes the features that it trains and validates on."""
-
+class Watched(Regression):  # notes the features that it trains and validates on
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.trained: list[list[float]] = []
-        self.validated: list[list[float]] = []
+        self.trained, self.validated = list[Any](), list[Any]()
 
     def training_step(self, batch: Any) -> Any:
         self.trained.append(batch[0].flatten().tolist())
@@ -31,9 +28,8 @@ class Watched(Regression):
         return super().validation_step(batch)
 
 
+# Notes each evaluation: whether it is the short one, after how many updates, and its batches.
 class Evaluations(Callback):
-    """Notes each evaluation: whether it is the short one, after how many updates, and its batches."""
-
     def __init__(self) -> None:
         self.seen: list[tuple[bool, int, int | None]] = []
 
@@ -129,9 +125,8 @@ def test_sanity_validation_counts_for_no_policy_and_no_resume(tmp_path: Path) ->
     assert result.stop_reason == "max_epochs=2 reached"
     assert result.best_checkpoint is not None
     seen = Evaluations()
-    quiet(max_epochs=3, callbacks=[EarlyStopping(), seen], **options).fit(
-        Regression(), pairs(), pairs(), resume="auto"
-    )
+    again = quiet(max_epochs=3, callbacks=[EarlyStopping(), seen], **options)
+    again.fit(Regression(), pairs(), pairs(), resume="auto")
     assert [short for short, *_ in seen.seen] == [False]
 
 

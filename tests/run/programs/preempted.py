@@ -14,9 +14,8 @@ size = int(sys.argv[1])
 if "FILES" in os.environ:  # more open files than select takes
     import resource
 
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2
-    )
+    most = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 
 
@@ -37,15 +36,8 @@ def slow(run: Any) -> None:
         time.sleep(float(os.environ["SLOW"]))
 
 
-trainer = Trainer(
-    max_epochs=1000,
-    strategy=sys.argv[2],
-    devices=size,
-    progress_bar=False,
-    loggers=(),
-    run_dir="run",
-    checkpoint=CheckpointConfig(every="2 steps", by=None),
-    callbacks=[LambdaCallback(on_step_end=act, on_save=slow)],
-    preemption={"deadline": float(sys.argv[3])},
-)
+options: Any = {"checkpoint": CheckpointConfig(every="2 steps", by=None), "run_dir": "run", "loggers": ()}
+options["callbacks"] = [LambdaCallback(on_step_end=act, on_save=slow)]
+options["preemption"] = {"deadline": float(sys.argv[3])}
+trainer = Trainer(max_epochs=1000, strategy=sys.argv[2], devices=size, progress_bar=False, **options)
 trainer.fit(Regression(), pairs(24, num_workers=int(sys.argv[4])), resume="auto")
