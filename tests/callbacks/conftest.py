@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from drivetrain import LambdaCallback, OptimizerConfig, TaskModule
 
 
+# A line through 16 features, in two layers; see `Drive` for its training loss and validations.
 class Line(TaskModule):
-    """A line through 16 features, in two layers; see `Drive` for its training loss and validations."""
-
     def __init__(self, net: nn.Module | None, results: Any, step: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -42,25 +41,16 @@ def batches(count: int, seed: int = 1) -> list[Tensor]:
     return list(torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(seed)))
 
 
-class Drive:
-    """One task, its data and the Trainer's arguments.
-
-    Args:
-        results: What each validation gives, one validation of one batch after each epoch; None for none.
-        run_dir: Where to save checkpoints; None for no checkpoints.
-        is_main: False makes the callbacks believe that they are on another rank.
-        step: Gives the training loss from the task and a batch, in place of the task's own step.
-    """
-
+class Drive:  # one task, its data and the Trainer's arguments
     def __init__(
         self,
         *callbacks: Any,
         epochs: int = 1,
         updates_per_epoch: int = 4,
         log_every: int = 2,
-        results: Sequence[Mapping[str, float]] | None = None,
+        results: Sequence[Mapping[str, float]] | None = None,  # what each validation gives, one an epoch
         run_dir: Path | None = None,
-        is_main: bool = True,
+        is_main: bool = True,  # False makes the callbacks believe that they are on another rank
         step: Callable[[nn.Module, Tensor], Tensor] | None = None,
         net: nn.Module | None = None,
         on_nonfinite: str = "raise",
@@ -68,8 +58,7 @@ class Drive:
         self.task: Any = Line(net, results, step)
         self.train_data = batches(updates_per_epoch)
         self.validation_data = None if results is None else batches(1, seed=2)
-        self.history: list[dict[str, float]] = []
-        """What was logged at each log point."""
+        self.history: list[dict[str, float]] = []  # what was logged at each log point
         self.run: Any = None
 
         def meet(run: Any) -> None:
@@ -94,12 +83,10 @@ class Drive:
         return self.run.progress
 
     @property
-    def stopped_early(self) -> str | None:
-        """Why the fit ended before its planned end."""
+    def stopped_early(self) -> str | None:  # why the fit ended before its planned end
         return None if self.run.stop_reason.startswith("max_epochs") else self.run.stop_reason
 
 
 @pytest.fixture
-def drive() -> type[Drive]:
-    """The class, to be called with the callbacks."""
+def drive() -> type[Drive]:  # the class, to be called with the callbacks
     return Drive

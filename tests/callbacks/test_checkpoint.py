@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, OptimizerConfig
+from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, OptimizerConfig
 from drivetrain.checkpoint.saving.index import read_index
-from drivetrain.core.errors import CheckpointError
 
 NAN, INF = math.nan, math.inf
 
 
-def saved(run_dir: Path) -> list[int]:
-    """The updates of the checkpoints that are there."""
+def saved(run_dir: Path) -> list[int]:  # the updates of the checkpoints that are there
     return sorted(int(path.name.split("-")[1]) for path in (run_dir / "checkpoints").glob("update-*"))
 
 
@@ -31,10 +28,8 @@ def kept(run_dir: Path) -> dict[str, list[int]]:
     }
 
 
-def run(
-    run_dir: Path, policy: Any, losses: tuple[float, ...] = (), resume: str | None = None, **options: Any
-) -> Any:
-    """A run of 5 updates an epoch; `losses` are those of its validations."""
+# A run of 5 updates an epoch; `losses` are those of its validations.
+def run(run_dir: Path, policy: Any, losses: Any = (), resume: str | None = None, **options: Any) -> Any:
     left = list(losses)
     task = variant(validation_step=lambda self, batch: torch.tensor(left.pop(0)))()
     trainer = quiet(**{"max_epochs": 2, **options, "checkpoint": policy, "run_dir": run_dir})
@@ -42,18 +37,14 @@ def run(
 
 
 def counted(run_dir: Path, policy: CheckpointConfig, *callbacks: Any, resume: str | None = None) -> None:
-    """A run of ten updates in two epochs, each of a thousand seconds, and of three tokens a sample.
-
-    The last batch of an epoch is a half one: after its updates there are 2, 4, 6, 8, 9 samples.
-    """
+    """A run of ten updates in two epochs, each of 1000 seconds; after those of one, 2, 4, 6, 8, 9 samples."""
 
     def pass_time(run: Any) -> None:
         run.origin -= 1000
 
     watch = [LambdaCallback(on_step_end=pass_time), *callbacks]
-    task = variant(tokens=lambda self, batch: 3 * len(batch[0]))()
     trainer = quiet(max_epochs=2, checkpoint=policy, run_dir=run_dir, callbacks=watch)
-    trainer.fit(task, pairs(9), resume=resume)
+    trainer.fit(Regression(), pairs(9), resume=resume)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +58,7 @@ def counted(run_dir: Path, policy: CheckpointConfig, *callbacks: Any, resume: st
         ("2600 seconds", [3, 6, 8]),
     ],
 )
-def test_every_saves_when_the_interval_ends_also_after_a_resume(
-    every: Any, due: list[int], tmp_path: Path
-) -> None:
+def test_every_saves_when_the_interval_ends_also_after_a_resume(every: Any, due: Any, tmp_path: Path) -> None:
     policy = CheckpointConfig(every=every, keep_last=99, by=None)
     counted(tmp_path, policy)
     assert saved(tmp_path) == sorted({*due, 10})
@@ -107,10 +96,8 @@ def test_keep_last_keeps_as_many_resume_points_and_at_least_the_newest(tmp_path:
         (0, "min", (4.0, 1.0, 2.0, 5.0), []),
     ],
 )
-def test_best_by_mode(
-    best: int, mode: str, losses: tuple[float, ...], keepers: list[int], tmp_path: Path
-) -> None:
-    """`keepers` are epochs, the best last."""
+# `keepers` are epochs, the best last.
+def test_best_by_mode(best: int, mode: str, losses: Any, keepers: list[int], tmp_path: Path) -> None:
     policy = CheckpointConfig(every=None, keep_last=1, best=best, mode=mode)
     result = run(tmp_path, policy, losses, max_epochs=4, on_nonfinite="skip")
     assert saved(tmp_path) == sorted({*(5 * epoch for epoch in keepers), 20})
@@ -141,9 +128,7 @@ def test_best_of_a_resumed_run_has_to_beat_what_was_best_before(tmp_path: Path) 
 
 
 def test_by_a_metric_that_is_not_there_ends_the_run_saved(tmp_path: Path) -> None:
-    listed = (
-        r"'val_loss'.*Did you mean 'validation/loss'\? Allowed: 'train/loss', 'validation/loss'\. .*by=None"
-    )
+    listed = r"'val_loss'.*Did you mean 'validation/loss'\? Allowed: 'train/loss', 'validation/.*by=None"
     with pytest.raises(ConfigError, match=listed):
         run(tmp_path, CheckpointConfig(every="2 steps", by="val_loss"), (1.0, 2.0), log_every=1)
     assert saved(tmp_path) == [4, 5]  # the validation was after the fifth update
@@ -202,20 +187,6 @@ def test_by_a_value_that_a_callback_logs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'scor', which is not logged. Did you mean 'score'"):
         learn(tmp_path / "other", "scor", [1.0] * 15, **options)
     assert saved(tmp_path / "other") == [10]  # an epoch after the value might have come
-
-
-def rank_on_two(run_dir: Path) -> tuple[str, str]:
-    task = variant(training_step=lambda self, batch: self(batch[0]).square().mean())()  # of each rank
-    policy = CheckpointConfig(every=None, best=1, by="train/loss")
-    trainer = quiet(strategy="ddp", devices=2, checkpoint=policy, run_dir=run_dir, max_steps=3, log_every=1)
-    result = trainer.fit(task, pairs(12))
-    return str(result.best_checkpoint), str(result.last_checkpoint)
-
-
-def test_all_ranks_keep_the_same_best_by_a_metric_of_training(tmp_path: Path) -> None:
-    first, second = on_two_ranks(rank_on_two, tmp_path)
-    assert first == second
-    assert Path(first[0]).is_dir()
 
 
 def test_checkpoints_that_are_not_resumable_hold_the_task_alone(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from drivetrain.checkpoint import copy_assets, verify
 from drivetrain.checkpoint.storage.schemes import file_system
 
 
-class Words:
-    """Counts how often it is written, and draws random numbers for it."""
-
+class Words:  # counts how often it is written, and draws random numbers for it
     def __init__(self, text: str, name: str = "words.txt") -> None:
         self.text, self.name, self.times = text, name, 0
 
@@ -27,8 +25,7 @@ class Words:
         Path(save_directory, self.name).write_text(self.text, encoding="utf-8")
 
 
-def stored(checkpoint: Any, folder: Path) -> dict[str, str]:
-    """The assets of a checkpoint, by name."""
+def stored(checkpoint: Any, folder: Path) -> dict[str, str]:  # the assets of a checkpoint, by name
     copied = [Path(each) for each in copy_assets(checkpoint, folder)]
     return {each.relative_to(folder).as_posix(): each.read_text(encoding="utf-8") for each in copied}
 

@@ -10,18 +10,15 @@ from tests.support.messages import warned
 from tests.support.saving import let_writing_end
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, LambdaCallback
+from drivetrain import CheckpointConfig, CheckpointError, LambdaCallback
 from drivetrain.checkpoint import DirectoryCheckpointIO, verify
-from drivetrain.core.errors import CheckpointError
 
 
-def writer():
-    """The thread that is writing, if there is one."""
+def writer():  # the thread that is writing, if there is one
     return next((each for each in threading.enumerate() if each.name == "drivetrain-checkpoint"), None)
 
 
-WAIT = LambdaCallback(on_step_end=lambda run: let_writing_end())
-"""Lets the write of the update before end in each update, so that its outcome is there to be told."""
+WAIT = LambdaCallback(on_step_end=lambda run: let_writing_end())  # begun in the update before
 
 
 def fit(run_dir, checkpoint, *callbacks, **options):

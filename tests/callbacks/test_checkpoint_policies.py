@@ -32,9 +32,7 @@ LOSSES = (5.0, 1.0, 3.0, 2.0, 4.0, 6.0)
 ACCURACIES = (0.5, 0.2, 0.9, 0.1, 0.7, 0.3)
 
 
-class Planted(Regression):
-    """Validations with known values, by the epoch."""
-
+class Planted(Regression):  # validations with known values, by the epoch
     def validation_step(self, batch: Any) -> dict[str, Tensor]:
         epoch = self.progress.updates // 5 - 1
         return {"loss": torch.tensor(LOSSES[epoch]), "accuracy": torch.tensor(ACCURACIES[epoch])}
@@ -51,7 +49,7 @@ def kept(run_dir: Path) -> dict[int, tuple[set[str], set[str]]]:
     return {entry.update: (set(entry.resume), set(entry.keeper)) for entry in entries}
 
 
-KEPT = {
+KEPT = {  # what the four policies keep of the whole run
     10: ({"2 epochs"}, {LOSS}),
     15: (set(), {ACCURACY}),
     20: ({"2 epochs"}, set()),
@@ -59,13 +57,10 @@ KEPT = {
     27: ({"3 steps"}, set()),
     30: ({"3 steps", "2 epochs", ""}, set()),
 }
-"""What the four policies keep of the whole run."""
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_each_policy_keeps_its_own(
-    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_policy_keeps_its_own(tmp_path: Path, asynchronous: bool, monkeypatch: Any) -> None:
     written: list[str] = []
     save = DirectoryCheckpointIO.save
 

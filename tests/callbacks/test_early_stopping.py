@@ -4,11 +4,9 @@ import math
 
 import pytest
 from tests.support.outcome import weights
-from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Regression, pairs, quiet, variant
+from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain.callbacks import EarlyStopping
-from drivetrain.core.errors import ConfigError, NonFiniteError
+from drivetrain import ConfigError, EarlyStopping, NonFiniteError
 
 NAN, INF = math.nan, math.inf
 
@@ -93,27 +91,10 @@ def test_stop_at_and_diverged_at_stop_at_once(drive, tmp_path):
         told = f"early stopping: validation/loss is {limit:.6g} and diverged beyond {limit:.6g}"
         assert run.stopped_early == (told if len(values) > 1 else None)
     # A run that diverged stays stopped when it is resumed.
-    options = {"patience": 9, "diverged_at": 5.0}
-    fit(drive, EarlyStopping(**options), 0.5, 6.0, 0.1, run_dir=tmp_path)
-    resumed = drive(
-        EarlyStopping(**options), epochs=9, updates_per_epoch=1, results=losses(0.1), run_dir=tmp_path
-    )
-    assert resumed.fit(resume="auto").progress.epoch == 2
-
-
-def stop_on_two(run_dir):
-    task = variant(training_step=lambda self, batch: self(batch[0]).square().mean())()  # of each rank
-    stopping = EarlyStopping("train/loss", patience=2, threshold=10.0)
-    options = {"strategy": "ddp", "devices": 2, "max_epochs": 4, "log_every": 1, "checkpoint": True}
-    result = quiet(**options, callbacks=[stopping], run_dir=run_dir).fit(task, pairs(12))
-    return result.progress.updates, result.stop_reason
-
-
-def test_all_ranks_stop_after_the_same_update(tmp_path):
-    first, second = on_two_ranks(stop_on_two, tmp_path)
-    assert first == second
-    assert first[0] == 3
-    assert "did not improve" in first[1]
+    given = {"patience": 9, "diverged_at": 5.0}
+    fit(drive, EarlyStopping(**given), 0.5, 6.0, 0.1, run_dir=tmp_path)
+    run = drive(EarlyStopping(**given), epochs=9, updates_per_epoch=1, results=losses(0.1), run_dir=tmp_path)
+    assert run.fit(resume="auto").progress.epoch == 2
 
 
 def test_resumed_fit_stops_where_the_undisturbed_one_does_with_the_same_weights(tmp_path):

@@ -21,9 +21,8 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.testing.strategies.job import StopAfter
 
 
+# An encoder of two layers with a norm and dropout, and a head; the encoder has a rate of its own.
 class Net(TaskModule):
-    """An encoder of two layers with a norm and dropout, and a head; the encoder has a rate of its own."""
-
     def __init__(self, optimizer: Any = "adamw", norm: Any = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__()
         with torch.random.fork_rng():
@@ -52,9 +51,7 @@ NORM, HEAD = ("encoder.1.weight", "encoder.1.bias"), ("head.weight", "head.bias"
 ALL = {*FIRST, *NORM, *SECOND, *HEAD}
 
 
-class Seen(Callback):
-    """The weights after each update, and the norms of the gradients."""
-
+class Seen(Callback):  # the weights after each update, and the norms of the gradients
     def __init__(self) -> None:
         self.after: list[dict[str, Tensor]] = []
         self.norms: list[float] = []
@@ -66,8 +63,7 @@ class Seen(Callback):
         if run.step.grad_norm is not None:
             self.norms.append(float(run.step.grad_norm))
 
-    def movers(self) -> list[set[str]]:
-        """The names that each update but the first has changed."""
+    def movers(self) -> list[set[str]]:  # the names that each update but the first has changed
         steps = pairwise(self.after)
         return [{name for name in now if not torch.equal(now[name], old[name])} for old, now in steps]
 
@@ -170,21 +166,19 @@ def test_after_a_fit_or_an_error_all_is_as_before() -> None:
         assert seen.movers()[2] == set(HEAD)
         assert seen.movers()[7] == {*FIRST, *HEAD}
     assert weights(task.encoder[3]) == start
+
+    def fail(run: Run) -> None:
+        if run.progress.updates == 3:
+            raise ValueError("broken")
+
     for until in (None, "1 epoch"):
-
-        def fail(run: Run) -> None:
-            if run.progress.updates == 3:
-                raise ValueError("broken")
-
         failing = LambdaCallback(on_step_start=fail)
         with pytest.raises(ValueError, match="broken"):
             fitted(Freeze("encoder", until=until), task, callbacks=[failing])
         assert flags(task) == before
 
 
-class Statistics(nn.Sequential):
-    """Kinds of modules with running statistics, with parameters and without."""
-
+class Statistics(nn.Sequential):  # kinds of modules with running statistics, with parameters and without
     def __init__(self, size: int) -> None:
         spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(size, size))
         super().__init__(nn.BatchNorm1d(size), nn.BatchNorm1d(size, affine=False), spectral)
@@ -254,9 +248,8 @@ def on_ranks(folder: Path, stop: int = 9, resume: str | None = None, **more: Any
 
 def straight_and_resumed(folder: Path, strategy: str) -> Any:
     more: Any = {"strategy": strategy, "devices": 2}
-    found = [on_ranks(folder / "straight", **more)]
     on_ranks(folder / "parts", 5, **more)
-    return [*found, on_ranks(folder / "parts", resume="auto", **more)]
+    return on_ranks(folder / "straight", **more), on_ranks(folder / "parts", resume="auto", **more)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

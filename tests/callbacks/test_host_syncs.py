@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tests.support.host_syncs import HostSyncs
 from tests.support.outcome import weights
@@ -15,16 +14,12 @@ from torch.nn import functional as F
 from drivetrain import CheckpointConfig, OptimizerConfig, TaskModule, callbacks
 
 
-class Language(TaskModule):
-    """A model of tokens with a norm and dropout."""
-
+class Language(TaskModule):  # a model of tokens with a norm and dropout
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.embedding, self.norm, self.head = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 11)
         self.dropout = nn.Dropout(0.1)
-        self.embedding = nn.Embedding(11, 6)
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 11)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.head(self.norm(self.dropout(self.embedding(input_ids))))
@@ -76,9 +71,7 @@ def trainer_with(given: list[callbacks.Callback], run_dir: Path) -> Any:
     return quiet(**options, run_dir=run_dir, callbacks=given)
 
 
-def test_no_host_sync_in_an_update_that_is_no_log_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_host_sync_in_an_update_that_is_no_log_point(tmp_path: Path, monkeypatch: Any) -> None:
     # On a CPU, where a read waits for nothing, it reads a sum to save a comparison.
     finite: Any = lambda group: torch.stack([torch.isfinite(each).all() for each in group])  # noqa: E731
     monkeypatch.setattr("drivetrain.engine.skip._finite_on_cpu", finite)

@@ -18,8 +18,7 @@ from drivetrain import CheckpointConfig, DivergenceError, LambdaCallback, LossSp
 from drivetrain.checkpoint import read_manifest
 
 POLICY = CheckpointConfig(every="4 steps", keep_last=99, best=0, by=None)
-SIZE = 4
-COUNT = 30
+SIZE, COUNT = 4, 30
 
 
 def data(*bad: int, mark: int = LARGE, count: int = COUNT, **options: Any) -> DataLoader[Any]:
@@ -28,8 +27,7 @@ def data(*bad: int, mark: int = LARGE, count: int = COUNT, **options: Any) -> Da
     return marked(marks, SIZE, **options)
 
 
-def without(passed_over: range, whole: DataLoader[Any]) -> DataLoader[Any]:
-    """The same batches, but for some."""
+def without(passed_over: range, whole: DataLoader[Any]) -> DataLoader[Any]:  # the same batches, but for some
     kept = [i * SIZE + each for i in range(COUNT) if i not in passed_over for each in range(SIZE)]
     return DataLoader(Subset(whole.dataset, kept), batch_size=SIZE)
 
@@ -39,8 +37,7 @@ def spike(action: str, **options: Any) -> LossSpike:
     return LossSpike(action, **{"window": 10, "threshold": 20, **options})
 
 
-def rolling(run_dir: Path, *callbacks: Any, **options: Any) -> Any:
-    """Return a Trainer that rolls back."""
+def rolling(run_dir: Path, *callbacks: Any, **options: Any) -> Any:  # return a Trainer that rolls back
     callbacks += (spike("rollback", **options.pop("spike", {})),)
     given = {"max_epochs": 1, "log_every": "7 steps", "checkpoint": POLICY, "loggers": ("csv", "jsonl")}
     return quiet(**{**given, **options}, run_dir=run_dir, callbacks=callbacks)
@@ -64,9 +61,7 @@ def test_skip_leaves_out_a_spike_whole_once_the_window_is_full(caplog: pytest.Lo
     assert watch.changed == {25: []}
     by_name = [spike("skip", metric="generator_loss")]
     quiet(max_epochs=1, log_every="2 steps", callbacks=by_name).fit(Duel(), duels())
-
-
-def test_skip_ends_a_run_whose_level_does_not_come_back() -> None:
+    # A run whose level does not come back ends.
     trainer = quiet(max_epochs=1, callbacks=[spike("skip", max_in_a_row=3)])
     with pytest.raises(DivergenceError, match="4 updates in a row, number 12 each time"):
         trainer.fit(task(), data(*range(12, 30)))
@@ -81,9 +76,7 @@ def test_skip_ends_a_run_whose_level_does_not_come_back() -> None:
         (7, GRADIENT, 4, 8, {"log_every": None}),  # the loss is finite, the weights are NaN when saved
     ],
 )
-def test_rollback_equals_a_run_without_the_data(
-    bad: int, mark: int, back: int, seen: int, options: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rollback_equals_a_run_without_the_data(bad, mark, back, seen, options, tmp_path, caplog) -> None:
     found = [task(), task()]
     with caplog.at_level(logging.WARNING):
         result = rolling(tmp_path / "spike", **options).fit(found[0], data(bad, mark=mark))

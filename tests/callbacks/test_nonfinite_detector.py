@@ -26,21 +26,13 @@ class BreaksBackward(nn.Module):
         return x + ((x * 0).square().sum().sqrt() if self.breaks else 0)
 
 
-class Deep(TaskModule):
-    """Layers, of which one breaks from a given update on.
-
-    Args:
-        kind: The layer that breaks, or None for none.
-        at: The update.
-    """
-
+class Deep(TaskModule):  # layers, of which one of a kind breaks from a given update on
     def __init__(self, kind: type[nn.Module] | None, at: int = 3) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.first = nn.Sequential(nn.Linear(FEATURES, 6), nn.ReLU(inplace=True))
-        self.middle = nn.ModuleList([])
-        for _ in range(2):
-            self.middle.append(nn.Sequential(nn.Linear(6, 6), (kind or nn.Identity)(), nn.Linear(6, 6)))
+        parts = [(nn.Linear(6, 6), (kind or nn.Identity)(), nn.Linear(6, 6)) for _ in range(2)]
+        self.middle = nn.ModuleList(nn.Sequential(*each) for each in parts)
         self.last = nn.Linear(6, 1)
         self.at, self.seen = at, 0
 

@@ -15,14 +15,11 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import EarlyStopping, LambdaCallback, Profile
-from drivetrain.testing import run_distributed
 
-ONE = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
-"""A schedule of the update 2 alone."""
+ONE = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}  # a schedule of the update 2 alone
 
 
-def names(path: Path) -> Counter[str]:
-    """The ranges of a trace, by name."""
+def names(path: Path) -> Counter[str]:  # the ranges of a trace, by name
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     return Counter(each["name"] for each in events if each.get("cat") == "user_annotation")
@@ -34,8 +31,7 @@ def updates(path: Path) -> list[str]:
 
 def table(folder: Path) -> dict[str, Any]:
     (path,) = folder.glob("table-*.json")
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def calls(folder: Path) -> dict[str, int]:
@@ -54,9 +50,7 @@ def test_trace_has_the_chosen_updates_alone_with_every_phase_by_name(tmp_path: P
     profile = Profile(kinds="trace")
     callbacks = [EarlyStopping("validation/loss", patience=9), profile]
     options: dict[str, Any] = {"max_epochs": 3, "run_dir": tmp_path, "checkpoint": True, "loggers": "csv"}
-    with heard("Profile writes to", level=20) as told:
-        quiet(**options, max_grad_norm=1.0, callbacks=callbacks).fit(Regression(), pairs(), pairs(4))
-    assert told == [f"Profile writes to {tmp_path / 'profile'}"]
+    quiet(**options, max_grad_norm=1.0, callbacks=callbacks).fit(Regression(), pairs(), pairs(4))
     (trace,) = profile.files
     assert trace == tmp_path / "profile" / "trace-updates-10-12-rank-0.json.gz"
     found = names(trace)
@@ -175,13 +169,9 @@ def of_rank(rank: int) -> list[str]:
     return [f"{table}.json", f"{table}.txt", f"trace-updates-2-2-rank-{rank}.json.gz"]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("zero1", "zero3"))],
-)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_write_files_of_their_own(strategy: str, tmp_path: Path) -> None:
-    run = run_distributed if strategy.startswith("zero") else on_two_ranks
-    assert run(on_a_rank, tmp_path, "all", strategy) == [sorted(of_rank(0) + of_rank(1))] * 2
+    assert on_two_ranks(on_a_rank, tmp_path, "all", strategy) == [sorted(of_rank(0) + of_rank(1))] * 2
     for rank in (0, 1):
         trace = names(tmp_path / "profile" / f"trace-updates-2-2-rank-{rank}.json.gz")
         assert (trace["forward"], trace["backward"], trace["optimizer"]) == (1, 1, 1)

@@ -16,15 +16,14 @@ from drivetrain.callbacks import progress_bar as module
 pty = pytest.importorskip("pty", reason="a terminal is made with a pty, which this system does not have")
 termios = pytest.importorskip("termios", reason="this system has no terminals of this kind")
 
-
 END = "<end>"
 
 
 @contextmanager
-def terminal(kind="xterm", columns=120):
+def terminal(seconds_between_drawings=0.0):
     """Make stderr a terminal for a while; afterwards the screen has what was written to it."""
     main, other = pty.openpty()
-    termios.tcsetwinsize(other, (24, columns))
+    termios.tcsetwinsize(other, (24, 120))
     received = bytearray()
 
     def drain():
@@ -37,7 +36,8 @@ def terminal(kind="xterm", columns=120):
     reader.start()
     screen = SimpleNamespace(text="")
     with os.fdopen(other, "w", encoding="utf-8") as stream, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TERM", kind)
+        patch.setenv("TERM", "xterm")
+        patch.setattr(module, "_SECONDS_BETWEEN_DRAWINGS", seconds_between_drawings)
         patch.setattr(sys, "stderr", stream)
         try:
             yield screen
@@ -49,8 +49,7 @@ def terminal(kind="xterm", columns=120):
     os.close(main)
 
 
-def lines_of(capsys):
-    """The lines in a file, without control characters."""
+def lines_of(capsys):  # the lines in a file, without control characters
     text = capsys.readouterr().err
     assert all(character.isprintable() or character == "\n" for character in text)
     return text.splitlines()
@@ -88,13 +87,6 @@ def test_metrics_are_those_that_are_named_or_four_of_each_stage(drive, capsys):
     assert lines_of(capsys)[0] == "epoch 1/1 | update 4/4 | throughput/x 1"
 
 
-@pytest.fixture
-def every_draw(monkeypatch):
-    """Draw at each update, so that a short run shows all."""
-    monkeypatch.setattr(module, "_SECONDS_BETWEEN_DRAWINGS", 0.0)
-
-
-@pytest.mark.usefixtures("every_draw")
 def test_a_terminal_gets_a_bar_that_ends_full_and_goes_on_after_a_resume(drive, tmp_path):
     options = {"updates_per_epoch": 4, "run_dir": tmp_path}
     with terminal() as screen:
@@ -116,7 +108,7 @@ def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatc
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.01))
     before, during = set(threading.enumerate()), set()
     watch = LambdaCallback(on_step_end=lambda run: during.update(threading.enumerate()))
-    with terminal() as screen:
+    with terminal(module._SECONDS_BETWEEN_DRAWINGS) as screen:
         drive(ProgressBar(), watch, updates_per_epoch=200, log_every=500).fit()
     assert 2 <= screen.text.count("/200") <= 100
     assert "200/200" in screen.text.split("\r")[-2]
@@ -124,7 +116,6 @@ def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatc
     assert started <= {"drivetrain-signals", "drivetrain-watchdog"}  # of the run itself
 
 
-@pytest.mark.usefixtures("every_draw")
 def test_an_exception_leaves_the_terminal_in_order(drive):
     def fail(run):
         raise RuntimeError("lost")
@@ -137,7 +128,6 @@ def test_an_exception_leaves_the_terminal_in_order(drive):
         assert screen.text.endswith("\r\n")
 
 
-@pytest.mark.usefixtures("every_draw")
 def test_other_ranks_show_nothing(drive):
     run = drive(ProgressBar(), is_main=False, results=[{"loss": 0.5}])
     with terminal() as screen:

@@ -108,9 +108,7 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
         table[f"memory {name}"] = (check, f"MemoryReport with strategy '{name}'")
     assert_refused(StrategyError, table)
     on(cb.WeightHistograms(), "deepspeed", "jsonl")()
-
-
-def test_skip_on_an_accelerator_has_to_be_allowed_to_wait() -> None:
+    # A skip on an accelerator has to be allowed to wait.
     kind: Any = SimpleNamespace(name="accelerator", device=torch.device("cuda"), no_skipping="")
     skip = partial(cb.LossSpike("skip").check_trainer, quiet(), kind)
     assert_refused(ConfigError, {"skip": (skip, "action='skip'", "'cuda'", "sync=True")})

@@ -85,9 +85,7 @@ def test_evaluations_are_not_cut() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-class Attention(TaskModule):
-    """Keeps the shapes of a batch of a language model."""
-
+class Attention(TaskModule):  # keeps the shapes of a batch of a language model
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, VOCABULARY)

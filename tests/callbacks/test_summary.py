@@ -13,17 +13,15 @@ from torch import nn
 from drivetrain.callbacks import ModelSummary, summarize
 from drivetrain.callbacks.summary import RankSizes
 from drivetrain.core.errors import ConfigError
-from drivetrain.testing import run_distributed
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    """The cells of each module's row, by the module's name."""
+def rows(text: str) -> dict[str, list[str]]:  # the cells of each module's row, by the module's name
     lines = text.split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     return {name: rest for name, *rest in cells}
 
 
-def test_modules_have_their_parameters_and_the_totals_are_below():
+def test_summary_has_the_parameters_of_modules_tied_and_own_ones_once_and_the_totals():
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2, bias=False))
     text = str(summarize(model))
     assert rows(text) == {
@@ -36,9 +34,6 @@ def test_modules_have_their_parameters_and_the_totals_are_below():
     text = str(summarize(model))
     assert rows(text)["0"][1:3] == ["15", "0"]
     assert "21 parameters, 6 trainable" in text
-
-
-def test_tied_and_own_parameters_count_once():
     tied = nn.Module()
     tied.embed, tied.head = nn.Embedding(100, 8), nn.Linear(8, 100)
     tied.head.weight, tied.scale = tied.embed.weight, nn.Parameter(torch.ones(5))
@@ -102,15 +97,12 @@ def test_summary_undoes_what_a_forward_keeps_also_after_an_error():
 
 class Wide(Regression):
     def __init__(self):
-        super().__init__()
+        super().__init__(torch.optim.Adam)
         self.line = nn.Linear(FEATURES, 100)
         self.norm = nn.BatchNorm1d(100, affine=False)
 
     def forward(self, features):
         return self.norm(self.line(features)).mean(1, keepdim=True)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam
 
 
 def sizes_on(strategy, devices="auto"):
@@ -120,27 +112,16 @@ def sizes_on(strategy, devices="auto"):
 
 
 WEIGHTS = 4 * (4 * 100 + 100)
-STEPS = 2 * 4
-"""Adam's count of updates for each tensor."""
+STEPS = 2 * 4  # Adam's count of updates for each tensor
 
 
-def test_sizes_are_those_of_parameters_gradients_state_and_buffers():
+def test_sizes_are_those_of_parameters_gradients_state_and_buffers_or_of_a_ranks_shards():
     with heard(level=logging.INFO) as texts:
         assert sizes_on("cpu") == (RankSizes(WEIGHTS, WEIGHTS, 2 * WEIGHTS + STEPS, 2 * 400 + 8),)
     assert texts[1].splitlines()[0] == "sizes after the first update"
     assert " ".join(texts[1].splitlines()[-1].split()) == "0 2.0 kB 2.0 kB 4.0 kB 808 bytes"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "parameters", "gradients", "state"),
-    [
-        ("fsdp", WEIGHTS / 2, WEIGHTS / 2, WEIGHTS),
-        pytest.param("zero3", WEIGHTS / 2, None, 3 * WEIGHTS / 2, marks=pytest.mark.nightly),
-    ],
-)
-def test_sizes_of_a_sharding_strategy_are_each_ranks_part(strategy, parameters, gradients, state):
-    first, second = (run_distributed if "zero" in strategy else on_two_ranks)(sizes_on, strategy, 2)
+    first, second = on_two_ranks(sizes_on, "fsdp", 2)
     assert first == second
     for each in first:
-        assert (each.parameters, each.gradients) == (parameters, gradients)
-        assert state <= each.optimizer_state <= state + 2 * STEPS
+        assert each.parameters == each.gradients == WEIGHTS / 2
+        assert WEIGHTS <= each.optimizer_state <= WEIGHTS + 2 * STEPS

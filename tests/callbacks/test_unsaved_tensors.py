@@ -24,13 +24,10 @@ def told(task: Regression, run_dir: Path, every: str = "1 epoch", **options: Any
     return [each for each in caught if "that no checkpoint holds" in each]
 
 
-class Encoder(nn.Module):
-    """A module of the user's."""
+Encoder = type("Encoder", (nn.Module,), {})  # a module of the user's
 
 
-class Recurrent(Regression):
-    """An LSTM whose state goes on from batch to batch."""
-
+class Recurrent(Regression):  # an LSTM whose state goes on from batch to batch
     def __init__(self) -> None:
         super().__init__()
         self.encoder: Any = Encoder()
@@ -42,9 +39,7 @@ class Recurrent(Regression):
         return super().forward(out)
 
 
-class Touched(Regression):
-    """Does something with itself in each forward."""
-
+class Touched(Regression):  # does something with itself in each forward
     def __init__(self, touch: Any) -> None:
         super().__init__()
         self.touch, self.calls = touch, 0
@@ -64,17 +59,11 @@ def test_hidden_state_of_an_lstm_is_named_once_in_each_fit_with_what_to_do(tmp_p
 
 
 def test_a_tensor_that_changes_is_named_however_it_is_kept(tmp_path: Path) -> None:
-    def add(task: Any) -> None:
-        task.kept += 1
-
-    def append(task: Any) -> None:
-        task.kept.append(torch.zeros(1))
-
     for name, touch, begin in (
         ("replace", lambda task: setattr(task, "kept", torch.zeros(2) + task.calls), None),
-        ("add", add, torch.zeros(2)),
+        ("add", lambda task: task.kept.add_(1), torch.zeros(2)),
         ("grow", lambda task: task.kept.resize_(task.calls), torch.zeros(0)),
-        ("append", append, []),
+        ("append", lambda task: task.kept.append(torch.zeros(1)), []),
         ("average", lambda task: task.kept["mean"].lerp_(torch.ones(1), 0.1), {"mean": torch.zeros(1)}),
     ):
         task = Touched(touch)

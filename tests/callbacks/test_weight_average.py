@@ -19,12 +19,9 @@ from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import CheckpointError, ConfigError
 
 OF_KIND: dict[str, Any] = {"ema": {"decay": 0.9}, "swa": {}, "lawa": {"window": 2}}
-"""The arguments of each kind, for the averages of `expected`."""
 
 
-class Trajectory(Callback):
-    """The trained weights after each update, and what each validation had."""
-
+class Trajectory(Callback):  # the trained weights after each update, and what each validation had
     def __init__(self) -> None:
         self.after: list[Tensor] = []
         self.validated: list[Tensor] = []
@@ -40,8 +37,7 @@ def flat(task: nn.Module) -> Tensor:
     return torch.cat([each.detach().flatten().clone() for each in task.parameters()])
 
 
-def expected(kind: str, seen: list[Tensor]) -> Tensor:
-    """The average of weights by hand."""
+def expected(kind: str, seen: list[Tensor]) -> Tensor:  # the average of weights by hand
     if kind != "ema":
         return torch.stack(seen[-2:] if kind == "lawa" else seen).double().mean(0).float()
     average = seen[0].double()
@@ -110,8 +106,7 @@ def fitted(folder: Path, kind: str, updates: int, resume: str | None = None, **m
 
 
 @pytest.mark.parametrize(("kind", "save"), [("ema", True), ("ema", False), ("swa", True), ("lawa", True)])
-def test_resume_is_bitwise(kind: str, save: bool, tmp_path: Path) -> None:
-    """SWA is saved in the background here, while training goes on."""
+def test_resume_is_bitwise(kind: str, save: bool, tmp_path: Path) -> None:  # SWA in the background
     straight = fitted(tmp_path / "straight", kind, 13, save=save)
     for updates in (1, 7):
         with heard("nothing was averaged"):

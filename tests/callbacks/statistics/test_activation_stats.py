@@ -34,9 +34,8 @@ def rows(count: int = 16, seed: int = 1, size: int = 4) -> DataLoader[Any]:
     return DataLoader(features, batch_size=size)
 
 
+# The statistics of all outputs of a block's activation in an update, at once; and what was logged.
 class ByHand(Callback):
-    """The statistics of all outputs of a block's activation in an update, at once; and what was logged."""
-
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
         self.expected: list[dict[str, float]] = []

@@ -12,9 +12,7 @@ from torch.nn import functional as F
 from drivetrain import Callback, GradientNorms, OptimizerConfig, Run, TaskModule
 
 
-class Layers(TaskModule):
-    """Two layers, a parameter of its own, and an unused layer."""
-
+class Layers(TaskModule):  # two layers, a parameter of its own, and an unused layer
     def __init__(self, unused: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -32,9 +30,7 @@ class Layers(TaskModule):
         return OptimizerConfig("sgd", lr=0.1)
 
 
-class ByHand(Callback):
-    """The same norms, from whole gradients, in every update; and what was logged."""
-
+class ByHand(Callback):  # the same norms, from whole gradients, in every update; and what was logged
     def __init__(self) -> None:
         self.norms: dict[str, float] = {}
         self.logged: list[dict[str, float]] = []

@@ -8,7 +8,7 @@ from tests.support.messages import heard, warned
 from tests.support.tasks import pairs, quiet, variant
 from torch import nn
 
-from drivetrain.callbacks import LambdaCallback, Throughput
+from drivetrain.callbacks import LambdaCallback, LearningRateMonitor, Throughput
 from drivetrain.callbacks.statistics import throughput
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import LEAST, Stragglers
@@ -19,11 +19,7 @@ FLOPS_PER_SAMPLE = 2 * (2 * 16 * 8) + 3 * (2 * 8 * 1)
 
 
 def values(point):
-    return {
-        name.removeprefix("throughput/"): value
-        for name, value in point.items()
-        if name.startswith("throughput/")
-    }
+    return {name[11:]: value for name, value in point.items() if name.startswith("throughput/")}
 
 
 def test_speeds_and_shares_are_those_of_the_clock_and_validation_slows_no_speed_down(monkeypatch):
@@ -57,7 +53,8 @@ def test_speeds_and_shares_are_those_of_the_clock_and_validation_slows_no_speed_
 
 
 def test_operations_are_counted_in_the_first_update_or_given(drive, monkeypatch):
-    run = drive(Throughput(peak_flops=1e6), updates_per_epoch=6).fit()
+    run = drive(Throughput(peak_flops=1e6), LearningRateMonitor(), updates_per_epoch=6).fit()
+    assert [point["lr"] for point in run.history] == [0.05] * 3
     point = values(run.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
     assert point["model_flops"] == FLOPS_PER_SAMPLE * run.progress.samples
@@ -123,7 +120,7 @@ def after(stragglers, *rounds):
     return lines
 
 
-def test_a_rank_that_is_slow_twice_in_a_row_is_named_once():
+def test_a_rank_that_is_slow_twice_in_a_row_is_named_once_and_chance_names_nobody():
     slow, even = [10.0, 10.0, 14.0, 9.0], [10.0, 10.0, 10.0, 10.0]
     first, second, *rest = after(Stragglers(0.2), slow, slow, slow, even, slow, slow)
     assert [first, *rest] == [None] * 5
@@ -132,9 +129,6 @@ def test_a_rank_that_is_slow_twice_in_a_row_is_named_once():
     # Of two ranks it is compared with the other one; a rank stands for its copies.
     assert "2.00 times" in str(after(Stragglers(0.5), [6.0, 12.0], [6.0, 12.0])[1])
     assert str(after(Stragglers(0.2, copies=2), [10.0, 20.0], [10.0, 20.0])[1]).startswith("rank 2 is slow")
-
-
-def test_chance_names_nobody():
     slow = [10.0, 14.0], [14.0, 10.0]
     assert after(Stragglers(0.2), *slow, *slow) == [None] * 4, "now this one, now that one"
     assert after(Stragglers(0.2), *[[10.0, 11.9]] * 4) == [None] * 4, "not by the margin"

@@ -18,9 +18,7 @@ from drivetrain.loggers import Histogram
 from drivetrain.testing import run_distributed
 
 
-class Kept:
-    """A logger that keeps what it is given."""
-
+class Kept:  # a logger that keeps what it is given
     def __init__(self) -> None:
         self.points: list[tuple[int, dict[str, Histogram]]] = []
         self.log_metrics = self.log_config = self.close = lambda *given: None
@@ -29,9 +27,7 @@ class Kept:
         self.points.append((step, dict(histograms)))
 
 
-class ByHand(Callback):
-    """The whole weights at each log point, and the whole gradients before each step."""
-
+class ByHand(Callback):  # the whole weights at each log point, and the whole gradients before each step
     def __init__(self) -> None:
         self.tensors: list[dict[str, Tensor]] = []
 
@@ -87,8 +83,7 @@ def test_patterns_choose_parameters_and_frozen_ones_are_left_out_without() -> No
     assert set(found) == {"weights/first.weight", "weights/first.bias", "gradients/first.bias"}
 
 
-def parameters(**values: Tensor) -> Regression:
-    """A regression with frozen parameters of these values besides."""
+def parameters(**values: Tensor) -> Regression:  # a regression with frozen parameters of these values besides
     task = Regression()
     for name, value in values.items():
         setattr(task, name, nn.Parameter(value, requires_grad=False))
@@ -115,9 +110,7 @@ def layers() -> Layers:
     return task
 
 
-class Ungathered(WeightHistograms):
-    """Fails where anything is gathered from shards."""
-
+class Ungathered(WeightHistograms):  # fails where anything is gathered from shards
     def on_log(self, run: Run) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "all_gather_into_tensor", None)
@@ -135,10 +128,7 @@ def on_ranks(strategy: str, gradients: bool) -> list[tuple[int, dict[str, Histog
     return kept.points
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["fsdp", pytest.param("zero3", marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=pytest.mark.nightly)])
 def test_shards_add_up_to_the_counts_of_one_process(strategy: str) -> None:
     is_zero = strategy.startswith("zero")
     if is_zero and not is_installed("deepspeed"):
