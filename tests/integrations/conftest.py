@@ -34,3 +34,9 @@ def lightning_library() -> None:
         import lightning.pytorch  # noqa: F401
         import pytorch_lightning  # noqa: F401
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(request: pytest.FixtureRequest) -> None:  # before a test's own state is noted
+    if (folder := request.path.parent.name) in ("lightning", "transformers"):
+        request.getfixturevalue(f"{folder}_library")

@@ -33,9 +33,7 @@ def conforms(make: MakeStrategy, *checks: str, precision: str = "32", tolerance:
         on_two_ranks(_checked, make, scratch, checks, precision, tolerance)
 
 
-def _checked(
-    make: MakeStrategy, scratch: str, checks: tuple[str, ...], precision: str, tolerance: float
-) -> None:
+def _checked(make: MakeStrategy, scratch: str, checks: Any, precision: str, tolerance: float) -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for name in checks:
         check = updates if name == "updates" else CHECKS[name]

@@ -48,14 +48,12 @@ def test_intel_gpu_trains_in_one_process() -> None:
         assert (found.name, str(found.device), found.world_size) == ("single", "xpu:0", 1)
     assert str(SingleDevice("xpu:1").device) == "xpu:1"
     assert str(Hardware.here()).endswith("and 2 Intel GPUs")
-    assert_refused(
-        StrategyError,
-        {
-            "several": (lambda: Trainer(strategy="xpu", devices=2), "1 process on xpu", "strategy='cpu'"),
-            "float64": (lambda: Trainer(strategy="xpu", precision="64"), "XPU has no float64"),
-            "index": (lambda: SingleDevice("xpu:5"), "torch sees 2 GPU", "the last is 'xpu:1'"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "several": (lambda: Trainer(strategy="xpu", devices=2), "1 process on xpu", "strategy='cpu'"),
+        "float64": (lambda: Trainer(strategy="xpu", precision="64"), "XPU has no float64"),
+        "index": (lambda: SingleDevice("xpu:5"), "torch sees 2 GPU", "the last is 'xpu:1'"),
+    }
+    assert_refused(StrategyError, cases)
 
 
 @pytest.fixture
@@ -94,15 +92,13 @@ def test_mps_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(torch.backends.mps, "is_available", lambda: False)
             Trainer(max_epochs=1, strategy="mps")
 
-    assert_refused(
-        StrategyError,
-        {
-            "float64": (of(precision="64"), "MPS has no float64; allowed are '32', 'b"),
-            "processes": (of(devices=2), "1 process on mps, but devices=2", "strategy='cpu' for several"),
-            "launcher": (launched, "1 process on mps, but torchrun has started 2"),
-            "no Metal": (absent, "'mps' cannot run here: this machine has", "no Metal", "'auto'"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "float64": (of(precision="64"), "MPS has no float64; allowed are '32', 'b"),
+        "processes": (of(devices=2), "1 process on mps, but devices=2", "strategy='cpu' for several"),
+        "launcher": (launched, "1 process on mps, but torchrun has started 2"),
+        "no Metal": (absent, "'mps' cannot run here: this machine has", "no Metal", "'auto'"),
+    }
+    assert_refused(StrategyError, cases)
 
 
 @pytest.mark.landing
@@ -115,9 +111,7 @@ def test_mps_fallback_is_set_before_torch_is_imported(monkeypatch: pytest.Monkey
         assert told in done.stdout + done.stderr
 
 
-def test_mps_fallback_is_refused_once_torch_is_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mps_fallback_is_refused_once_torch_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.delenv(FALLBACK, raising=False)
     with pytest.raises(ConfigError, match=f"too late: torch reads the setting.*{FALLBACK}=1"):
         enable_mps_fallback()

@@ -42,12 +42,8 @@ def halved(kind: Any, batch_size: int, accumulation: int = 1, size: float = 3.0,
     strategy = {} if kind is None else {"strategy": kind(world_size=2), "devices": 2}
     task = Regression()
     loader = DataLoader(data(size), batch_size=batch_size)
-    options = {
-        "max_epochs": 1,
-        "precision": "16-mixed",
-        "gradient_accumulation_steps": accumulation,
-        **options,
-    }
+    options = {"precision": "16-mixed", "gradient_accumulation_steps": accumulation, **options}
+    options = {"max_epochs": 1, **options}
     quiet(callbacks=[LambdaCallback(on_step_end=note)], **options, **strategy).fit(task, loader)
     return [*task.line.weight.flatten().tolist(), *task.line.bias.tolist()], seen, norms
 

@@ -21,9 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FEATURES = torch.randn(36, 4, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(FEATURES, FEATURES.sum(1, keepdim=True) + 1)
 
-ZERO3 = DeepSpeedConfig(
-    stage=3, config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-)
+DIVIDED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+ZERO3 = DeepSpeedConfig(stage=3, config=DIVIDED)
 """In which small parameters are divided, too."""
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 

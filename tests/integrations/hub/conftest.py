@@ -19,10 +19,8 @@ class Hub:  # a server in a program of its own; its repositories stay when it is
         self.address = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:  # at the port that it had before
-        program = [sys.executable, str(Path(__file__).with_name("server.py"))]
-        self.process = subprocess.Popen(
-            [*program, str(self.folder), str(self.port), TOKEN], stdout=subprocess.PIPE
-        )
+        words = map(str, (Path(__file__).with_name("server.py"), self.folder, self.port, TOKEN))
+        self.process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
 

@@ -1,8 +1,6 @@
-"""A server that speaks the part of the Hub's HTTP API that uploads and downloads of models use.
+"""The part of the Hub's HTTP API that uploads and downloads use: `python server.py FOLDER PORT TOKEN`.
 
-`python server.py FOLDER PORT TOKEN` serves the repositories of a folder, which survives a kill. It prints its
-port: the given one, or a free one for 0. While the file `stall` is in the folder, an upload of a large file
-stops in its middle, and the file `stalled` says so. `requests.jsonl` lists the requests.
+It prints its port. While the file `stall` is in the folder, an upload stops half way, and says `stalled`.
 """
 
 import base64
@@ -79,8 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server.server_port}"
 
-    def log_message(self, *arguments: Any) -> None:
-        """Print nothing."""
+    def log_message(self, *arguments: Any) -> None: ...
 
     def do_GET(self) -> None:
         method = {"HEAD": self.get, "GET": self.get, "POST": self.post, "PUT": self.put}[self.command]
@@ -174,15 +171,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repository: Repository, branch: str, data: bytes) -> None:
         tree = repository.tree(branch)
-        listed = [
-            {
-                "path": each["path"],
-                "uploadMode": "lfs" if each["path"].endswith(LARGE) else "regular",
-                "shouldIgnore": False,
-                "oid": tree.get(each["path"], {}).get("content_oid"),
-            }
-            for each in json.loads(data)["files"]
-        ]
+        listed = []
+        for path in (each["path"] for each in json.loads(data)["files"]):
+            mode, oid = "lfs" if path.endswith(LARGE) else "regular", tree.get(path, {}).get("content_oid")
+            listed.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self.answer({"files": listed})
 
     def batch(self) -> None:
@@ -230,9 +222,8 @@ class Handler(BaseHTTPRequestHandler):
                     raise RefusedError(400, "", f"the object {oid} was never uploaded")
                 lfs = {"oid": oid, "size": value["size"], "pointerSize": 134}
                 pointer = hashlib.sha1(f"pointer {oid}".encode()).hexdigest()
-                tree[value["path"]] = {
-                    "oid": pointer, "size": value["size"], "lfs": lfs, "content": oid, "content_oid": oid,
-                }  # fmt: skip
+                names = {"oid": pointer, "content": oid, "content_oid": oid}
+                tree[value["path"]] = {**names, "size": value["size"], "lfs": lfs}
             else:
                 raise RefusedError(400, "", f"unknown operation {operation['key']}")
         commit = repository.commit(branch, tree, message)

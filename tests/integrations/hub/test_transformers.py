@@ -71,17 +71,13 @@ def test_push_uploads_an_adapter_as_pefts_own_files(hub: Any, tmp_path: Path) ->
     assert (head["library_name"], head["base_model"]) == ("peft", "org/base")
 
 
-def test_push_to_hub_of_a_script_has_the_card_and_message_of_transformers_examples(
-    hub: Any, tmp_path: Path
-) -> None:
+def test_push_to_hub_of_a_script_has_the_card_and_message_of_transformers(hub: Any, tmp_path: Path) -> None:
     import huggingface_hub
 
     options: dict[str, Any] = {"max_steps": 2, "hub_model_id": "me/examples", "use_cpu": True}
     options |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    options |= {"load_best_model_at_end": True, "metric_for_best_model": "score"}
-    args = transformers.TrainingArguments(
-        str(tmp_path / "run"), report_to="none", disable_tqdm=True, **options
-    )
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "score", "report_to": "none"}
+    args = transformers.TrainingArguments(str(tmp_path / "run"), disable_tqdm=True, **options)
     data = rows("bert, classes", 8)
     scores = iter((2, 1))
     score = {"compute_metrics": lambda _: {"score": next(scores)}}

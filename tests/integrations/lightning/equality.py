@@ -92,9 +92,8 @@ def differences(first: dict[str, list[float]], second: dict[str, list[float]]) -
     found: dict[str, Any] = {}
     for name in first.keys() | second.keys():
         one, other = first.get(name, []), second.get(name, [])
-        if len(one) != len(other) or any(
-            abs(a - b) > 1e-6 * max(1, abs(a)) for a, b in zip(one, other, strict=True)
-        ):
+        far = (abs(a - b) > 1e-6 * max(1, abs(a)) for a, b in zip(one, other, strict=True))
+        if len(one) != len(other) or any(far):
             found[name] = (one, other)
     return found
 

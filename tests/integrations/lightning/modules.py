@@ -70,9 +70,8 @@ class Template(LightningModule):  # the hydra template: a plateau, the best valu
         super().__init__()
         self.net = net or body()
         self.optimizer = functools.partial(torch.optim.Adam, lr=0.05, weight_decay=0.01)
-        self.scheduler = functools.partial(
-            torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0, threshold=10.0
-        )
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        self.scheduler = functools.partial(plateau, factor=0.1, patience=0, threshold=10.0)
         self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
         self.val_acc, self.val_acc_best = MulticlassAccuracy(2), MaxMetric()
         self.several = MetricCollection([MulticlassAccuracy(2), MulticlassPrecision(2)], prefix="train/")
@@ -168,9 +167,8 @@ class WarmUp(LightningModule):  # a warm-up by hand in `optimizer_step`, clippin
         self.log("grad_norm", norm)
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-        self.clip_gradients(
-            optimizer, gradient_clip_val=0.05 * (1 + self.current_epoch), gradient_clip_algorithm="norm"
-        )
+        largest = 0.05 * (1 + self.current_epoch)
+        self.clip_gradients(optimizer, gradient_clip_val=largest, gradient_clip_algorithm="norm")
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         if self.trainer.global_step < 6:

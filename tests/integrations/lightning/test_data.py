@@ -133,15 +133,11 @@ def sampled(kind: str) -> Any:
 
     data, parts = TensorDataset(torch.arange(11)), {"num_replicas": 2, "rank": 1}
     chosen = torch.utils.data.SubsetRandomSampler(range(11))
-    options: dict[str, Any] = {
-        "torch": lambda: {"sampler": DistributedSampler(data, **parts)},
-        "batches": lambda: {
-            "batch_sampler": BatchSampler(DistributedSampler(data, **parts, shuffle=False), 2, False)
-        },
-        "wrapper": lambda: {"sampler": DistributedSamplerWrapper(chosen, **parts)},
-    }[kind]()
-    size = {} if kind == "batches" else {"batch_size": 2}
-    return data_of(train=DataLoader(data, **size, **options))
+    in_order = DistributedSampler(data, **parts, shuffle=False)
+    options: dict[str, Any] = {"batches": {"batch_sampler": BatchSampler(in_order, 2, False)}}
+    options["torch"] = {"sampler": DistributedSampler(data, **parts), "batch_size": 2}
+    options["wrapper"] = {"sampler": DistributedSamplerWrapper(chosen, **parts), "batch_size": 2}
+    return data_of(train=DataLoader(data, **options[kind]))
 
 
 def _seen(devices: int) -> dict[str, list[list[int]]]:
@@ -201,11 +197,8 @@ def _together(rank_count: int, generator: bool, workers: int, steps: int, path: 
     return task.batches
 
 
-def test_several_training_loaders_resume_within_an_epoch_and_have_the_order_of_one_on_two_ranks(
-    tmp_path: Path,
-) -> None:
-    whole = _together(1, True, 0, 11, "")
-    path = str(tmp_path / "run")
+def test_several_training_loaders_resume_within_an_epoch_and_have_one_order_on_ranks(tmp_path: Path) -> None:
+    whole, path = _together(1, True, 0, 11, ""), str(tmp_path / "run")
     # In the second epoch, whose order must not depend on what the loader's generator has drawn before.
     assert _together(1, True, 0, 8, path) + _together(1, True, 0, 11, path) == whole
     assert [each["a"] for each in whole[:3]] != [each["a"] for each in whole[6:]]

@@ -96,9 +96,8 @@ def _gpt2() -> Any:
 
 def _t5() -> Any:
     sizes = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    )
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 def _vit() -> Any:

@@ -34,9 +34,7 @@ class ByAccelerator(Trainer):  # runs backward by the accelerator, and reports a
 
 
 class OwnLoss(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         total = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
@@ -45,9 +43,7 @@ class OwnLoss(Trainer):
 
 
 class OwnPrediction(Trainer):
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
         return loss, logits.argmax(-1), labels
 

@@ -63,9 +63,7 @@ def _seen(mapping: Mapping[str, Any]) -> list[str]:
     return sorted(re.sub(r" at 0x\w+", "", f"{name}={value!r}") for name, value in made.items())
 
 
-def test_every_mapped_option_has_an_effect_and_every_refused_one_says_what_to_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mapped_options_have_an_effect_and_refused_ones_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.GenerationConfig(max_new_tokens=7).save_pretrained("generation")
     level = logging.getLogger("drivetrain").level
     wrong, refused = [], {}
@@ -83,9 +81,8 @@ def test_every_mapped_option_has_an_effect_and_every_refused_one_says_what_to_us
                 logging.getLogger("drivetrain").setLevel(level)
                 after = _seen({**base, name: row.example})
                 logging.getLogger("drivetrain").setLevel(level)
-                report = {
-                    each.name: each for each in from_training_arguments({**base, name: row.example}).report
-                }
+                mapped = from_training_arguments({**base, name: row.example})
+                report = {each.name: each for each in mapped.report}
             logging.getLogger("drivetrain").setLevel(level)
             if before == after or report[name].status != table.MAPPED or "hf_example" in str(report[name]):
                 wrong.append(name)
@@ -94,9 +91,8 @@ def test_every_mapped_option_has_an_effect_and_every_refused_one_says_what_to_us
 
 
 def test_only_options_without_a_row_that_are_not_at_their_default_are_refused() -> None:
-    kind = dataclasses.make_dataclass(
-        "More", [("new_option", int, 3)], bases=(transformers.TrainingArguments,)
-    )
+    new = [("new_option", int, 3)]
+    kind = dataclasses.make_dataclass("More", new, bases=(transformers.TrainingArguments,))
     kind.__module__ = "transformers.training_args"
     assert from_training_arguments(kind(output_dir="out")).trainer.batch_size == 8
     with pytest.raises(ConfigError, match="no option 'new_option', which is 4"):
@@ -122,9 +118,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"deepspeed": adamw}, "lr=1.0"),
         ({"fsdp": True, "deepspeed": {}, "fsdp_config": {"wrapp": 1}}, "wrapp"),
     ]
-    cases = {
-        str(given): (lambda given=given: from_training_arguments(given), *words) for given, *words in rows
-    }
+    cases = {str(each): (lambda each=each: from_training_arguments(each), *words) for each, *words in rows}
     cases["no cache"] = (lambda: _fit(tmp_path, {"torch_empty_cache_steps": 2}), "EmptyCache on 'cpu'")
     assert_refused(ConfigError, cases)
 
@@ -194,9 +188,8 @@ def test_trainer_options_replace_those_of_the_arguments() -> None:
     mapped = from_training_arguments(options, loggers=["csv"], seed=2, validate_every="1 epoch", log_every=10)
     assert (mapped.trainer.loggers, mapped.trainer.seed) == (["csv"], 2)
     assert mapped.trainer_options["callbacks"] == []  # nothing at the last update
-    (last, other) = from_training_arguments({**options, "report_to": []}, callbacks=[mine]).trainer_options[
-        "callbacks"
-    ]
+    mapped = from_training_arguments({**options, "report_to": []}, callbacks=[mine])
+    last, other = mapped.trainer_options["callbacks"]
     kind = Lazy("drivetrain.integrations.transformers.last_update").LastUpdate
     assert {type(last), type(other)} == {kind, LambdaCallback}
     share = {"logging_steps": 0.5}
@@ -260,9 +253,7 @@ def test_every_optimizer_is_the_one_that_their_trainer_makes(tmp_path: Path) -> 
         assert type(ours) is type(theirs)
         for mine, other in zip(ours.param_groups, theirs.param_groups, strict=True):
             assert [id(each) for each in mine["params"]] == [id(each) for each in other["params"]], name
-            assert {key: mine[key] for key in keys & other.keys()} == {
-                key: other[key] for key in keys & other.keys()
-            }
+            assert [mine[key] for key in keys & other.keys()] == [other[key] for key in keys & other.keys()]
 
 
 def _fit(folder: Path, options: dict[str, Any], weight: float | None = None) -> set[Any]:

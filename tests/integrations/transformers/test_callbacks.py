@@ -21,7 +21,7 @@ FAMILY = "llama"
 TIMES = re.compile("runtime|per_second")
 
 
-def noting(seen: list[Any]) -> Any:  # of one of Lightning's packages
+def noting(seen: list[Any]) -> Any:  # notes every event with its step and objects
     def noter(event: str) -> Any:
         def note(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
             values = {**given.get("logs", {}), **given.get("metrics", {})}
@@ -83,14 +83,11 @@ def test_the_events_and_the_history_are_those_of_transformers(tmp_path: Path) ->
     own = theirs(tmp_path / "theirs", noting(right))
     adapter = ours(tmp_path / "ours", noting(found), args=own.args)
     quiet(callbacks=[adapter]).test(task(count_tokens="non_padding"), batches(3))
-    for at_end in (True, False):  # an epoch's end comes at another place among the others
-        mine, other = (
-            [each for each in seen if (each[0] == "on_epoch_end") == at_end] for seen in (found, right)
-        )
-        assert mine == other
-    for one, expected in zip(
-        timeless(adapter.state.log_history), timeless(own.state.log_history), strict=True
-    ):
+    for seen in (found, right):  # an epoch's end comes at another place among the others
+        seen.sort(key=lambda each: each[0] == "on_epoch_end")
+    assert found == right
+    histories = (timeless(each.state.log_history) for each in (adapter, own))
+    for one, expected in zip(*histories, strict=True):
         assert one == pytest.approx(expected, rel=1e-5)
 
 
@@ -123,17 +120,11 @@ FAR = {"log_every": None, "validate_every": "1000 steps", "checkpoint": Checkpoi
 
 
 def test_what_a_callback_sets_in_its_control_is_done(tmp_path: Path) -> None:
-    for number, (event, flag, done) in enumerate(
-        (
-            ("on_step_end", "should_log", ("log", 1)),
-            ("on_step_end", "should_evaluate", ("evaluate", 1)),
-            ("on_step_end", "should_save", ("save", 1)),
-            ("on_step_end", "should_epoch_stop", ("epoch_end", 1)),
-            ("on_step_end", "should_training_stop", ("train_end", 1)),
-            ("on_epoch_end", "should_log", ("log", 4)),
-            ("on_epoch_end", "should_save", ("save", 4)),
-        )
-    ):
+    flags = {"should_log": "log", "should_evaluate": "evaluate", "should_save": "save"}
+    flags |= {"should_epoch_stop": "epoch_end", "should_training_stop": "train_end"}
+    cases = [("on_step_end", flag, (name, 1)) for flag, name in flags.items()]
+    cases += [("on_epoch_end", f"should_{name}", (name, 4)) for name in ("log", "save")]
+    for number, (event, flag, done) in enumerate(cases):
         sets = setting(event, flag, 4 if event == "on_epoch_end" else 1)
         ours(tmp_path / str(number), sets, **{**FAR, "max_epochs": 2, "gradient_accumulation_steps": 1})
         assert sets.done.count(done) == 1, (event, flag)
@@ -187,6 +178,9 @@ def test_refusals() -> None:
     def adapted(*callbacks: Any, **options: Any) -> Any:
         return quiet(max_steps=1, callbacks=[hf.CallbackAdapter(callbacks)], **options)
 
+    def fit(callback: Any) -> Any:
+        return quiet(max_steps=1, callbacks=[callback]).fit(task(), batches(4), batches(4))
+
     events, misspelt = noting([]), type("Misspelt", (transformers.TrainerCallback,), {"on_batch_end": print})
     named = transformers.TrainingArguments("unused", metric_for_best_model="f1", use_cpu=True)
     best = hf.CallbackAdapter([events], named)
@@ -195,10 +189,6 @@ def test_refusals() -> None:
         "misspelt": (lambda: adapted(misspelt()), "Did you mean 'on_epoch_end'"),
         "a service": (lambda: adapted(wandb), "WandbCallback", "writes to a service"),
         "gradients": (lambda: adapted(events, memory={"release_gradients": True}), "on_pre_optimizer_step"),
-        "no such metric": (
-            lambda: quiet(max_steps=1, callbacks=[best]).fit(task(), batches(4), batches(4)),
-            "metric_for_best_model='f1'",
-            "no 'eval_f1'",
-        ),
+        "no such metric": (lambda: fit(best), "metric_for_best_model='f1'", "no 'eval_f1'"),
     }
     assert_refused((ConfigError, StrategyError), cases)

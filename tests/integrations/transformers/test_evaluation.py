@@ -92,10 +92,7 @@ def test_refusals() -> None:
 
     cases: dict[str, Any] = {
         "another structure": (lambda: arrays.add({"a": np.zeros((1, 2)), "b": np.zeros(1)}), "have 2 arrays"),
-        "a parameter": (
-            made(compute_metrics=Kept(), batch_eval_metrics=True),
-            "the parameter compute_result",
-        ),
+        "a parameter": (made(compute_metrics=Kept(), batch_eval_metrics=True), "parameter compute_result"),
         "a list": (lambda: quiet().validate(listed, loader("vit", 3)), "returned 'table' as a list"),
         "no labels": (lambda: evaluated("vit", sets), "this batch lacks them", "pixel_values"),
     }
@@ -121,9 +118,7 @@ def test_evaluation_and_prediction_generate(family: str) -> None:
 
 
 def generated(strategy: str, family: str, count: int) -> tuple[dict[str, float], list[Any]]:
-    warnings.filterwarnings(
-        "ignore", message="FSDP2-wrapped module"
-    )  # T5's blocks return views, and change none
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # T5's blocks return views
     options = {"generate": {"max_new_tokens": 6, "num_beams": 2}, "compute_metrics": Kept()}
     task = hf.TransformersTask(model(family), **options)
     trainer = quiet(strategy=strategy, devices=2, max_steps=1)

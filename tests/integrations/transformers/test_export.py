@@ -24,13 +24,10 @@ hf = Lazy("drivetrain.integrations.transformers")
 peft = Lazy("peft")
 transformers = Lazy("transformers")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # peft's
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 CLASSES = "bert, classes"
-SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 2}
+SMALL = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 2, "intermediate_size": 16, "max_position_embeddings": 32}
 SGD = OptimizerConfig("sgd", lr=0.1)
 ONLY = CheckpointConfig(every="1 step", keep_last=None)
@@ -73,12 +70,10 @@ def trained(folder: Path, name: str = "bert, masked", **options: Any) -> Any:
 
 
 QUICK = (CLASSES, "t5", "llama, tied", "experts")
-OTHERS = tuple(name for name in FAMILIES if name not in QUICK)
+OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in FAMILIES if each not in QUICK]
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
-)
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_a_checkpoint_is_exported_as_transformers_would_save_the_model(name: str, tmp_path: Path) -> None:
     task, theirs = trained(tmp_path / "run", name), tmp_path / "theirs"
     task.model.save_pretrained(theirs)
@@ -116,9 +111,7 @@ def test_a_finished_fit_leaves_a_folder_with_the_processor_and_the_kind_of_probl
         assert config.id2label[2] == "c"
 
 
-def test_checkpoint_export_command_writes_several_files_and_another_dtype(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_export_shards_and_casts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task, out = trained(tmp_path / "run"), tmp_path / "out"
     words = ["checkpoint", "export", "--format", "transformers", str(tmp_path / "run"), str(out)]
     assert main([*words, "--max-shard-size", "5 KB", "--json"]) == 0
@@ -243,9 +236,7 @@ def test_an_adapter_is_exported_as_peft_would_save_it(base: Path, tmp_path: Path
         hf.export_pretrained(place / "run", place / "checkpoint")
         configs = []
         for folder in (place / "theirs", place / "task", place / "checkpoint", place / "run" / "pretrained"):
-            assert_same_tensors(
-                folder / "adapter_model.safetensors", place / "theirs" / "adapter_model.safetensors"
-            )
+            assert_same_tensors(*(each / "adapter_model.safetensors" for each in (folder, place / "theirs")))
             config = json.loads((folder / "adapter_config.json").read_text())
             configs.append({**config, "target_modules": sorted(config["target_modules"])})
             assert {each.name for each in folder.iterdir()} - {"README.md"} == files

@@ -28,7 +28,7 @@ transformers = Lazy("transformers")
 BERT = "bert, classes"
 FEW = (BERT, "gpt2", "t5", "vit", "wav2vec2")
 """One of each kind of loss and input; nightly has all families."""
-OTHERS = tuple(name for name in FAMILIES if name not in FEW)
+OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in FAMILIES if each not in FEW]
 
 
 def task(family: str, **options: Any) -> Any:  # an update shows the gradient
@@ -66,9 +66,8 @@ def predictions_are_the_models_own(family: str) -> None:
     for one, other in zip(quiet().predict(made, loader(family, 3)), right, strict=True):
         assert type(one) is type(other)
         assert "past_key_values" not in one
-        assert all(
-            torch.equal(value, other[name]) for name, value in one.items() if isinstance(value, Tensor)
-        )
+        tensors = {name: value for name, value in one.items() if isinstance(value, Tensor)}
+        assert all(torch.equal(value, other[name]) for name, value in tensors.items())
 
 
 def resume_is_bitwise(family: str, folder: Path) -> None:
@@ -86,9 +85,7 @@ def resume_is_bitwise(family: str, folder: Path) -> None:
     assert result.metrics["validation/loss"] == whole.metrics["validation/loss"]
 
 
-@pytest.mark.parametrize(
-    "family", [*FEW, *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
-)
+@pytest.mark.parametrize("family", [*FEW, *OTHERS])
 def test_a_model_is_accumulated_weighed_predicted_and_resumed(family: str, tmp_path: Path) -> None:
     split_batches_have_the_gradient_of_the_large_one(family)
     losses_weigh_the_items_that_they_are_a_mean_over(family)
@@ -320,10 +317,7 @@ def test_refusals() -> None:
     ]
     cases = {str(given): (lambda given=given: task(BERT, **given), *words) for given, *words in options}
     cases |= {
-        "stop strings": (
-            lambda: task("gpt2", generate={"stop_strings": ["."]}),
-            "give it as processing_class",
-        ),
+        "stop strings": (lambda: task("gpt2", generate={"stop_strings": ["."]}), "as processing_class"),
         "no embeddings": (lambda: task("wav2vec2", neftune_alpha=5), "input embeddings", "Wav2Vec2ForCTC"),
         "an option": (lambda: task("gpt2", generate={"num_beam": 2}), "Did you mean 'num_beams'"),
         "no generation": (lambda: task("vit", generate=True), "a ViTForImageClassification cannot generate"),
@@ -364,9 +358,7 @@ def trained(strategy: str, directory: Path) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.landing
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_train_as_one_and_fsdp_shards_the_blocks_that_transformers_names(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_two_ranks_train_as_one_and_fsdp_shards_the_blocks(strategy: str, tmp_path: Path) -> None:
     alone = trained("cpu", tmp_path / "one")
     first, second = on_two_ranks(trained, strategy, tmp_path / "two")
     for family, (values, tensors, sharded) in first.items():

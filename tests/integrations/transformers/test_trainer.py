@@ -25,6 +25,9 @@ scripted = Lazy("tests.integrations.transformers.scripted")
 transformers = Lazy("transformers")
 
 CLASSES = "bert, classes"
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+EVERY_2: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, **SAVING}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "score", "save_total_limit": 1}
 
 
 def even(family: str, count: int) -> Any:  # of one length: transformers' mean of means is then the mean
@@ -33,8 +36,13 @@ def even(family: str, count: int) -> Any:  # of one length: transformers' mean o
 
 def arguments(folder: Path | str, kind: Any = None, **options: Any) -> Any:
     given: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 3}
-    given |= {"max_steps": 4}
-    given |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+    given |= {
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "max_steps": 4,
+    }
     given |= {"train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True}
     return (kind or transformers.TrainingArguments)(str(folder), **{**given, **options})
 
@@ -82,14 +90,11 @@ OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("bert, tags
 
 
 @pytest.mark.parametrize("family", [CLASSES, "t5", *OTHERS])
-def test_losses_rates_metrics_and_predictions_equal_those_of_transformers(
-    family: str, tmp_path: Path
-) -> None:
+def test_losses_rates_metrics_and_predictions_are_transformers(family: str, tmp_path: Path) -> None:
     data, held_out = even(family, 8), even(family, 7)
     found = []
-    options: dict[str, Any] = {"max_steps": 8, "logging_steps": 2, "warmup_steps": 2}
-    options |= {"eval_strategy": "epoch"}
-    options |= {"eval_dataset": held_out, "per_device_eval_batch_size": 7, "max_grad_norm": 0.5}
+    options: dict[str, Any] = {"max_steps": 8, "logging_steps": 2, "warmup_steps": 2, "max_grad_norm": 0.5}
+    options |= {"eval_strategy": "epoch", "eval_dataset": held_out, "per_device_eval_batch_size": 7}
     options |= {"include_num_input_tokens_seen": "all", "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     for kind in (transformers.Trainer, hf.Trainer):
         made = trainer(tmp_path / kind.__module__, kind, family, data, **options)
@@ -129,10 +134,8 @@ def test_every_overridden_step_gives_the_same_updates(tmp_path: Path) -> None:
 
 
 def test_a_step_sees_its_gradients_and_may_change_them(tmp_path: Path) -> None:
-    kinds = (hf.Trainer, transformers.Trainer)
-    made = [
-        trainer(tmp_path / each.__module__, scripted.editing(each), data=even(CLASSES, 16)) for each in kinds
-    ]
+    kinds, data = (hf.Trainer, transformers.Trainer), even(CLASSES, 16)
+    made = [trainer(tmp_path / each.__module__, scripted.editing(each), data=data) for each in kinds]
     before = made[0].model.get_input_embeddings().weight.detach().clone()
     for each in made:
         each.train()
@@ -208,8 +211,7 @@ def test_given_and_overridden_optimizers_data_and_logs_are_used(tmp_path: Path) 
 
 
 def test_an_overridden_evaluate_is_what_a_fit_calls_and_ranks_by(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
-    options |= {"save_steps": 2, "metric_for_best_model": "f1", "load_best_model_at_end": True}
+    options = {**EVERY_2, "metric_for_best_model": "f1", "load_best_model_at_end": True}
     made = trainer(tmp_path, scripted.Answering, eval_dataset=rows(CLASSES, 5), **options)
     made.train()
     assert losses(made, "eval_f1") == [3.0, 5.0]
@@ -239,10 +241,7 @@ def test_refusals(tmp_path: Path) -> None:
     forgets = overriding("training_step", forgetful)
     streams = overriding("get_train_dataloader", loads, **share)
     never = {"_inner_training_loop": "drivetrain.Trainer", "_prepare_inputs": "Override compute_loss"}
-    cases: dict[str, Any] = {
-        name: (overriding(name), f"Scripted.{name} would never be called", what)
-        for name, what in never.items()
-    }
+    cases: dict[str, Any] = {n: (overriding(n), f"Scripted.{n} would never", v) for n, v in never.items()}
     cases |= {
         "a search": (lambda: made.hyperparameter_search(), "for each trial"),
         "a trial": (lambda: made.train(trial={}), "trial"),
@@ -261,8 +260,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
-    options |= {"train_sampling_strategy": "random", "gradient_accumulation_steps": 2}
+    options = {**SAVING, "max_steps": 8, "train_sampling_strategy": "random"}
+    options |= {"gradient_accumulation_steps": 2}
     whole = trainer(tmp_path / "whole", **options)
     expected = whole.train()
     with pytest.raises(KeyboardInterrupt):
@@ -282,24 +281,21 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> 
 def test_the_last_checkpoint_of_a_folder_is_resumed(tmp_path: Path) -> None:
     assert hf.get_last_checkpoint(tmp_path / "none") is None
     assert hf.get_last_checkpoint(tmp_path) is None
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    first = trainer(tmp_path, **saving)
+    first = trainer(tmp_path, **SAVING)
     first.train()
     last = hf.get_last_checkpoint(str(tmp_path))
     assert last == str(tmp_path / "checkpoints" / "update-00000004")
-    longer = trainer(tmp_path, **saving, max_steps=6)
+    longer = trainer(tmp_path, **SAVING, max_steps=6)
     assert longer.train(resume_from_checkpoint=last).global_step == 6
     assert [each["step"] for each in longer.state.log_history if "loss" in each] == [1, 2, 3, 4, 5, 6]
     theirs = tmp_path / "theirs"
-    trainer(theirs, transformers.Trainer, **saving).train()
+    trainer(theirs, transformers.Trainer, **SAVING).train()
     assert hf.get_last_checkpoint(theirs) == str(theirs / "checkpoint-4")
 
 
 def test_the_best_model_is_loaded_and_kept_and_a_stop_comes_early(tmp_path: Path) -> None:
     values = iter(range(0, -99, -1))
-    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
-    options |= {"save_steps": 2}
-    options |= {"metric_for_best_model": "score", "load_best_model_at_end": True, "save_total_limit": 1}
+    options: dict[str, Any] = {**EVERY_2, **BEST}
     options |= {"callbacks": [transformers.EarlyStoppingCallback(2)], "eval_dataset": rows(CLASSES, 4)}
     made = trainer(tmp_path, compute_metrics=lambda _: {"score": next(values)}, max_steps=20, **options)
     assert made.train().global_step == 6
@@ -462,8 +458,6 @@ def test_callbacks_of_both_kinds_work_and_can_be_removed(tmp_path: Path) -> None
 
 STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 5, "max_steps": 7}
 EPOCHS: dict[str, Any] = {"eval_strategy": "epoch", "max_steps": 11}
-BEST: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
-BEST |= {"save_total_limit": 1}
 SHARES: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 5.25, "gradient_accumulation_steps": 3}
 SHARES |= {"logging_steps": 0.1, "warmup_steps": 0.1, "eval_strategy": "steps", "eval_steps": 0.4}
 WATCHED: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau"}
@@ -494,9 +488,8 @@ def test_updates_rates_and_bests_of_the_log_are_transformers(name: str, tmp_path
     for kind in (transformers.Trainer, hf.Trainer):
         scores, ends = iter([1.0, 3.0, 2.0, 2.0] * 3), Ends()
         more = {"compute_metrics": lambda _, scores=scores: {"score": next(scores)}, "callbacks": [ends]}
-        each = trainer(
-            tmp_path / kind.__module__, kind, eval_dataset=rows(CLASSES, 4), **more, **OPTIONS[name]
-        )
+        more |= {"eval_dataset": rows(CLASSES, 4), **OPTIONS[name]}
+        each = trainer(tmp_path / kind.__module__, kind, **more)
         for _ in range(2 if name == "a short epoch" else 1):
             each.train()
         keys = ("step", "learning_rate", "eval_score")
@@ -612,12 +605,8 @@ def _script(folder: str, size: int) -> dict[str, Any]:
         found[name] = losses(made)
         made.save_model()
     output = made.predict(data)
-    return {
-        **found,
-        **_timeless(made.evaluate()),
-        "predicted": output.predictions,
-        "labels": output.label_ids,
-    }
+    found |= {"predicted": output.predictions, "labels": output.label_ids}
+    return {**found, **_timeless(made.evaluate())}
 
 
 @pytest.mark.landing

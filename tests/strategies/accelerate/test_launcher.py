@@ -87,16 +87,14 @@ def test_accelerate_launch_refusals() -> None:
         return (lambda: choose("auto", Hardware(), request=read_request({**DEEPSPEED, name: value})), *words)
 
     precision = {"ACCELERATE_MIXED_PRECISION": "fp8"}
-    assert_refused(
-        (ConfigError, StrategyError),
-        {
-            "precision": (lambda: read_precision(precision), "MIXED_PRECISION=fp8", "'no', 'bf16', 'fp16'"),
-            "Megatron": fsdp("ACCELERATE_USE_MEGATRON_LM", "true", "not part of this version"),
-            "word": fsdp("ACCELERATE_USE_FSDP", "perhaps", "must be true or false"),
-            "sharding": fsdp("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD_ZERO2", "allowed are FULL_SHARD"),
-            "wrap": fsdp(WRAP, "MAGIC", "allowed are TRANSFORMER_BASED_WRAP"),
-            "ignored": fsdp("FSDP_IGNORED_MODULES", ".*bias", "FSDPConfig"),
-            "stage": deepspeed(STAGE, "4", "stage must be 0, 1, 2 or 3, not 4"),
-            "NVMe": deepspeed(OPTIMIZER, "nvme", "must be None or 'cpu', not 'nvme'"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "precision": (lambda: read_precision(precision), "MIXED_PRECISION=fp8", "'no', 'bf16', 'fp16'"),
+        "Megatron": fsdp("ACCELERATE_USE_MEGATRON_LM", "true", "not part of this version"),
+        "word": fsdp("ACCELERATE_USE_FSDP", "perhaps", "must be true or false"),
+        "sharding": fsdp("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD_ZERO2", "allowed are FULL_SHARD"),
+        "wrap": fsdp(WRAP, "MAGIC", "allowed are TRANSFORMER_BASED_WRAP"),
+        "ignored": fsdp("FSDP_IGNORED_MODULES", ".*bias", "FSDPConfig"),
+        "stage": deepspeed(STAGE, "4", "stage must be 0, 1, 2 or 3, not 4"),
+        "NVMe": deepspeed(OPTIMIZER, "nvme", "must be None or 'cpu', not 'nvme'"),
+    }
+    assert_refused((ConfigError, StrategyError), cases)

@@ -65,14 +65,11 @@ def test_accelerate_conforms() -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "by_class": {
-        "auto_wrap_policy": "transformer_based_wrap",
-        "transformer_cls_names_to_wrap": ["Sequential"],
-        "activation_checkpointing": True,
-    },
+    "by_class": {"auto_wrap_policy": "transformer_based_wrap", "activation_checkpointing": True},
     "by_size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100, "reshard_after_forward": False},
     "ignored": {"ignored_modules": "head", "cpu_offload": True, "cpu_ram_efficient_loading": True},
 }
+OPTIONS["by_class"]["transformer_cls_names_to_wrap"] = ["Sequential"]
 
 
 def test_accelerate_ddp_options_conform() -> None:
@@ -95,12 +92,8 @@ def test_accelerate_conforms_in_all_else_and_its_checkpoints_go_everywhere() -> 
     for make in (replicated, sharded):
         check_strategy(make, checks=CHECKED, precision="bf16-mixed", tolerance=5e-3)
         check_strategy(make, 2)
-    makers = {
-        "single": lambda world_size: SingleDevice("cpu"),
-        "fsdp": lambda world_size: FSDP(world_size=2),
-        "replicated": lambda world_size: replicated(2),
-        "sharded": lambda world_size: sharded(2),
-    }
+    makers: Any = {"single": lambda _: SingleDevice("cpu"), "fsdp": lambda _: FSDP(world_size=2)}
+    makers |= {"replicated": lambda _: replicated(2), "sharded": lambda _: sharded(2)}
     assert check_resume(makers, world_sizes=(1, 2)) == 16
 
 
@@ -189,15 +182,13 @@ def test_given_accelerator_that_does_not_fit_is_refused() -> None:
             return lambda: given(*options, **arguments)
 
         bf16, sharding = {"mixed_precision": "bf16"}, FullyShardedDataParallelPlugin(fsdp_version=2)
-        assert_refused(
-            StrategyError,
-            {
-                "processes": (of({}, devices=2), "has 1 process(es), and the run 2", "Start the processes"),
-                "precision": (of(bf16, precision="32"), "mixed_precision='bf16'; give precision='auto'"),
-                "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
-                "plugin": (of({"fsdp_plugin": sharding}), "does not use its FSDP plugin"),
-            },
-        )
+        cases: dict[str, Any] = {
+            "processes": (of({}, devices=2), "has 1 process(es), and the run 2", "Start the processes"),
+            "precision": (of(bf16, precision="32"), "mixed_precision='bf16'; give precision='auto'"),
+            "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
+            "plugin": (of({"fsdp_plugin": sharding}), "does not use its FSDP plugin"),
+        }
+        assert_refused(StrategyError, cases)
 
     run_distributed(alone, world_size=1)
 
@@ -228,25 +219,23 @@ def test_accelerate_config_refusals() -> None:
     fit(steps, gradient_accumulation_steps=4)
     unlike = lambda: fit(steps, gradient_accumulation_steps=2)  # noqa: E731
     alone, old = "distributed_type: 'NO'\n", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"
-    assert_refused(
-        (ConfigError, StrategyError),
-        {
-            "DeepSpeed": (of({"deepspeed_plugin": object()}), "'zero0' to 'zero3', or DeepSpeedConfig"),
-            "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
-            "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
-            "option": (of({"step_scheduler_with_optimiser": True}), "'step_scheduler_with_optimizer'"),
-            "both": (lambda: AccelerateConfig(accelerator=Like(), options=both), "not both"),
-            "fp8": (fitted(mixed_precision="fp8"), "mixed_precision='fp8'", "'no', 'bf16'"),
-            "placement": (fitted(device_placment=True), "no option 'device_placment'"),
-            "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
-            "steps": (unlike, "steps=4, but the Trainer for 2", "accumulation_steps=4"),
-            "variable": (variable("ACCELERATE_USE_DEEPSPEED"), "not support DEEPSPEED", "DeepSpeedConfig"),
-            "version": (variable("ACCELERATE_USE_FSDP"), "flattens parameters", "fsdp_version to 2"),
-            "no file": (file("none.yaml"), "the file does not exist"),
-            "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
-            "old": (file("old.yaml", old), "version 1"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "DeepSpeed": (of({"deepspeed_plugin": object()}), "'zero0' to 'zero3', or DeepSpeedConfig"),
+        "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
+        "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
+        "option": (of({"step_scheduler_with_optimiser": True}), "'step_scheduler_with_optimizer'"),
+        "both": (lambda: AccelerateConfig(accelerator=Like(), options=both), "not both"),
+        "fp8": (fitted(mixed_precision="fp8"), "mixed_precision='fp8'", "'no', 'bf16'"),
+        "placement": (fitted(device_placment=True), "no option 'device_placment'"),
+        "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
+        "steps": (unlike, "steps=4, but the Trainer for 2", "accumulation_steps=4"),
+        "variable": (variable("ACCELERATE_USE_DEEPSPEED"), "not support DEEPSPEED", "DeepSpeedConfig"),
+        "version": (variable("ACCELERATE_USE_FSDP"), "flattens parameters", "fsdp_version to 2"),
+        "no file": (file("none.yaml"), "the file does not exist"),
+        "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
+        "old": (file("old.yaml", old), "version 1"),
+    }
+    assert_refused((ConfigError, StrategyError), cases)
     assert _shared() == before
 
 

@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import CheckpointError, DeepSpeedConfig, LambdaCallback, TaskModule
-from drivetrain.strategies.deepspeed.adam import (
-    check_settings,
-    checkpoint_settings,
-    checkpoint_slot,
-    native_settings,
-    native_slot,
-    state_carrier,
-)
+from drivetrain.strategies.deepspeed import adam
 from drivetrain.testing import run_distributed
 
 deepspeed = pytest.importorskip("deepspeed")
@@ -30,9 +23,8 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 def weights_after(
     run_dir: str, stage: int, offload: str | None, stop: int | None = None, resume: str = "auto"
 ) -> Tensor:  # of two epochs of six updates, as far as they were not made there before
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}}
-    }
+    settings = {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}
+    config = {"optimizer": {"type": "AdamW", "params": settings}}
     chosen = DeepSpeedConfig(stage=stage, offload_optimizer=offload, config=config)
     halt = LambdaCallback(on_step_end=lambda run: run.stop("half") if run.progress.updates == stop else None)
     options = {"checkpoint": True, "run_dir": run_dir, "callbacks": [halt]}
@@ -61,33 +53,30 @@ def test_deepspeeds_adam_is_stored_as_torchs(name: str, decoupled: bool) -> None
     optimizer: Any = object.__new__(kind)  # whose constructor would compile it
     own = {"lr": 0.1, "betas": (0.9, 0.99), "bias_correction": True, "step": 0}
     optimizer.adam_w_mode, optimizer.param_groups = decoupled, [own]
-    copy = state_carrier(optimizer)
+    copy = adam.state_carrier(optimizer)
     assert type(copy) is (torch.optim.AdamW if decoupled else torch.optim.Adam)
-    stored = checkpoint_settings(optimizer, own)
+    stored = adam.checkpoint_settings(optimizer, own)
     torchs = type(copy)([nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.9, 0.99)).param_groups[0]
     assert {**torchs, **stored} == torchs
-    count = checkpoint_slot(optimizer, "step", 3)
+    count = adam.checkpoint_slot(optimizer, "step", 3)
     assert torch.equal(count, torch.tensor(3.0))
-    assert type(native_slot(optimizer, "step", count)) is int
+    assert type(adam.native_slot(optimizer, "step", count)) is int
 
     copy.param_groups = [{**torchs, "lr": 0.2}]
-    check_settings(optimizer, copy)
-    assert native_settings(optimizer, own, copy.param_groups[0]) == {"lr": 0.2, "betas": (0.9, 0.99)}
+    adam.check_settings(optimizer, copy)
+    assert adam.native_settings(optimizer, own, copy.param_groups[0]) == {"lr": 0.2, "betas": (0.9, 0.99)}
     for setting, value in (("amsgrad", True), ("maximize", True), ("decoupled_weight_decay", not decoupled)):
         copy.param_groups = [{**torchs, setting: value}]
-        with pytest.raises(
-            CheckpointError, match=f"{setting}={value}, which DeepSpeed's {name} does not support"
-        ):
-            check_settings(optimizer, copy)
+        told = f"{setting}={value}, which DeepSpeed's {name} does not support"
+        with pytest.raises(CheckpointError, match=told):
+            adam.check_settings(optimizer, copy)
 
 
 @pytest.mark.nightly
-def test_cpu_adam_is_compiled_despite_a_stale_lock_and_its_checkpoints_are_torchs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_adam_is_compiled_and_stored_as_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "extensions" / "drivetrain" / "cpu_adam"
     folder.mkdir(parents=True)
-    (folder / "lock").touch()
+    (folder / "lock").touch()  # a stale one
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O1 -g0\n', encoding="utf-8")  # in half of the time

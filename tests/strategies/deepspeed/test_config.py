@@ -27,11 +27,9 @@ def realised(config: dict[str, Any], precision: str = "32", asked: Settings = AS
 
 
 def test_auto_is_filled_in_from_the_trainer_or_left_to_deepspeed() -> None:
+    numbers = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     auto: dict[str, Any] = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
+        **dict.fromkeys((*numbers, "gradient_clipping"), "auto"),
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto", "loss_scale_window": 7},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": False},
@@ -53,19 +51,17 @@ def test_configuration_that_contradicts_the_trainer_is_refused_by_name() -> None
     batches, steps = {0: 4, "8 steps": 6}, {0: 2, "4 epochs": 1}
     changing = ASKED._replace(batch_size=batches, gradient_accumulation_steps=steps)
     sizes = "{0: 4, '8 steps': 6}"
-    assert_refused(
-        ConfigError,
-        {
-            "steps": (of({"gradient_accumulation_steps": 3}), "gradient_accumulation_steps=3", "steps=2)"),
-            "clipping": (of({"gradient_clipping": 0.5}), "gradient_clipping=0.5", "max_grad_norm=1.0"),
-            "batch": (of({"train_batch_size": 8}), "train_batch_size=8", "4 x 2 x 2"),
-            "bf16": (of({"bf16": {"enabled": "false"}}), "bf16.enabled=false", "precision='32'"),
-            "fp16": (of({"fp16": {"enabled": True}}), "fp16.enabled=True", "precision='32'"),
-            # Numbers that change contradict any single one.
-            "changing batch": (of({"train_batch_size": 16}, changing), f"{sizes} x {{0: 2, '4 ep"),
-            "curriculum": (of({"curriculum_learning": {"enabled": True}}, changing), "SequenceLength("),
-        },
-    )
+    cases: dict[str, Any] = {
+        "steps": (of({"gradient_accumulation_steps": 3}), "gradient_accumulation_steps=3", "steps=2)"),
+        "clipping": (of({"gradient_clipping": 0.5}), "gradient_clipping=0.5", "max_grad_norm=1.0"),
+        "batch": (of({"train_batch_size": 8}), "train_batch_size=8", "4 x 2 x 2"),
+        "bf16": (of({"bf16": {"enabled": "false"}}), "bf16.enabled=false", "precision='32'"),
+        "fp16": (of({"fp16": {"enabled": True}}), "fp16.enabled=True", "precision='32'"),
+        # Numbers that change contradict any single one.
+        "changing batch": (of({"train_batch_size": 16}, changing), f"{sizes} x {{0: 2, '4 ep"),
+        "curriculum": (of({"curriculum_learning": {"enabled": True}}, changing), "SequenceLength("),
+    }
+    assert_refused(ConfigError, cases)
     made = realised({"train_batch_size": "auto"}, asked=changing)
     assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (6, 1)
 
@@ -79,14 +75,12 @@ def test_configuration_is_read_from_a_file(tmp_path: Path) -> None:
 
     config = read(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
     assert (config.stage, config.offload_parameters, config.offload_optimizer) == (3, "cpu", None)
-    assert_refused(
-        ConfigError,
-        {
-            "JSON": (lambda: read("{"), "cannot be read"),
-            "twice": (lambda: read('{"a": 1, "a": 2}'), "it has 'a' twice"),
-            "list": (lambda: read("[]"), "not a list"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "JSON": (lambda: read("{"), "cannot be read"),
+        "twice": (lambda: read('{"a": 1, "a": 2}'), "it has 'a' twice"),
+        "list": (lambda: read("[]"), "not a list"),
+    }
+    assert_refused(ConfigError, cases)
 
 
 def test_option_and_configuration_refusals() -> None:
@@ -99,26 +93,24 @@ def test_option_and_configuration_refusals() -> None:
     def zero(**options: Any) -> Any:
         return file(zero_optimization=options)
 
-    assert_refused(
-        ConfigError,
-        {
-            "stage": (of(stage=4), "must be 0, 1, 2 or 3, not 4"),
-            "NVMe": (of(offload_optimizer="nvme"), "None or 'cpu', not 'nvme'"),
-            "parameters": (of(stage=2, offload_parameters="cpu"), "offload_parameters needs stage=3"),
-            "other": (of(stage=1, config={"zero_optimization": {"stage": 2}}), "stage=1) differs", "has 2"),
-            "tensors": (file(tensor_parallel={"autotp_size": 2}), "FSDPConfig(tensor_parallel"),
-            "mixed up": (zero(round_robin_gradients=True), "be mixed up in checkpoints"),
-            "device": (zero(stage=3, offload_param={"device": "gpu"}), "on 'gpu': only 'cpu' is"),
-            "old name": (file(bfloat16={"enabled": True}), "'bfloat16', which is called 'bf16' today"),
-            "spelling": (file(zero_optimisation={"stage": 3}), "Did you mean 'zero_optimization'"),
-            "master": (file(bf16={"bf16_master_weights_and_grads": True}), "which keeps no float32"),
-            "optimizer": (file(optimizer={"type": "AdamV"}), "the optimizer 'AdamV'. Did you mean 'Adam"),
-            "schedule": (file(optimizer={}, scheduler={"type": "WarmUpLR"}), "Did you mean 'WarmupLR'"),
-            "alone": (file(scheduler={"type": "WarmupLR"}), "a scheduler without an optimizer"),
-            "sum": (file(gradient_allreduce_op="sum"), "which would sum the gradients"),
-            "compile": (file(compile={"deepcompile": True}), "Trainer(compile=True)"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "stage": (of(stage=4), "must be 0, 1, 2 or 3, not 4"),
+        "NVMe": (of(offload_optimizer="nvme"), "None or 'cpu', not 'nvme'"),
+        "parameters": (of(stage=2, offload_parameters="cpu"), "offload_parameters needs stage=3"),
+        "other": (of(stage=1, config={"zero_optimization": {"stage": 2}}), "stage=1) differs", "has 2"),
+        "tensors": (file(tensor_parallel={"autotp_size": 2}), "FSDPConfig(tensor_parallel"),
+        "mixed up": (zero(round_robin_gradients=True), "be mixed up in checkpoints"),
+        "device": (zero(stage=3, offload_param={"device": "gpu"}), "on 'gpu': only 'cpu' is"),
+        "old name": (file(bfloat16={"enabled": True}), "'bfloat16', which is called 'bf16' today"),
+        "spelling": (file(zero_optimisation={"stage": 3}), "Did you mean 'zero_optimization'"),
+        "master": (file(bf16={"bf16_master_weights_and_grads": True}), "which keeps no float32"),
+        "optimizer": (file(optimizer={"type": "AdamV"}), "the optimizer 'AdamV'. Did you mean 'Adam"),
+        "schedule": (file(optimizer={}, scheduler={"type": "WarmUpLR"}), "Did you mean 'WarmupLR'"),
+        "alone": (file(scheduler={"type": "WarmupLR"}), "a scheduler without an optimizer"),
+        "sum": (file(gradient_allreduce_op="sum"), "which would sum the gradients"),
+        "compile": (file(compile={"deepcompile": True}), "Trainer(compile=True)"),
+    }
+    assert_refused(ConfigError, cases)
 
 
 @pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
@@ -131,18 +123,16 @@ def test_configuration_that_deepspeed_refuses_is_refused_when_the_trainer_is_mad
         return of(zero_optimization=options)
 
     warmup = {"type": "WarmupLR", "params": {"warmup_steps": 3}}
-    assert_refused(
-        ConfigError,
-        {
-            "name": (zero(stag=3), "'zero_optimization.stag', which", "Did you mean 'stage'"),
-            "inner": (zero(offload_optimizer={"devise": "cpu"}), "offload_optimizer.devise'", "'device'"),
-            "negative": (zero(reduce_bucket_size=-1), "reduce_bucket_size=-1: ", "greater than 0"),
-            "sparse": (of(sparse_gradients=True), "DeepSpeed refuses its configuration", "sparse=True"),
-            "rate": (of(optimizer={"params": {"lr": "fast"}}), "lr='fast'; it must be a number"),
-            "warm-up": (of(optimizer={}, scheduler=warmup), "Did you mean 'warmup_num_steps'"),
-            "lion": (of(optimizer={"type": "Lion"}), "offload it to the CPU"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "name": (zero(stag=3), "'zero_optimization.stag', which", "Did you mean 'stage'"),
+        "inner": (zero(offload_optimizer={"devise": "cpu"}), "offload_optimizer.devise'", "'device'"),
+        "negative": (zero(reduce_bucket_size=-1), "reduce_bucket_size=-1: ", "greater than 0"),
+        "sparse": (of(sparse_gradients=True), "DeepSpeed refuses its configuration", "sparse=True"),
+        "rate": (of(optimizer={"params": {"lr": "fast"}}), "lr='fast'; it must be a number"),
+        "warm-up": (of(optimizer={}, scheduler=warmup), "Did you mean 'warmup_num_steps'"),
+        "lion": (of(optimizer={"type": "Lion"}), "offload it to the CPU"),
+    }
+    assert_refused(ConfigError, cases)
 
 
 def test_configuration_chooses_precision_optimizer_and_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,10 +132,8 @@ def differing(**options: Any) -> str:  # from one process, after an epoch
     data = sentences(4 // strategy.data_size)
     counts = [Throughput(), Throughput()]
     both = (strategy, data), (SingleDevice("cpu"), sentences(4))
-    found, alone = (
-        fitted(Transformer(**options), *each, max_grad_norm=0.5, callbacks=[count])
-        for each, count in zip(both, counts, strict=True)
-    )
+    runs = [(*each, {"max_grad_norm": 0.5, "callbacks": [n]}) for each, n in zip(both, counts, strict=True)]
+    found, alone = (fitted(Transformer(**options), *given, **more) for *given, more in runs)
     flops = [each.state_dict()["flops_per_sample"] for each in counts]
     assert flops[0] == flops[1], "the operations of a split sample are those of a whole one"
     close = {name: torch.allclose(found[name], alone[name], rtol=1e-5, atol=1e-6) for name in alone}
@@ -181,14 +179,12 @@ def test_plan_refusals() -> None:
         return lambda: planned(Transformer(plan=plan))
 
     columns = style("ColwiseParallel")
-    assert_refused(
-        ConfigError,
-        {
-            "none": (plan({}), "define Transformer.parallel_plan()"),
-            "style": (plan({"head": "columns"}), "has a str for 'head'"),
-            "name": (plan({"heads": columns}), "not a module of the task", "Did you mean 'head'"),
-        },
-    )
+    cases: dict[str, Any] = {
+        "none": (plan({}), "define Transformer.parallel_plan()"),
+        "style": (plan({"head": "columns"}), "has a str for 'head'"),
+        "name": (plan({"heads": columns}), "not a module of the task", "Did you mean 'head'"),
+    }
+    assert_refused(ConfigError, cases)
     task = Transformer(plan={"blocks.*.w*": columns})  # a star stays within the dots
     assert [each.name for each in planned(task)] == ["blocks.0.wide", "blocks.1.wide"]
 
@@ -201,14 +197,12 @@ def test_plan_refusals() -> None:
     uneven.head = nn.Linear(8, 5)
 
     def on_rank() -> None:
-        assert_refused(
-            (ConfigError, StrategyError),
-            {
-                "module": (of(Transformer(plan={"blocks.0": columns})), "'blocks.0' (Block): Colwise"),
-                "ignored": (of(Tokens(), ignored=("head",)), "'head.weight' is both in FSDPConfig(ignored"),
-                "tied": (of(tied), "one parameter", "different ways"),
-                "uneven": (of(uneven), "=2 does not divide dimension 0 of 'head.weight'", "[5, 8]"),
-            },
-        )
+        cases: dict[str, Any] = {
+            "module": (of(Transformer(plan={"blocks.0": columns})), "'blocks.0' (Block): Colwise"),
+            "ignored": (of(Tokens(), ignored=("head",)), "'head.weight' is both in FSDPConfig(ignored"),
+            "tied": (of(tied), "one parameter", "different ways"),
+            "uneven": (of(uneven), "=2 does not divide dimension 0 of 'head.weight'", "[5, 8]"),
+        }
+        assert_refused((ConfigError, StrategyError), cases)
 
     on_two_ranks(on_rank)

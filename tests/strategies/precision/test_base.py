@@ -14,11 +14,8 @@ from drivetrain.data import MicroBatch
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 
-STORED = {
-    "16-true": torch.float16,
-    "64": torch.float64,
-    **dict.fromkeys(("bf16-true", "bf16-true-master"), torch.bfloat16),
-}
+STORED = dict.fromkeys(("bf16-true", "bf16-true-master"), torch.bfloat16)
+STORED |= {"16-true": torch.float16, "64": torch.float64}
 COMPUTED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **STORED}
 
 
