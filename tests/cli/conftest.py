@@ -17,7 +17,6 @@ QUIET = ["--trainer.progress_bar=false", "--trainer.strategy", "cpu"]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """The current directory, with the module `shapes`; what was imported from it is forgotten afterwards."""
     shutil.copy(PROGRAMS / "shapes.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     known = set(sys.modules)

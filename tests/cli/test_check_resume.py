@@ -20,14 +20,13 @@ Check = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Check:
-    """Checks a program that ends with these lines; returns the exit code and what was told."""
     paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def run(lines: str, *options: str) -> tuple[int, str]:
+    def run(lines: str) -> tuple[int, str]:
         (tmp_path / "train.py").write_text(PROGRAM + lines, encoding="utf-8")
-        code = main(["check-resume", "--updates", "6", *options, "train.py"])
+        code = main(["check-resume", "--updates", "6", "train.py"])
         return code, "".join(capfd.readouterr())
 
     return run
@@ -49,16 +48,15 @@ while True:
 """
 
 
+TOLD = {
+    CAUGHT: "failed after update 1: ZeroDivisionError: division by zero",
+    CATCHES_ALL: "6 updates, killed, resumed at update 3: the runs are identical",
+}
+
+
 @pytest.mark.landing  # each run of a program is a new interpreter
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (CAUGHT, "failed after update 1: ZeroDivisionError: division by zero"),
-        (CATCHES_ALL, "6 updates, killed, resumed at update 3: the runs are identical"),
-    ],
-    ids=["fails", "resumes"],
-)
-def test_check_resume_tells_an_error_and_passes_an_exact_program(check: Check, lines: str, told: str) -> None:
+@pytest.mark.parametrize("lines", TOLD, ids=["fails", "resumes"])
+def test_check_resume_tells_an_error_and_passes_an_exact_program(check: Check, lines: str) -> None:
     code, text = check(lines)
-    assert (code, told in text) == (int(lines is CAUGHT), True), text
+    assert (code, TOLD[lines] in text) == (int(lines is CAUGHT), True), text
     assert ("drivetrain: the uninterrupted run " in text) == (lines is CAUGHT)

@@ -24,9 +24,12 @@ FIT = f"{SHAPES} --trainer.max_epochs 2 --trainer.run_dir run"
 def test_fit_trains_as_python_does_and_says_what_it_left(drive, here):
     code, out, _ = drive("fit", f"{FIT} --trainer.loggers csv,jsonl --task.hidden 5 --trainer.seed 3")
     assert code == 0
-    assert "max_epochs=2 reached after 10 updates, 2 epochs" in out
-    assert "validation/loss" in out
-    assert "model path: run/model.safetensors" in out
+    for text in (
+        "max_epochs=2 reached after 10 updates, 2 epochs",
+        "validation/loss",
+        "run/model.safetensors",
+    ):
+        assert text in out
     assert {"metrics.csv", "metrics.jsonl"} <= {path.name for path in (here / "run").iterdir()}
     from shapes import Shapes, data
 
@@ -66,9 +69,7 @@ def test_predict_prints_writes_and_has_metrics(drive, here):
 def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):
     before = sorted(here.iterdir())
     code, out, _ = drive("plan", f"{FIT} --trainer.log_every 500")
-    assert code == 0
-    assert "10 in all, 5 per epoch" in out
-    assert "warning: log_every=500 steps" in out
+    assert (code, "10 in all, 5 per epoch" in out, "warning: log_every=500 steps" in out) == (0, True, True)
     code, out, _ = drive("summary", "--task shapes.Shapes --depth 2")
     assert (code, "parameters" in out, "operations" in out) == (0, True, False)
     found = json.loads(drive("summary", f"{SHAPES} --json")[1])

@@ -30,10 +30,8 @@ def test_a_text_becomes_what_the_annotation_asks_for(typed):
         "number=-1e-3": -0.001,
         "flag yes": True,
         "text 3": "3",
-        "text a,b": "a,b",
         "text=": "",
         "maybe none": None,
-        "maybe 3": 3,
         "either auto": "auto",
         "kind tanh": "tanh",
         "sizes 1,2,3": [1, 2, 3],
@@ -143,9 +141,8 @@ def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here):
     assert (plan["updates"], plan["saving"]["first"], plan["saving"]["times"]) == (12, 6, 2)
     plan = json.loads(drive("plan", "--config config --json --trainer.max_epochs 1 --data.count 5")[1])
     assert plan["updates"] == 5
-    found = (
-        settings("--config config --trainer.callbacks+=drivetrain.LearningRateMonitor").trainer().callbacks
-    )
+    line = "--config config --trainer.callbacks+=drivetrain.LearningRateMonitor"
+    found = settings(line).trainer().callbacks
     assert [type(each).__name__ for each in found][-2:] == ["EarlyStopping", "LearningRateMonitor"]
     assert found[-2].patience == 2
 

@@ -10,11 +10,8 @@ from drivetrain.core import errors
 from drivetrain.core.errors import DrivetrainError, MissingDependencyError, nearest
 from drivetrain.core.out_of_memory import clear_frames, is_out_of_memory
 
-ALL = [
-    each
-    for each in vars(errors).values()
-    if isinstance(each, type) and issubclass(each, DrivetrainError) and each is not MissingDependencyError
-]
+KINDS = [each for each in vars(errors).values() if isinstance(each, type)]
+ALL = [each for each in KINDS if issubclass(each, DrivetrainError) and each is not MissingDependencyError]
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_and_all_in_order() -> None:

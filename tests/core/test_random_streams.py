@@ -41,11 +41,8 @@ def disturb() -> None:
 def test_seeds_never_change_because_resumed_runs_depend_on_them() -> None:
     # The first output of SplitMix64 from the seed 0, as its authors' implementation gives it.
     assert streams.mix(0) == 0xE220A8397B1DCDAF & (1 << 63) - 1
-    assert [streams.mix(1), streams.mix(1, 2), streams.mix(1, 2, 3)] == [
-        7960286522194355700,
-        8829160048997669727,
-        8058178252673074585,
-    ]
+    found = [streams.mix(1), streams.mix(1, 2), streams.mix(1, 2, 3)]
+    assert found == [7960286522194355700, 8829160048997669727, 8058178252673074585]
     assert streams.mix_next(streams.batch_stream(42, 3), 128) == 4505572615134819938
     stream = streams.Streams(seed=42, rank=1)
     stream.seed_update(1000)
@@ -119,9 +116,8 @@ def test_a_batch_is_drawn_from_its_own_place() -> None:
     streams.seed_batch(seed=1, epoch=2, position=8)
     assert drawn() == draws[2, 8]
     stream = streams.batch_stream(9, 2)
-    assert [streams.mix_next(stream, at) for at in range(5)] == [
-        streams.mix(streams.BATCHES, 9, 2, at) for at in range(5)
-    ]
+    for at in range(5):
+        assert streams.mix_next(stream, at) == streams.mix(streams.BATCHES, 9, 2, at)
 
 
 def test_draws_are_noticed_and_can_be_continued_elsewhere() -> None:
@@ -165,9 +161,8 @@ def test_the_host_streams_continue_from_a_checkpoint() -> None:
     stored = pack(streams.host_state())
 
     def draws() -> list[tuple[float, ...]]:
-        return [
-            (random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()) for _ in range(700)
-        ]
+        kinds = random.random, np.random.randn, np.random.rand
+        return [(random.gauss(0, 1), *(draw() for draw in kinds)) for _ in range(700)]
 
     expected = draws()
     streams.seed_host(5)

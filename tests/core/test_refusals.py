@@ -20,9 +20,7 @@ COUNTED = Progress(7, 21, 84, 4_000_000_000_000, 2, 3, 9, 36, 1, 12.345678901234
 
 def test_intervals_and_stages_that_are_refused() -> None:
     intervals: dict[Any, tuple[str, ...]] = {
-        **dict.fromkeys(
-            ["", "_ steps", "1__0 steps", "-3 steps", "1 2 steps", None, True], ("not an interval",)
-        ),
+        **dict.fromkeys(["", "_ steps", "1__0 steps", "-3 steps", None, True], ("not an interval",)),
         "3 epocs": ("unknown unit 'epocs' in the interval '3 epocs'", "Did you mean 'epochs'?"),
         "5 min": ("Did you mean 'minutes'",),
         **dict.fromkeys([0, "0 epochs", math.nan, "1e999 steps", timedelta(0)], ("must be positive",)),
@@ -37,53 +35,38 @@ def test_intervals_and_stages_that_are_refused() -> None:
         "twice": ({0: 4, 5: 8, "5 steps": 2}, "two numbers for the point '5 steps'"),
         "nothing": ({0: 4, "2 epochs": 0}, "from '2 epochs' on must be a whole number, at least 1"),
     }
-    assert_refused(
-        ConfigError,
-        {
-            **{repr(spec): (lambda spec=spec: Every(spec), *words) for spec, words in intervals.items()},
-            "text and unit": (lambda: Every("3", "epochs"), "takes a number and a unit"),
-            "length": (lambda: Trigger(Every("0.5 epochs"), None), "0.5 epochs needs data of known length"),
-            "parts": (lambda: Trigger(Every("1.5 epochs"), 10), "1.5 epochs needs whole epochs"),
-            **{
-                f"stages {name}": (lambda it=it: Stages("steps", it), word)
-                for name, (it, word) in stages.items()
-            },
-            "ramp": (lambda: ramp(8, 30, over=10, by=4), "30 is not reached from 8 in steps of 4"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        **{repr(spec): (lambda spec=spec: Every(spec), *words) for spec, words in intervals.items()},
+        "text and unit": (lambda: Every("3", "epochs"), "takes a number and a unit"),
+        "length": (lambda: Trigger(Every("0.5 epochs"), None), "0.5 epochs needs data of known length"),
+        "parts": (lambda: Trigger(Every("1.5 epochs"), 10), "1.5 epochs needs whole epochs"),
+        **{name: (lambda it=it: Stages("steps", it), word) for name, (it, word) in stages.items()},
+        "ramp": (lambda: ramp(8, 30, over=10, by=4), "30 is not reached from 8 in steps of 4"),
+    }
+    assert_refused(ConfigError, cases)
 
 
 def test_numbers_and_names_that_are_refused() -> None:
     bounds = "lr must be a finite number above 0 and at most 1, not"
     places = ("no_such_module:thing", "math:no_such_thing", "math")
     colours: Registry[Any] = Registry("colour", {"red": 1, "blue": 2})
-    assert_refused(
-        ConfigError,
-        {
-            **{
-                f"number {each!r}": (lambda each=each: number("lr", each, above=0, at_most=1), bounds)
-                for each in ("1", None, True, math.nan, 0, 1.5)
-            },
-            **{
-                f"count {each!r}": (lambda each=each: count("steps", each), "steps must be a whole number")
-                for each in (True, 1.0, "1", -1)
-            },
-            **{
-                f"duration {each!r}": (lambda each=each: duration("hang_timeout", each), "hang_timeout")
-                for each in (0, "5 steps", math.nan)
-            },
-            "flag": (lambda: flag("fused", "no"), "fused must be True or False, not 'no'"),
-            "word": (lambda: one_of("mode", "mni", ("min", "max")), "unknown mode 'mni'. Did you mean 'min'"),
-            "option": (lambda: check_names("the optimizer", ["bta"], {"beta"}), "no option 'bta'", "'beta'"),
-            "colour": (lambda: colours["rad"], "mean 'red'?", "Allowed: 'blue', 'red'"),
-            "no text": (lambda: colours[None], "a colour is given by its name", "Allowed: 'blue', 'red'"),  # type: ignore[index]
-            "taken": (lambda: colours.register("red", 4), "the colour 'red' is already registered"),
-            **{
-                f"place {each}": (lambda each=each: Registry("colour", {"red": each})["red"], each)
-                for each in places
-            },
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "flag": (lambda: flag("fused", "no"), "fused must be True or False, not 'no'"),
+        "word": (lambda: one_of("mode", "mni", ("min", "max")), "unknown mode 'mni'. Did you mean 'min'"),
+        "option": (lambda: check_names("the optimizer", ["bta"], {"beta"}), "no option 'bta'", "'beta'"),
+        "colour": (lambda: colours["rad"], "mean 'red'?", "Allowed: 'blue', 'red'"),
+        "no text": (lambda: colours[None], "a colour is given by its name", "Allowed: 'blue', 'red'"),  # type: ignore[index]
+        "taken": (lambda: colours.register("red", 4), "the colour 'red' is already registered"),
+    }
+    for bad in ("1", None, True, math.nan, 0, 1.5):
+        cases[f"number {bad!r}"] = (lambda it=bad: number("lr", it, above=0, at_most=1), bounds)
+    for bad in (True, 1.0, "1", -1):
+        cases[f"count {bad!r}"] = (lambda it=bad: count("steps", it), "steps must be a whole number")
+    for bad in (0, "5 steps", math.nan):
+        cases[f"duration {bad!r}"] = (lambda it=bad: duration("hang_timeout", it), "hang_timeout")
+    for bad in places:
+        cases[f"place {bad}"] = (lambda it=bad: Registry("colour", {"red": it})["red"], bad)
+    assert_refused(ConfigError, cases)
     assert colours["red"] == 1
 
 
@@ -100,15 +83,11 @@ def test_counts_and_generators_of_a_checkpoint_that_are_refused() -> None:
     missing = {name: value for name, value in state.items() if name != "tokens"}
     host = host_state()
     numpy = {**host["numpy"], "position": 999}
-    assert_refused(
-        CheckpointError,
-        {
-            **{
-                name: (lambda change=change: progress.load_json({**state, **change}), word)
-                for name, (change, word) in changes.items()
-            },
-            "missing": (lambda: progress.load_json(missing), "does not fit: tokens"),
-            "position": (lambda: load_host_state({**host, "numpy": numpy}), "999"),
-        },
-    )
+    load = progress.load_json
+    cases: dict[str, tuple[Any, ...]] = {
+        **{name: (lambda c=change: load({**state, **c}), word) for name, (change, word) in changes.items()},
+        "missing": (lambda: load(missing), "does not fit: tokens"),
+        "position": (lambda: load_host_state({**host, "numpy": numpy}), "999"),
+    }
+    assert_refused(CheckpointError, cases)
     assert progress == Progress()  # nothing is taken over

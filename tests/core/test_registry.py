@@ -45,8 +45,7 @@ def test_an_installed_package_adds_rows(site: Path) -> None:
 
 def test_an_installed_package_replaces_no_row_and_what_it_lacks_is_named(site: Path) -> None:
     code = (
-        "from drivetrain.core.errors import MissingDependencyError\n"
-        "raise MissingDependencyError('dye', 'dye', 'the colour green')\n"
+        "import drivetrain.core.errors as e; raise e.MissingDependencyError('dye', 'dye', 'the colour green')"
     )
     plugin(site, "red = plugin_module:other\ngreen = plugin_module:green", code)
     registry: Registry[object] = Registry("new colour", {"red": 1})

@@ -65,11 +65,8 @@ def test_each_row_of_the_table_is_one_and_names_an_argument_of_ours() -> None:
         for name, ours in rows(kind):
             if name in known or not (ours in known or ours.startswith("none: ")):
                 wrong.append(f"{kind} {name}: {ours}")
-    wrong += [
-        f"strategy: {ours}"
-        for _, ours in rows("strategy")
-        if ours not in STRATEGIES and not ours.startswith(("DDPConfig(", "FSDPConfig("))
-    ]
+    strategies = {ours for _, ours in rows("strategy")} - {*STRATEGIES}
+    wrong += [each for each in strategies if not each.startswith(("DDPConfig(", "FSDPConfig("))]
     hooks = {ours.partition(",")[0] for _, ours in rows("hook") if ours.startswith("on_")}
     assert not wrong + sorted(hooks - {*HOOKS})
 
@@ -318,8 +315,7 @@ def test_attributes_of_other_libraries_are_answered_with_ours() -> None:
     assert seen
 
 
-def an_object(name: str, package: str, *bases: type, **members: Any) -> Any:
-    """An object of the user's class on one that another package has by that name."""
+def an_object(name: str, package: str, *bases: type, **members: Any) -> Any:  # of a user's class on theirs
     return type("Mine", (type(name, bases, {"__module__": f"{package}.inner"}),), members)()
 
 

@@ -44,8 +44,6 @@ KINDS = {
     "unknown length": lambda n: Plain(numbered(n)),
     "own state": lambda n: Cursor(numbered(n)),
 }
-
-
 WINDOWS: tuple[tuple[int, int, int | None, list[tuple[list[int], bool]]], ...] = (
     (1, 1, None, [([0], True)]),
     (3, 1, None, [([0], False), ([1], False), ([2], True)]),
@@ -110,10 +108,8 @@ def test_weights_and_tokens_are_counted_on_the_host_batch() -> None:
     assert [(each.weight, each.samples, each.tokens) for each in found] == [(0.0, 2, 6), (2.0, 2, 6)]
     assert all(type(each.weight) is float for each in found)
     assert all(each.batch.device == META for each in found)
-
-    found = [
-        next(feed(numbered(1), measure=each).micro_batches()) for each in (None, Measure(weight=on_meta))
-    ]
+    measures = None, Measure(weight=on_meta)
+    found = [next(feed(numbered(1), measure=each).micro_batches()) for each in measures]
     assert (found[0].weight, found[0].samples, found[0].tokens, found[0].advance) == (2, 2, 0, 1)
     assert isinstance(found[1].weight, Tensor), "one on an accelerator is not waited for"
     assert found[1].weight.device == META

@@ -94,9 +94,8 @@ def trained(**options: Any) -> list[list[float]]:
     updates: list[list[float]] = []
 
     def note(run: Any) -> None:
-        updates.append(
-            [each for part in run.window.micro_batches for each in part.batch[1].flatten().tolist()]
-        )
+        targets = [part.batch[1].flatten().tolist() for part in run.window.micro_batches]
+        updates.append(list(chain(*targets)))
 
     resume = options.pop("resume", None)
     data = options.pop("data", Samples())
@@ -109,14 +108,10 @@ def test_the_order_does_not_depend_on_how_an_update_is_divided_and_resumes(tmp_p
     whole = trained(max_epochs=2, batch_size=8)
     assert whole == trained(max_epochs=2, batch_size=2, gradient_accumulation_steps=4)
     assert whole[:7] != whole[7:]  # another order in another epoch
-    orders = [
-        list(
-            as_source(
-                Samples(), "it", 0, batch_size=size, group_by_length=length, share=Share(0, ranks)
-            )._order.indices(0)
-        )
-        for size, ranks in ((8, 1), (4, 2))
-    ]
+    orders = []
+    for size, ranks in ((8, 1), (4, 2)):
+        options: Any = {"batch_size": size, "group_by_length": length, "share": Share(0, ranks)}
+        orders.append(list(as_source(Samples(), "it", 0, **options)._order.indices(0)))
     assert orders[0] == orders[1]
     halves: Any = {"batch_size": 8, "run_dir": tmp_path, "checkpoint": True}
     assert trained(max_steps=4, **halves) + trained(max_epochs=2, resume="auto", **halves) == whole

@@ -19,9 +19,8 @@ SIZE = 7
 class Endless(Sampler[int]):  # draws from all of the host's generators and never ends
     def __iter__(self) -> Iterator[int]:
         while True:
-            yield (
-                random.randrange(SIZE) + int(np.random.randint(SIZE)) + int(torch.randint(SIZE, ()))
-            ) % SIZE
+            drawn = random.randrange(SIZE), int(np.random.randint(SIZE)), int(torch.randint(SIZE, ()))
+            yield sum(drawn) % SIZE
 
 
 class EndlessBatches(Sampler[list[int]]):

@@ -8,15 +8,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.support.messages import warned
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import RandomSampler, SubsetRandomSampler
 
 from drivetrain.core.random_streams import mix
 from drivetrain.data import Everywhere, Feed, Measure, Share, Transfer, as_source, evaluation_sources
@@ -29,20 +23,13 @@ def loader(count, size, **options):
 
 
 def read(data, ranks, *, epoch=0, position=0, measure=None, **options):
-    feeds = (
-        Feed(as_source(data, "training", 3, share=Share(rank, ranks), **options), CPU, measure)
-        for rank in range(ranks)
-    )
-    return [list(feed.micro_batches(epoch, position)) for feed in feeds]
+    sources = (as_source(data, "training", 3, share=Share(rank, ranks), **options) for rank in range(ranks))
+    return [list(Feed(each, CPU, measure).micro_batches(epoch, position)) for each in sources]
 
 
 def numbers(micro_batch):
-    batch = micro_batch.batch
-    return (
-        []
-        if micro_batch.is_placeholder
-        else [int(each) for each in (batch[0] if isinstance(batch, list) else batch)]
-    )
+    batch = micro_batch.batch[0] if isinstance(micro_batch.batch, list) else micro_batch.batch
+    return [] if micro_batch.is_placeholder else [int(each) for each in batch]
 
 
 def in_order(shares):
@@ -186,9 +173,7 @@ def test_streams_made_by_workers_are_dealt_out_too():
         return read(DataLoader(Stream(10), batch_size=3, num_workers=2), ranks)
 
     one = in_order(made(1))
-    assert sorted(one) == sorted(
-        [*range(10), *range(10)]
-    )  # of each worker, as torch does without a worker's part
+    assert sorted(one) == sorted([*range(10)] * 2)  # of each worker, as torch does without a worker's part
     assert in_order(made(3)) == one
 
 
@@ -205,11 +190,8 @@ def test_batches_of_any_lengths_are_resumed_by_another_number_of_ranks(
     lengths, ranks, then_ranks, after, listed
 ):
     batches, count = cut(lengths), sum(lengths)
-    data = (
-        list(map(torch.tensor, batches))
-        if listed
-        else DataLoader(TensorDataset(torch.arange(count)), batch_sampler=batches)
-    )
+    loaded = DataLoader(TensorDataset(torch.arange(count)), batch_sampler=batches)
+    data = list(map(torch.tensor, batches)) if listed else loaded
     first = [share[:after] for share in read(data, ranks)]
     position = sum(each.advance for each in first[0])
     if position == (len(batches) if listed else count):
@@ -246,7 +228,6 @@ def test_a_stream_with_a_state_of_its_own_moves_on_by_whole_rounds_on_every_rank
         states.append(feed.snapshot())
         windows.close()
     assert states == [{"at": 4}, {"at": 4}]
-
     shares = []
     for rank in range(3):
         source = as_source(Counting(7), "training", 0, share=Share(rank, 3))
@@ -283,10 +264,9 @@ def test_what_a_batch_draws_is_a_function_of_its_place_in_the_global_order(worke
         assert drawn.batch.tolist() == [float(torch.rand(())) for _ in drawn.batch]
 
 
-@pytest.mark.parametrize(
-    "options", [{"shuffle": True, "batch_size": 2}, {"batch_sampler": cut([3, 1, 2, 4, 1])}]
-)
-def test_workers_change_nothing(options):
+@pytest.mark.parametrize("whole", [False, True])
+def test_workers_change_nothing(whole):
+    options = {"batch_sampler": cut([3, 1, 2, 4, 1])} if whole else {"shuffle": True, "batch_size": 2}
     data = TensorDataset(torch.arange(11))
     here = read(DataLoader(data, **options), 2)
     made = read(DataLoader(data, num_workers=1, **options), 2)
@@ -333,6 +313,5 @@ def test_an_evaluation_keeps_to_the_samples_that_a_shuffling_sampler_is_made_of(
 def test_every_named_loader_is_shared():
     data = {"a": loader(5, 2), "b": [torch.arange(3), torch.arange(3, 5)]}
     for name, source in evaluation_sources(data, "validation", 0, share=Share(1, 2), every_sample=True):
-        assert [numbers(each) for each in Feed(source, CPU).micro_batches()] == (
-            [[2, 3], []] if name == "a" else [[3, 4]]
-        )
+        found = [numbers(each) for each in Feed(source, CPU).micro_batches()]
+        assert found == ([[2, 3], []] if name == "a" else [[3, 4]])

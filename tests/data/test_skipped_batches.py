@@ -95,10 +95,9 @@ def test_a_resumed_run_is_the_undisturbed_one(workers: int, tmp_path: Path) -> N
     assert len(saved) == result.progress.updates == 20
     for place in (3, 6, 13):
         task = Regression(ADAMW)
+        trainer = quiet(**options(f"from {place}"), on_bad_batch="skip")
         with heard("the batch is left out"):
-            again = quiet(**options(f"from {place}"), on_bad_batch="skip").fit(
-                task, data, resume=str(saved[place])
-            )
+            again = trainer.fit(task, data, resume=str(saved[place]))
         assert weights(task) == weights(whole)
         again.progress.seconds = result.progress.seconds
         assert again.progress == result.progress
@@ -115,19 +114,14 @@ def test_data_that_is_all_or_too_often_bad_ends_with_an_error(workers: int) -> N
         data = DataLoader(Lines(tuple(bad), size=size), batch_size=batch_size, num_workers=workers)
         return lambda: left_out(data, max_epochs=epochs)
 
-    assert_refused(
-        DataError,
-        {
-            "all": (skips(24, range(24), 1, 1), f"last {IN_A_ROW} batches were all bad"),
-            "too little memory": (lambda: left_out(DataLoader(Lacking((3,)), batch_size=2)), "MemoryError"),
-            "all of few": (skips(24, range(24), 8, 9), "none of them could be made"),
-            "half": (
-                skips(60, range(0, 60, 2), 1, 1),
-                "11 of 21 batches were bad, more than 10%",
-                "Repair the data",
-            ),
-        },
-    )
+    half = "11 of 21 batches were bad, more than 10%", "Repair the data"
+    cases = {
+        "all": (skips(24, range(24), 1, 1), f"last {IN_A_ROW} batches were all bad"),
+        "too little memory": (lambda: left_out(DataLoader(Lacking((3,)), batch_size=2)), "MemoryError"),
+        "all of few": (skips(24, range(24), 8, 9), "none of them could be made"),
+        "half": (skips(60, range(0, 60, 2), 1, 1), *half),
+    }
+    assert_refused(DataError, cases)
 
 
 def test_an_iterable_is_refused_as_it_is_at_its_end_once_it_has_raised() -> None:

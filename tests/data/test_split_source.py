@@ -17,9 +17,8 @@ from drivetrain.strategies.ddp import DDP
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 FEATURES = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
-NUMBERED = TensorDataset(
-    torch.cat([torch.arange(24.0)[:, None], FEATURES[:, 1:]], 1) / 24, FEATURES.sum(1, True)
-)
+INPUTS = torch.cat([torch.arange(24.0)[:, None], FEATURES[:, 1:]], 1) / 24
+NUMBERED = TensorDataset(INPUTS, FEATURES.sum(1, True))
 
 
 class Part(IterableDataset[Any]):
@@ -153,9 +152,8 @@ def test_a_resumed_fit_goes_on_where_each_rank_was(kind: str) -> None:
 
 def test_a_resume_in_the_middle_of_an_epoch_needs_the_same_division() -> None:
     options: dict[str, Any] = {"max_steps": 5, "checkpoint": True, "run_dir": "run"}
-    on_two_ranks(
-        lambda: on_both(Seen(2), **options).fit(Regression(), already_split(part("dataset"))) and None
-    )
+    fits = lambda: on_both(Seen(2), **options).fit(Regression(), already_split(part("dataset")))  # noqa: E731
+    on_two_ranks(lambda: fits() and None)
     message = r"was already split over 2 ranks and this run's is not already split.*end of an epoch"
     with pytest.raises(CheckpointError, match=message):
         quiet(**options).fit(Regression(), pairs(24, batch_size=4), resume="auto")

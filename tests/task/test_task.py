@@ -120,7 +120,6 @@ def test_every_step_follows_from_forward_and_loss() -> None:
     right = F.mse_loss(task.line(batch[0]), batch[1])
     for step in (task.training_step, task.validation_step, task.test_step):
         output = step(batch)
-        assert isinstance(output, StepOutput)
         assert torch.equal(output.loss, right)
         assert torch.equal(output.outputs, task(batch[0]))
     assert torch.equal(task.predict_step(batch), task(batch[0]))

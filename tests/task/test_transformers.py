@@ -21,9 +21,7 @@ BERT = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"vocab_size": 
 BERT |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-class Wrapped(TaskModule):
-    """The shortest task for a model that computes its own loss; forward gets `options` too."""
-
+class Wrapped(TaskModule):  # the shortest task for a model that computes its own loss
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -37,7 +35,7 @@ class Wrapped(TaskModule):
         return OptimizerConfig("sgd", lr=0.1)
 
 
-class Scored(Wrapped):  # as `Wrapped`, with a metric
+class Scored(Wrapped):
     def metrics(self) -> Mapping[str, Any]:
         return {"accuracy": torchmetrics.MulticlassAccuracy(3, average="micro")}
 
@@ -71,10 +69,8 @@ def test_predictions_are_the_models_own_outputs(tmp_path: Path) -> None:
 
 
 def test_a_task_needs_no_loss_and_no_metric_inputs_of_its_own() -> None:
-    written, *others = (
-        quiet(max_steps=4, log_every=1).fit(task, batches(), batches(6)).metrics
-        for task in (Written(), Scored(), Scored(return_dict=False))
-    )
+    fit = lambda task: quiet(max_steps=4, log_every=1).fit(task, batches(), batches(6)).metrics  # noqa: E731
+    written, *others = map(fit, (Written(), Scored(), Scored(return_dict=False)))
     for metrics in others:
         assert metrics.keys() == written.keys() >= {"train/accuracy", "validation/accuracy"}
         for name, value in metrics.items():

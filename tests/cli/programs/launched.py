@@ -15,7 +15,6 @@ from drivetrain.distributed.launch.programs import ensure_ranks, join_job
 
 
 def act(run):
-    """Fail, hang or be signalled in the second update."""
     if run.progress.updates == 2:
         if what == "alone raise":
             raise ValueError("boom")
@@ -30,9 +29,8 @@ sys.stdout.flush()
 if what == "alone refused":
     Trainer(max_epoch=3)
 elif what.startswith("alone"):
-    quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=act)], hang_timeout=2.0).fit(
-        Regression(), pairs()
-    )
+    trainer = quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=act)], hang_timeout=2.0)
+    trainer.fit(Regression(), pairs())
 elif what == "wait":
     join_job(int(os.environ["WORLD_SIZE"]), 1)
     name = Path(f"rank-{os.environ['RANK']}")

@@ -50,8 +50,7 @@ class Data:
     def test_data(self):
         return batches(2)
 
-    def predict_data(self):
-        return batches(2)
+    predict_data = test_data
 
 
 data = Data()

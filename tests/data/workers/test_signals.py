@@ -1,6 +1,4 @@
-"""Workers outlive what ends their run in order; one that dies, or is left amid its work, troubles nobody but
-who reads its batches.
-"""
+"""Workers outlive what ends their run in order; one that dies troubles nobody but who reads its batches."""
 
 import gc
 import multiprocessing

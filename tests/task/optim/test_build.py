@@ -100,8 +100,8 @@ def test_float16_weights_stay_finite(name):
 def test_the_users_eps_is_kept_in_float16_and_the_default_elsewhere():
     half = torch.float16
     cases = ((half, {}), (half, {"eps": 1e-3}), (torch.bfloat16, {}))
-    eps = [built("adamw", net(dtype), **options).param_groups[0]["eps"] for dtype, options in cases]
-    assert eps == [1e-4, 1e-3, 1e-8]
+    for (dtype, options), eps in zip(cases, (1e-4, 1e-3, 1e-8), strict=True):
+        assert built("adamw", net(dtype), **options).param_groups[0]["eps"] == eps
 
 
 def test_refusals_of_optimizer_config():

@@ -33,12 +33,11 @@ def test_warmup_begins_above_zero_and_ends_at_the_full_rate():
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", lambda update: 1 - update / 10])
 def test_warmup_power_changes_the_ramp_alone(schedule):
-    straight, squared = (
-        [build_schedule(config, 10)(update) for update in range(10)]
-        for config in (
-            OptimizerConfig("sgd", schedule=schedule, warmup_steps=3, warmup_power=power) for power in (1, 2)
-        )
-    )
+    def made(power):
+        config = OptimizerConfig("sgd", schedule=schedule, warmup_steps=3, warmup_power=power)
+        return [build_schedule(config, 10)(update) for update in range(10)]
+
+    straight, squared = made(1), made(2)
     assert squared[:3] == pytest.approx([straight[0] * 0.25, straight[1] * 0.5, straight[2] * 0.75])
     assert squared[3:] == straight[3:]
 
@@ -97,6 +96,7 @@ def test_refusals_of_schedules():
     def config(**options):
         return lambda: OptimizerConfig("sgd", **options)
 
+    given = {"validation/los": 1.0, "train/loss": 2.0}
     cases = {
         "no length": (lambda: make_schedule("linear", 10, None), "max_steps", "total_steps"),
         "power without a warm-up": (config(warmup_power=2), "warmup_power=2 without a warm-up"),
@@ -105,11 +105,7 @@ def test_refusals_of_schedules():
         "above 1": (refuse("linear", min_ratio=1.1), "at most 1"),
         "decay shape": (refuse("warmup_stable_decay", decay_shape="lines"), "'linear'"),
         "factor": (refuse("reduce_on_plateau", factor=1.0), "below 1"),
-        "a missing metric": (
-            lambda: plateau().observe({"validation/los": 1.0, "train/loss": 2.0}),
-            "Did you mean 'validation/los'",
-            "'train/loss'",
-        ),
+        "a metric": (lambda: plateau().observe(given), "Did you mean 'validation/los'", "'train/loss'"),
     }
     assert_refused(ConfigError, cases)
 
@@ -158,10 +154,8 @@ def test_plateau_goes_on_after_a_resume_as_if_never_stopped():
         assert observed(second, values[cut:]) == expected[cut:]
     schedule = plateau()
     before = schedule.state_dict()
-    changes = [{"ratio": "1"}, {"bad": -1}, {"best": math.nan}, {"extra": 1}]
-    cases = {
-        str(change): (lambda change=change: schedule.load_state_dict({**before, **change}), *change)
-        for change in changes
-    }
+    changes = {"ratio": "1", "bad": -1, "best": math.nan, "extra": 1}
+    load = schedule.load_state_dict
+    cases = {name: (lambda n=name: load({**before, n: changes[n]}), name) for name in changes}
     assert_refused(CheckpointError, cases)
     assert schedule.state_dict() == before

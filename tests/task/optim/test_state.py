@@ -51,9 +51,7 @@ def built(net: nn.Module, name: str = "adamw", **options) -> torch.optim.Optimiz
 
 
 def trained():
-    net = Net()
-    optimizer = built(net)
-    update(net, optimizer, 0)
+    update(net := Net(), optimizer := built(net), 0)
     return net, optimizer
 
 
@@ -136,8 +134,6 @@ def test_state_is_named_by_parameter_and_slot_and_loading_shares_and_leaves_noth
     load_state_by_name(optimizer, names_of(net), *early)
     assert not optimizer.state
 
-
-# What is refused.
 
 KEY = "head.weight/exp_avg"
 

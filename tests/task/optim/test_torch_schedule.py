@@ -15,16 +15,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR,
 
 from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, TorchSchedule
 
-# No value improves on the first one.
-PLATEAU = functools.partial(
-    ReduceLROnPlateau, factor=0.5, patience=0, threshold=1e6, threshold_mode="abs", min_lr=0.05
-)
+NO_BETTER = {"threshold": 1e6, "threshold_mode": "abs"}  # no value improves on the first one
+PLATEAU = functools.partial(ReduceLROnPlateau, factor=0.5, patience=0, min_lr=0.05, **NO_BETTER)
 HALVES = functools.partial(ExponentialLR, gamma=0.5)
 
 
 def task(make: Callable[[Any], Any], **options: Any) -> Regression:
-    """A task whose `configure_optimizers` returns a schedule with these options."""
-
     def factory(parameters: list[nn.Parameter]) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=0.8, momentum=0.5)
         return optimizer, TorchSchedule(make(optimizer), **options)
@@ -36,9 +32,8 @@ def rates(given: Any, validation: Any = None, leave_at: int = 0, **options: Any)
     seen: list[float] = []
     note = LambdaCallback(on_before_optimizer_step=lambda run: seen.append(run.learning_rates()["lr"]))
     resume = options.pop("resume", None)
-    steps = quiet(**{"max_epochs": 4, **options, "callbacks": [note]}).steps(
-        given, pairs(10), validation, resume=resume
-    )
+    trainer = quiet(**{"max_epochs": 4, **options, "callbacks": [note]})
+    steps = trainer.steps(given, pairs(10), validation, resume=resume)
     for step in steps:
         if step.update + 1 == leave_at:
             break
@@ -78,14 +73,11 @@ def test_plateau_follows_each_validation_or_a_value_of_training() -> None:
     assert rates(optional, pairs(4), max_epochs=2) == [0.8] * 10
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"make": functools.partial(LambdaLR, lr_lambda=lambda epoch: 1 / (1 + epoch)), "every": "1 epoch"},
-        {"make": PLATEAU, "metric": "validation/loss"},
-    ],
-    ids=["lambda", "plateau"],
-)
+BY_LAMBDA = functools.partial(LambdaLR, lr_lambda=lambda epoch: 1 / (1 + epoch))
+RESUMED = {"make": BY_LAMBDA, "every": "1 epoch"}, {"make": PLATEAU, "metric": "validation/loss"}
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=["lambda", "plateau"])
 def test_torch_schedule_resumes_bitwise(tmp_path: Path, options: Any) -> None:
     whole = task(**options)
     expected = rates(whole, pairs(4))
