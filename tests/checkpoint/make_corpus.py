@@ -17,8 +17,7 @@ from drivetrain.testing.storage import everything
 CORPUS = Path(__file__).parent / "corpus"
 
 
-def grid() -> dict[str, torch.Tensor]:
-    """Whole tensors whose sizes no number of ranks divides."""
+def grid() -> dict[str, torch.Tensor]:  # whole tensors whose sizes no number of ranks divides
     return {
         "rows": torch.arange(63.0).reshape(9, 7),
         "columns": torch.arange(-15, 0, dtype=torch.bfloat16).reshape(3, 5),
@@ -30,8 +29,7 @@ def grid() -> dict[str, torch.Tensor]:
     }
 
 
-def tree() -> dict[str, object]:
-    """Every kind of value that a state may have."""
+def tree() -> dict[str, object]:  # every kind of value that a state may have
     return {
         "tuple": (1, (2.5, None)),
         "keys": {1: "one", "$x": "dollar"},
@@ -43,8 +41,7 @@ def tree() -> dict[str, object]:
     }
 
 
-def sharded(path: str) -> None:
-    """What each rank does for a sharded checkpoint."""
+def sharded(path: str) -> None:  # what each rank does for a sharded checkpoint
     ranks = Ranks.of_job()
     columns = 1 if ranks.size < 4 else 2
     mesh = init_device_mesh("cpu", (ranks.size // columns, columns))
@@ -74,8 +71,7 @@ def run(directory: Path) -> None:
     trainer.fit(Regression(), pairs(), pairs(4, seed=1))
 
 
-def main() -> int:
-    """Write the corpus of this version, if it is not there."""
+def main() -> int:  # write the corpus of this version, if it is not there
     directory = CORPUS / f"v{FORMAT_VERSION}"
     if directory.exists():
         print(f"{directory} is there already, and is never written again", file=sys.stderr)

@@ -13,25 +13,19 @@ from drivetrain.checkpoint.storage import schemes
 from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
 
 
-class Counting(LocalFileSystem):
-    """The local disk, with every operation counted by name and thread, and the bytes that are read."""
-
+class Counting(LocalFileSystem):  # operations by name and thread, and the bytes that are read
     def __init__(self):
-        self.operations = Counter()
-        self.threads = Counter()
-        self.order = []
-        self.bytes_read = 0
-
-    def count(self, name):
-        self.operations[name] += 1
-        self.order.append(name)
-        self.threads[threading.get_ident(), name] += 1
+        self.reset()
 
     def reset(self):
-        self.operations.clear()
-        self.order.clear()
-        self.threads.clear()
-        self.bytes_read = 0
+        self.order, self.bytes_read = [], 0
+
+    def count(self, name):
+        self.order.append((name, threading.get_ident()))
+
+    @property
+    def operations(self):
+        return Counter(name for name, _ in self.order)
 
     def watched(self, file):
         for name in ("write", "finish", "read_into", "seek"):
@@ -70,14 +64,13 @@ def test_small_tensors_are_written_together_and_nothing_but_the_reads_grows_with
     for count in (100, 1_000):
         files.reset()
         io.save(str(tmp_path / str(count)), snapshot_of(count))
-        saving[count] = Counter(files.operations)
+        saving[count] = files.operations
         # Written first and synced afterwards, they share a commit of the disk's journal.
-        assert [each for each in files.order if each in ("create", "finish")] == ["create"] * 2 + [
-            "finish"
-        ] * 2
+        order = [name for name, _ in files.order if name in ("create", "finish")]
+        assert order == ["create", "create", "finish", "finish"]
         files.reset()
         io.load(str(tmp_path / str(count)))
-        loading[count] = Counter(files.operations)
+        loading[count] = files.operations
     assert saving[1_000] == saving[100]
     assert saving[100]["finish"] == saving[100]["create"] == 2  # the tensors, and the manifest
     assert saving[100]["write"] == 3  # of them the header and the tensors
@@ -94,9 +87,9 @@ def test_a_run_in_the_foreground_does_no_file_work_of_a_save_in_the_background(t
     files.reset()
     manager.save(2, 0, {}, lambda: snapshot_of(10))
     manager.wait()
-    mine = {name for thread, name in files.threads if thread == threading.get_ident()}
-    assert mine == {"kind", "entries"}  # is the name free, and what was saved still there?
-    assert files.threads[threading.get_ident(), "kind"] == 1
+    mine = [name for name, thread in files.order if thread == threading.get_ident()]
+    assert set(mine) == {"kind", "entries"}  # is the name free, and what was saved still there?
+    assert mine.count("kind") == 1
     assert files.operations["write"] == 4  # header, tensors, manifest, index
 
 

@@ -19,9 +19,7 @@ from drivetrain.distributed.ranks import Ranks
 WORLD = 8
 
 
-class Simulated(Ranks):
-    """One of several ranks, one after the other in this process; rank 0 comes first."""
-
+class Simulated(Ranks):  # one of several ranks, one after the other in this process; rank 0 comes first
     sent = b""
 
     def first(self, act):
@@ -41,15 +39,13 @@ def as_rank(rank, act):
         torch.distributed.destroy_process_group()
 
 
-def sharded(whole, mesh, placements):
-    """What a rank holds of a tensor: torch says which box that is."""
+def sharded(whole, mesh, placements):  # what a rank holds of a tensor: torch says which box that is
     device_mesh = DeviceMesh("cpu", mesh)
     size, offset = compute_local_shape_and_global_offset(whole.shape, device_mesh, placements)
     box = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=False))
     local = whole[box].clone() if offset else whole.new_empty(0)
-    return DTensor.from_local(
-        local, device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    like = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(local, device_mesh, placements, run_check=False, **like)
 
 
 LINE = torch.arange(8)
@@ -113,8 +109,7 @@ def test_what_any_mesh_holds_is_read_whole_and_on_another_mesh(tmp_path, shape):
             as_rank(rank, read)
 
 
-def test_a_strided_shard_is_stored_as_the_boxes_that_it_is(tmp_path):
-    """Tensor parallelism divides the rows first, and FSDP what is left of them."""
+def test_a_strided_shard_is_stored_as_the_boxes_that_it_is(tmp_path):  # FSDP over tensor parallelism
     whole = torch.arange(48.0).reshape(16, 3)
     save(tmp_path / "c", whole, (SQUARE, [_StridedShard(0, split_factor=4), Shard(0)]))
     layout = read_manifest(str(tmp_path / "c")).tensors["model"]["w"].layout

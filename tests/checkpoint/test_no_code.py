@@ -46,8 +46,7 @@ def is_forbidden(module):
     return names[0] in MODULES or storage
 
 
-def forbidden(nodes):
-    """What in a source could run, or import, what a file says."""
+def forbidden(nodes):  # what in a source could run, or import, what a file says
     own = {  # a parameter that has the name of a builtin
         name
         for function in nodes

@@ -1,7 +1,6 @@
 """What DeepSpeed has saved is gone on with from its weights and moments; no code in its files ever runs."""
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.fsdp
+from tests.checkpoint.weights.models import Planted
 from tests.support.refusals import assert_refused
 from tests.support.tasks import quiet as quiet_trainer
 from torch import nn
@@ -29,8 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
 ]
 
-SAVED, ALL = 3, 6
-"""After which update DeepSpeed saves, and how many it makes."""
+SAVED, ALL = 3, 6  # after which update DeepSpeed saves, and how many it makes
 VARIANTS = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -45,9 +44,7 @@ INNER = f"global_step{SAVED}"
 OPTIMIZER, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 
 
-class Net(nn.Module):
-    """A parameter of each kind that matters: tied, frozen, in groups of their own; and buffers."""
-
+class Net(nn.Module):  # a parameter of each kind: tied, frozen, in groups of their own; and buffers
     def __init__(self):
         super().__init__()
         self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
@@ -80,9 +77,7 @@ def joined(update):
     return {"x": torch.cat([x, more_x]), "y": torch.cat([y, more_y])}
 
 
-class Task(TaskModule):
-    """The same as a task, with other values before they are loaded."""
-
+class Task(TaskModule):  # the same as a task, with other values before they are loaded
     def __init__(self, **options):
         super().__init__()
         self.net = net()
@@ -134,8 +129,7 @@ def _step(engine, update, rank):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """The folders, by variant, and the losses of the updates after those that were saved."""
+def saved(tmp_path_factory):  # the folders, by variant, and the losses of the updates after those saved
     library("cpu")  # once, of which all processes are copies
     root = tmp_path_factory.mktemp("deepspeed")
     first, second = run_distributed(_train_with_deepspeed, root)
@@ -163,7 +157,6 @@ def losses_of(path):
 
 
 def test_the_next_losses_are_those_of_deepspeed(capsys, saved, imported, tmp_path):
-    """Put among a run's checkpoints, it is what `resume="auto"` goes on from, at the start of the data."""
     command = ["import-deepspeed", str(saved[0] / "zero1"), str(tmp_path / "checkpoints" / "imported")]
     assert main(["checkpoint", *command, "--rename", "^=net.", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -216,8 +209,7 @@ def test_a_task_that_it_does_not_fit_is_refused(saved, imported):
     assert_refused(CheckpointError, cases)
 
 
-def changed(folder, name, change):
-    """Change what is in a file; ours to unpickle, as this test wrote it."""
+def changed(folder, name, change):  # change what is in a file; ours to unpickle, as this test wrote it
     content = torch.load(folder / INNER / name, weights_only=False)
     change(content)
     torch.save(content, folder / INNER / name)
@@ -250,9 +242,7 @@ def put(key, value):
     return lambda content: content["optimizer_state_dict"].__setitem__(key, value)
 
 
-def each_of(part, change):
-    """To change the slots ("state") or the settings ("param_groups") of every group."""
-
+def each_of(part, change):  # to change the slots ("state") or the settings ("param_groups") of every group
     def apply(content):
         found = content["optimizer_state_dict"]["base_optimizer_state"][part]
         for each in found.values() if part == "state" else found:
@@ -266,11 +256,8 @@ def shorten(content):
     pieces[0] = pieces[0][:-1].clone()
 
 
-PIECES, ADAM, FIRST, SECOND = (
-    "single_partition_of_fp32_groups",
-    "only states of Adam",
-    *map(OPTIMIZER.format, (0, 1)),
-)
+PIECES, ADAM = "single_partition_of_fp32_groups", "only states of Adam"
+FIRST, SECOND = map(OPTIMIZER.format, (0, 1))
 DAMAGE = [
     (FIRST, put("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
     (FIRST, put(PIECES, None), f"no '{PIECES}'"),
@@ -322,14 +309,6 @@ def test_steps_in_the_settings_and_pieces_in_16_bits_are_imported(saved, folder,
         changed(folder, name, put(PIECES, [each.bfloat16() for each in content[PIECES]]))
     import_deepspeed(folder, tmp_path / "half", weights_only=True)
     assert load_weights(tmp_path / "half")["last.weight"].dtype == torch.float32
-
-
-class Planted:
-    def __init__(self, sign):
-        self.sign = str(sign)
-
-    def __reduce__(self):
-        return os.mkdir, (self.sign,)
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER.format(0), OPTIMIZER.format(1)])

@@ -2,13 +2,13 @@
 
 import argparse
 import collections
-import os
 import pickle
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoint.weights.models import Planted
 from torch import nn
 
 from drivetrain.checkpoint import DamagedCheckpointError
@@ -57,14 +57,8 @@ def test_tensors_of_every_dtype_are_read_bit_for_bit(path):
 
 
 def test_plain_values_parameters_and_every_protocol_are_read(path):
-    values = {
-        "numbers": [3, 2**70, -(2**40), 0.1, None, True, False],
-        "text": "ä" * 300,
-        "pair": (1, ("two", ())),
-        "ordered": collections.OrderedDict(b=1, a=2),
-        "deep": [[{"x": [1]}]],
-        5: "number as a key",
-    }
+    values = {"numbers": [3, 2**70, -(2**40), 0.1, None, True, False], "text": "ä" * 300, 5: "a key"}
+    values |= {"pair": (1, ("two", ())), "ordered": collections.OrderedDict(b=1, a=2), "deep": [[{"x": [1]}]]}
     values["again"] = values["deep"]
     torch.save(values, path)
     found = read(path)
@@ -78,22 +72,10 @@ def test_plain_values_parameters_and_every_protocol_are_read(path):
         assert (found["x"].tolist(), found["y"][0]) == ([1, 1], (1, 2, 3, 4))
 
 
-class Planted:
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
 def test_what_a_file_says_to_import_or_to_call_is_named_and_nothing_more(path, tmp_path):
     sign = tmp_path / "it ran"
-    values = {
-        "planted": Planted(sign),
-        "arguments": argparse.Namespace(lr=0.1),
-        "class": collections.Counter,
-        "kept": torch.ones(2),
-    }
+    values = {"planted": Planted(sign), "class": collections.Counter, "kept": torch.ones(2)}
+    values["arguments"] = argparse.Namespace(lr=0.1)
     torch.save(values, path)
     found = read(path)
     assert not sign.exists()
@@ -107,8 +89,7 @@ def test_what_a_file_says_to_import_or_to_call_is_named_and_nothing_more(path, t
     assert sign.exists()  # so that it is one that would have run
 
 
-def rewritten(path, change, compression=zipfile.ZIP_STORED):
-    """The archive with its entries as a function of name and content gives them."""
+def rewritten(path, change, compression=zipfile.ZIP_STORED):  # each entry by its name and content
     torch.save({"x": torch.ones(4)}, path)
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
@@ -130,9 +111,7 @@ def tensor(offset=0, shape=4, stride=1, size=4, key=b"0"):
 
 
 SENSELESS = {
-    "leads out of its storage": [
-        *(tensor(shape=5), tensor(offset=1), tensor(shape=60000, stride=0), tensor(stride=2))
-    ],
+    "leads out of its storage": [tensor(shape=5), tensor(offset=1), tensor(shape=60000, stride=0)],
     "16 bytes for 5 numbers": [tensor(size=5)],
     "16 bytes for 3 numbers": [tensor(size=3, shape=3)],
     "it lacks file/data/7": [tensor(key=b"7")],

@@ -21,8 +21,7 @@ from drivetrain.core.errors import CheckpointError
 
 
 @pytest.fixture
-def saved(tmp_path):
-    """A directory with a checkpoint and an index of the newest format."""
+def saved(tmp_path):  # a directory with a checkpoint and an index of the newest format
     manager = CheckpointManager(str(tmp_path), CheckpointConfig(best=0, by=None))
     snapshot = Snapshot({"model": {"w": torch.ones(3)}}, {"state": {"rate": 0.1}}, {"updates": 4, "epoch": 1})
     manager.save(4, 1, {}, lambda: snapshot)
@@ -30,9 +29,7 @@ def saved(tmp_path):
 
 
 @pytest.fixture
-def newer(monkeypatch):
-    """A drivetrain two formats on: 5 renamed counts and a value of the state, 6 changed the index."""
-
+def newer(monkeypatch):  # 5 renames counts and a value of the state, 6 changes the index
     def to_five(fields):
         fields["progress"] = {f"{name}_made": count for name, count in fields["progress"].items()}
         return fields
@@ -112,7 +109,6 @@ def places(value, path=()):
 
 
 def test_a_manifest_of_format_1_that_makes_no_sense_is_an_error_of_ours():
-    """Wherever it does not: in the fields that the step to format 2 takes apart."""
     body = unseal(V1.read_bytes(), "it")
     for value in (None, 3, -1, 1 << 70, "x", [], {}, [0], [[0]], {"x": 1}):
         for path in places(body):
@@ -152,13 +148,9 @@ def test_an_index_of_format_2_keeps_its_purposes(tmp_path):
 
 def test_an_entry_of_format_2_that_makes_no_sense_is_damage(tmp_path):
     named = {"name": "a", "order": 1, "update": 1, "epoch": 0, "resume": 1, "keeper": True, "metrics": {}}
-    for entry, text in {
-        "3": "an entry is not an object with a name",
-        "[]": "an entry is not an object with a name",
-        '{"resume": 1, "keeper": true, "metrics": {}}': "an entry is not an object with a name",
-        json.dumps(named): "resume must be a list of intervals",
-    }.items():
-        body = {"format_version": 2, "checkpoints": [json.loads(entry)]}
+    nameless = "an entry is not an object with a name"
+    for entry, text in ((3, nameless), ({}, nameless), (named, "resume must be a list of intervals")):
+        body = {"format_version": 2, "checkpoints": [entry]}
         (tmp_path / "index.json").write_bytes(seal(body, "it"))
         with pytest.raises(DamagedCheckpointError, match=text):
             index.read_index(str(tmp_path))

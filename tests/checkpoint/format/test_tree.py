@@ -25,8 +25,7 @@ def through_disk(tree):
     return unpack(parse_json(dump_json(packed, "test"), "test"), tensors)
 
 
-def identical(left, right):
-    """Equal in value and in type at every level; floats by their bits, dicts in their order."""
+def identical(left, right):  # in value and type at every level; floats by bits, dicts in their order
     if type(left) is not type(right):
         return False
     if isinstance(left, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from tests.checkpoint.weights.models import Planted
 from tests.support.held import in_files
 from tests.support.tasks import Regression, pairs, quiet
 
@@ -22,18 +23,15 @@ from drivetrain.checkpoint.saving.io import verify
 from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import CheckpointError, DrivetrainError
 
-MEMORY = 640 << 20
-"""What a case may take beyond what the process has: ten times the largest JSON that is read at all."""
-COMPUTES, WAITS = 60, 600
-"""Seconds of a processor that a case may take, and seconds after which one has hung that computes nothing."""
+MEMORY = 640 << 20  # beyond what the process has: ten times the largest JSON that is read at all
+COMPUTES, WAITS = 60, 600  # seconds of a processor; seconds after which one that computes nothing has hung
 
+# By group and name: each plants something in a directory with a good checkpoint `c` and a good run `run`, and
+# returns what is to be tried: one or several calls, each of which must end in an error of ours.
 CASES = {}
-"""By group and name: each plants something in a directory with a good checkpoint `c` and a good run `run`,
-and returns what is to be tried: one or several calls, each of which must end in an error of ours."""
 
 
-def enter(name, make, group=None):
-    """Enter a function as a case, in the group of its module."""
+def enter(name, make, group=None):  # enter a function as a case, in the group of its module
     CASES.setdefault(group or make.__module__.rpartition(".")[2], {})[name] = make
 
 
@@ -54,9 +52,7 @@ def read_plain(path):
     return lambda: load_weights(path)
 
 
-def harmless(act):
-    """To read what is odd and no attack: that it ends, and what it takes, is what counts."""
-
+def harmless(act):  # to read what is odd and no attack: that it ends, and what it takes, is what counts
     def read():
         act()
         raise CheckpointError("it was read")
@@ -64,9 +60,7 @@ def harmless(act):
     return read
 
 
-def open_directory(path):
-    """To load the newest; nothing is as good an answer as an error, where all was refused with a warning."""
-
+def open_directory(path):  # nothing is as good an answer as an error, where a warning refused all
     def newest():
         if CheckpointManager(str(path), CheckpointConfig()).load_latest() is None:
             raise CheckpointError("nothing was loaded")
@@ -90,8 +84,7 @@ def rewrite(checkpoint, change):
     path.write_bytes(seal(body, "it"))
 
 
-def replace(checkpoint, name, content):
-    """Change a file, and tell the manifest its new size and hash."""
+def replace(checkpoint, name, content):  # change a file, and tell the manifest its new size and hash
     in_files(checkpoint)
     (checkpoint / name).write_bytes(content)
 
@@ -107,16 +100,8 @@ def replace(checkpoint, name, content):
     rewrite(checkpoint, change)
 
 
-class Bomb:
-    def __init__(self, directory):
-        self.marker = str(directory / "EXPLODED")
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
 def bomb(directory):
-    return pickle.dumps(Bomb(directory))
+    return pickle.dumps(Planted(directory / "EXPLODED"))
 
 
 def safetensors(header, data=b""):
@@ -139,8 +124,7 @@ def prepare(directory):
     trainer.fit(Regression(), pairs())
 
 
-def attempt_all(group, good):
-    """Try all cases of a group, in a process of their own; what went wrong, by case."""
+def attempt_all(group, good):  # try all cases of a group, in a process of their own; what went wrong, by case
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -4,23 +4,10 @@ import json
 import os
 import shutil
 import socket
-import zipfile
 
 import torch
-from tests.checkpoint.hostile.cases import (
-    Bomb,
-    bomb,
-    case,
-    enter,
-    entry,
-    harmless,
-    load,
-    open_directory,
-    read_plain,
-    replace,
-    rewrite,
-    safetensors,
-)
+from tests.checkpoint.hostile import cases
+from tests.checkpoint.weights.models import Planted
 from tests.support.held import in_files
 
 from drivetrain.checkpoint import export_weights
@@ -29,52 +16,39 @@ from drivetrain.checkpoint.prediction_files import read_predictions
 from drivetrain.checkpoint.saving.index import read_index
 
 for name in ("model.safetensors", "state.json"):
-    enter(f"a_pickle_for_{name}", lambda d, name=name: replace(d / "c", name, bomb(d)) or load(d / "c"))
+    cases.enter(
+        f"a_pickle_for_{name}",
+        lambda d, name=name: cases.replace(d / "c", name, cases.bomb(d)) or cases.load(d / "c"),
+    )
 
 
-@case
+@cases.case
 def a_pickle_for_the_manifest(d):
-    (d / "c" / "manifest.json").write_bytes(bomb(d))
-    return load(d / "c")
+    (d / "c" / "manifest.json").write_bytes(cases.bomb(d))
+    return cases.load(d / "c")
 
 
-@case
+@cases.case
 def a_pickle_for_the_index(d):
-    (d / "index.json").write_bytes(bomb(d))
+    (d / "index.json").write_bytes(cases.bomb(d))
     shutil.rmtree(d / "c")  # else it is made anew from the checkpoints
-    return open_directory(d)
+    return cases.open_directory(d)
 
 
-@case
-def a_pickle_as_a_plain_file(d):
-    (d / "w.safetensors").write_bytes(bomb(d))
-    return read_plain(d / "w.safetensors")
-
-
-@case
+@cases.case
 def a_torch_file_of_code(d):
     (d / "hub").mkdir()
     for name in ("w.pt", "w.safetensors", "hub/pytorch_model.bin"):
-        torch.save({"w": Bomb(d)}, d / name)
-    return [read_plain(d / name) for name in ("w.pt", "w.safetensors", "hub")]
+        torch.save({"w": Planted(d / "EXPLODED")}, d / name)
+    return [cases.read_plain(d / name) for name in ("w.pt", "w.safetensors", "hub")]
 
 
-@case
-def a_zip_bomb_for_weights(d):
-    with zipfile.ZipFile(d / "bomb", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("data.pkl", b"\0" * (200 << 20))
-    replace(d / "c", "model.safetensors", (d / "bomb").read_bytes())
-    return load(d / "c")
-
-
-def with_file(name):
-    """A name in the manifest that leads elsewhere, where what it says is to be found."""
-
+def with_file(name):  # a name in the manifest that leads elsewhere, where what it says is to be found
     def make(d):
         for place in (d, d.parent):
             shutil.copy(in_files(d / "c") / "state.json", place / "x.json")
-        rewrite(d / "c", lambda body: body["files"].update({name: body["files"]["state.json"]}))
-        return load(d / "c")
+        cases.rewrite(d / "c", lambda body: body["files"].update({name: body["files"]["state.json"]}))
+        return cases.load(d / "c")
 
     return make
 
@@ -87,25 +61,24 @@ NAMES = [
     "index.html",
 ]
 for number, name in enumerate(NAMES):
-    enter(f"a_file_name_{number}", with_file(name))
+    cases.enter(f"a_file_name_{number}", with_file(name))
 
 
 def renamed(section, old, name):
     def make(d):
-        rewrite(d / "c", lambda body: body[section].update({name: body[section].pop(old)}))
-        return load(d / "c")
+        cases.rewrite(d / "c", lambda body: body[section].update({name: body[section].pop(old)}))
+        return cases.load(d / "c")
 
     return make
 
 
 for number, name in enumerate(["../other.safetensors", "/dev/zero", "state.json", "manifest.json"]):
-    enter(f"a_tensor_in_another_place_{number}", renamed("files", "model.safetensors", name))
+    cases.enter(f"a_tensor_in_another_place_{number}", renamed("files", "model.safetensors", name))
 for number, name in enumerate(["../model", "MODEL", "", "manifest", "a/b", "con", "x" * 300 + "/"]):
-    enter(f"a_group_named_{number}", renamed("tensors", "optimizer", name))
+    cases.enter(f"a_group_named_{number}", renamed("tensors", "optimizer", name))
 
 
-def good_copy(path):
-    """A link to what was there: right in every byte, and still a link."""
+def good_copy(path):  # a link to what was there: right in every byte, and still a link
     os.rename(path, path.parent.parent / "elsewhere")
     os.symlink(path.parent.parent / "elsewhere", path)
 
@@ -115,7 +88,7 @@ def socket_file(path):
         server.bind(str(path))
 
 
-KINDS = {
+KINDS = {  # what may stand in the place of a file
     "link to device": lambda path: os.symlink("/dev/zero", path),
     "link to itself": lambda path: os.symlink(path, path),
     "dangling link": lambda path: os.symlink(path.parent / "nothing", path),
@@ -125,7 +98,6 @@ KINDS = {
     "endless hole": lambda path: os.truncate(path, 1 << 40),
     "empty": lambda path: path.touch(),
 }
-"""What may stand in the place of a file."""
 
 
 def in_the_place_of(place, kind):
@@ -142,16 +114,16 @@ def in_the_place_of(place, kind):
         (d / "index.json").write_bytes(seal(index, "it"))
         reads = {
             "index.json": lambda: read_index(str(d)),
-            "c": load(d / "c"),
-            "w.safetensors": read_plain(d / "w.safetensors"),
-            "hub": read_plain(d / "hub"),
+            "c": cases.load(d / "c"),
+            "w.safetensors": cases.read_plain(d / "w.safetensors"),
+            "hub": cases.read_plain(d / "hub"),
         }
         read = reads.get(place.split("/")[0], lambda: read_predictions(predictions))
         in_files(d / "c")
         if kind == "good copy":
             good_copy(d / place)
             if not place.startswith(("c/", "index", "predictions-000000.json")):
-                return harmless(read)  # the caches of model hubs are full of links
+                return cases.harmless(read)  # the caches of model hubs are full of links
         else:
             if kind != "endless hole":  # which begins with what was there
                 (d / place).unlink()
@@ -168,13 +140,13 @@ LIKE_THESE += ("hub/model-00001-of-00002.safetensors", "predictions-000000.json"
 LIKE_THESE += ("predictions-000000.safetensors",)
 for number, place in enumerate((*OWN_WAYS, *LIKE_THESE)):
     for kind in ("good copy", *(KINDS if place in OWN_WAYS else [*KINDS][number % 3 :: 3])):
-        enter(f"{kind} for {place}", in_the_place_of(place, kind), "places")
+        cases.enter(f"{kind} for {place}", in_the_place_of(place, kind), "places")
 
 
-@case
+@cases.case
 def a_link_for_the_checkpoint(d):
     os.symlink(d / "c", d / "link")
-    return load(d / "link")
+    return cases.load(d / "link")
 
 
 def hub(weight_map):
@@ -182,12 +154,12 @@ def hub(weight_map):
         (d / "hub").mkdir()
         index = {"metadata": {"total_size": 4}, "weight_map": weight_map}
         (d / "hub" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        (d / "outside.safetensors").write_bytes(safetensors({"w": entry()}, b"\0" * 4))
-        return read_plain(d / "hub")
+        (d / "outside.safetensors").write_bytes(cases.safetensors({"w": cases.entry()}, b"\0" * 4))
+        return cases.read_plain(d / "hub")
 
     return make
 
 
 for number, place in enumerate(("../outside.safetensors", "/etc/passwd", 3, "absent.safetensors", "a\0b")):
-    enter(f"an_index_of_a_hub_{number}", hub({"w": place}))
-enter("an_index_of_a_hub_without_a_map", hub([]))
+    cases.enter(f"an_index_of_a_hub_{number}", hub({"w": place}))
+cases.enter("an_index_of_a_hub_without_a_map", hub([]))

@@ -46,9 +46,7 @@ for name, value in {
     enter(f"a_state_{name}", with_state(value))
 
 
-def with_held(file, content, **changed):
-    """A manifest that holds this as a file's content, which need not be what its size and hash say."""
-
+def with_held(file, content, **changed):  # a file's content in the manifest, whatever size and hash say
     def make(d):
         data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else b""
         told = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), **changed}
@@ -84,8 +82,7 @@ for name, make in {
     enter(f"a_manifest_holds_{name}", make)
 
 
-def change_state(checkpoint, place, value):
-    """Put a value, or with KeyError nothing, at a place in the state."""
+def change_state(checkpoint, place, value):  # put a value, or with KeyError nothing, at a place in the state
     state = json.loads((in_files(checkpoint) / "state.json").read_text(encoding="utf-8"))
     spot = state
     for key in place[:-1]:
@@ -161,9 +158,7 @@ for number, change in enumerate([*PROGRESS, {"code": "import os"}]):
     enter(f"a_run_with_another_progress_{number}", with_progress(change))
 
 
-class Measured(Regression):
-    """With a declared metric, momentum, and so with a state in each of them."""
-
+class Measured(Regression):  # with a declared metric, momentum, and so with a state in each of them
     def metrics(self):
         return {"error": MeanMetric()}
 
@@ -259,9 +254,7 @@ def a_checkpoint_without_groups(d):
     return lambda: Engine(strategy="cpu").load(str(d / "e"), model=torch.nn.Linear(1, 1))
 
 
-def fused(slot, shape):
-    """A state of a fused optimizer that is smaller than its parameter: the kernel would write beyond it."""
-
+def fused(slot, shape):  # smaller than its parameter: the fused kernel would write beyond it
     def make(d):
         parameter = torch.nn.Parameter(torch.zeros(1_000_000))
         parameter.grad = torch.ones_like(parameter)

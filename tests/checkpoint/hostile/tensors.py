@@ -4,16 +4,7 @@ import json
 import os
 
 import xxhash
-from tests.checkpoint.hostile.cases import (
-    case,
-    enter,
-    entry,
-    load_and_verify,
-    read_plain,
-    replace,
-    rewrite,
-    safetensors,
-)
+from tests.checkpoint.hostile import cases
 
 
 def digest(content):
@@ -24,49 +15,49 @@ def with_header(content):
     def make(d):
         made = content() if callable(content) else content
         (d / "w.safetensors").write_bytes(made)
-        replace(d / "c", "model.safetensors", made)
-        return [read_plain(d / "w.safetensors"), *load_and_verify(d / "c")]
+        cases.replace(d / "c", "model.safetensors", made)
+        return [cases.read_plain(d / "w.safetensors"), *cases.load_and_verify(d / "c")]
 
     return make
 
 
 # What is large is made by a function, and takes seconds.
-ENTRY = json.dumps(entry()).encode()
+ENTRY, EMPTY = json.dumps(cases.entry()).encode(), cases.entry((0,), 0, 0)
 for name, content in {
     "empty": b"",
     "short": b"\1",
     "huge": b"\xff" * 8 + b"{}",
     "larger_than_the_file": (1 << 40).to_bytes(8, "little") + b"{}",
     "negative": (1 << 63).to_bytes(8, "little") + b"{}",
-    "no_json": safetensors(b"\xff\xfe\0"),
-    "a_list": safetensors([]),
-    "deep": lambda: safetensors(b"[" * 30_000_000),
-    "many": lambda: safetensors(b'{"a":' + b"[1]," * 15_000_000 + b"1}"),
-    "overlapping": safetensors({"a": entry(), "b": entry()}, b"\0" * 4),
-    "with_a_gap": safetensors({"a": entry(), "b": entry(start=8, stop=12)}, b"\0" * 12),
-    "with_a_rest": safetensors({"a": entry()}, b"\0" * 400),
-    "beyond_the_file": safetensors({"a": entry((1 << 40,), 0, 1 << 42)}, b"\0" * 4),
-    "of_a_wrong_size": safetensors({"a": entry((2,))}, b"\0" * 4),
-    "with_negative_offsets": safetensors({"a": entry(start=-4, stop=0)}, b"\0" * 4),
-    "with_a_negative_shape": safetensors({"a": entry((-1, -1))}, b"\0" * 4),
-    "whose_product_overflows": safetensors({"a": entry((1 << 32, 1 << 32), 0, 0)}),
-    "of_endless_dimensions": safetensors({"a": entry([1] * 100_000)}, b"\0" * 4),
-    "with_empty_giants": safetensors({"a": entry((0, 1 << 62, 1 << 62), 0, 0)}),
-    "of_an_unknown_dtype": safetensors({"a": entry(dtype="PICKLE")}, b"\0" * 4),
-    "with_extra_keys": safetensors({"a": {**entry(), "code": "import os"}}, b"\0" * 4),
-    "twice": safetensors(b'{"a":%b,"a":%b}' % (ENTRY, ENTRY), b"\0" * 4),
-    "with_many_empty_tensors": lambda: safetensors({f"{n}": entry((0,), 0, 0) for n in range(130_000)}),
-    "with_a_lone_surrogate": safetensors(b'{"\\ud800":' + ENTRY + b"}", b"\0" * 8),
-    "with_fractions": safetensors({"a": entry((1.0,))}, b"\0" * 4),
-    "with_huge_numbers": safetensors(ENTRY.replace(b"[1]", b"[" + b"9" * 5000 + b"]")),
+    "no_json": cases.safetensors(b"\xff\xfe\0"),
+    "a_list": cases.safetensors([]),
+    "deep": lambda: cases.safetensors(b"[" * 30_000_000),
+    "many": lambda: cases.safetensors(b'{"a":' + b"[1]," * 15_000_000 + b"1}"),
+    "overlapping": cases.safetensors({"a": cases.entry(), "b": cases.entry()}, b"\0" * 4),
+    "with_a_gap": cases.safetensors({"a": cases.entry(), "b": cases.entry(start=8, stop=12)}, b"\0" * 12),
+    "with_a_rest": cases.safetensors({"a": cases.entry()}, b"\0" * 400),
+    "beyond_the_file": cases.safetensors({"a": cases.entry((1 << 40,), 0, 1 << 42)}, b"\0" * 4),
+    "of_a_wrong_size": cases.safetensors({"a": cases.entry((2,))}, b"\0" * 4),
+    "with_negative_offsets": cases.safetensors({"a": cases.entry(start=-4, stop=0)}, b"\0" * 4),
+    "with_a_negative_shape": cases.safetensors({"a": cases.entry((-1, -1))}, b"\0" * 4),
+    "whose_product_overflows": cases.safetensors({"a": cases.entry((1 << 32, 1 << 32), 0, 0)}),
+    "of_endless_dimensions": cases.safetensors({"a": cases.entry([1] * 100_000)}, b"\0" * 4),
+    "with_empty_giants": cases.safetensors({"a": cases.entry((0, 1 << 62, 1 << 62), 0, 0)}),
+    "of_an_unknown_dtype": cases.safetensors({"a": cases.entry(dtype="PICKLE")}, b"\0" * 4),
+    "with_extra_keys": cases.safetensors({"a": {**cases.entry(), "code": "import os"}}, b"\0" * 4),
+    "twice": cases.safetensors(b'{"a":%b,"a":%b}' % (ENTRY, ENTRY), b"\0" * 4),
+    "with_many_empty_tensors": lambda: cases.safetensors({f"{n}": EMPTY for n in range(130_000)}),
+    "with_a_lone_surrogate": cases.safetensors(b'{"\\ud800":' + ENTRY + b"}", b"\0" * 8),
+    "with_fractions": cases.safetensors({"a": cases.entry((1.0,))}, b"\0" * 4),
+    "with_huge_numbers": cases.safetensors(ENTRY.replace(b"[1]", b"[" + b"9" * 5000 + b"]")),
 }.items():
-    enter(f"a_header_{name}", with_header(content), "large" if callable(content) else None)
+    cases.enter(f"a_header_{name}", with_header(content), "large" if callable(content) else None)
 
 
 def changed(change):
     def make(d):
-        rewrite(d / "c", change)
-        return load_and_verify(d / "c")
+        cases.rewrite(d / "c", change)
+        return cases.load_and_verify(d / "c")
 
     return make
 
@@ -90,7 +81,7 @@ for name, changes in {
     "count": {"shape": [1 << 40], "grid": [[[1 << 40, 1]]]},
     "step": {"shape": [8, 3], "grid": [[[1, 1 << 70]], []]},
 }.items():
-    enter(f"a_manifest_with_another_{name}", changed(lambda body, changes=changes: lay(body, **changes)))
+    cases.enter(f"a_manifest_with_other_{name}", changed(lambda body, changes=changes: lay(body, **changes)))
 
 for name, change in {
     "another": lambda named: named.update(weight="0" * 32),
@@ -98,12 +89,10 @@ for name, change in {
     "more_than_one": lambda named: named.update(other="0" * 32),
 }.items():
     named = lambda body, change=change: change(body["files"]["model.safetensors"]["tensors_xxh3_128"])  # noqa: E731
-    enter(f"a_manifest_with_{name}_hash", changed(named))
+    cases.enter(f"a_manifest_with_{name}_hash", changed(named))
 
 
-def with_hashes_file(content):
-    """Have the hashes in a file of their own, with this content; its own hash is right."""
-
+def with_hashes_file(content):  # hashes in a file of their own, whose own hash is right
     def make(d):
         made = content() if callable(content) else content
         (d / "c" / "model.hashes.json").write_bytes(made)
@@ -132,10 +121,10 @@ for name, content in {
     "of_another_file": hashes({}),
     "of_many": lambda: hashes({f"{each}": "0" * 32 for each in range(290_000)}),
 }.items():
-    enter(f"a_file_of_hashes_{name}", with_hashes_file(content), "large" if callable(content) else None)
+    cases.enter(f"a_file_of_hashes_{name}", with_hashes_file(content), "large" if callable(content) else None)
 
 
-@case
+@cases.case
 def a_file_of_hashes_that_is_a_link(d):
     found = with_hashes_file(b"{}")(d)
     os.rename(d / "c" / "model.hashes.json", d / "elsewhere")
@@ -143,7 +132,7 @@ def a_file_of_hashes_that_is_a_link(d):
     return found
 
 
-@case
+@cases.case
 def a_manifest_that_promises_more_than_its_files(d):
     def change(body):
         lay(body, shape=[1 << 33], grid=[[]])  # 32 GiB
@@ -152,10 +141,10 @@ def a_manifest_that_promises_more_than_its_files(d):
     return changed(change)(d)[:1]
 
 
-@case
+@cases.case
 def a_sparse_file_that_is_as_large_as_promised(d):
     size = 1 << 38  # 256 GiB of holes
-    header = safetensors({"weight": entry((size // 4,), 0, size)})
+    header = cases.safetensors({"weight": cases.entry((size // 4,), 0, size)})
     (d / "c" / "model.safetensors").write_bytes(header)
     os.truncate(d / "c" / "model.safetensors", len(header) + size)
     record = {"bytes": len(header) + size, "header_xxh3_128": digest(header)}
@@ -168,11 +157,11 @@ def a_sparse_file_that_is_as_large_as_promised(d):
     return changed(change)(d)[:1]
 
 
-@case
-def two_pieces_in_one_file(d):
-    """They would be read from the same bytes, of which only one hash was compared."""
+@cases.case
+def two_pieces_in_one_file(d):  # they would be read from the same bytes, of which only one hash was compared
     data = bytes(range(48))
-    replace(d / "c", "model.safetensors", safetensors({"weight": entry((4, 3), 0, 48)}, data))
+    content = cases.safetensors({"weight": cases.entry((4, 3), 0, 48)}, data)
+    cases.replace(d / "c", "model.safetensors", content)
 
     def change(body):
         body["files"]["model.safetensors"]["tensors_xxh3_128"] = {"weight": digest(data)}
@@ -183,16 +172,14 @@ def two_pieces_in_one_file(d):
     return changed(change)(d)
 
 
-def alone(body, processes, layouts, tensors, files=()):
-    """Leave nothing but the objects in a manifest, and describe these tensors."""
+def alone(body, processes, layouts, tensors, files=()):  # only the objects and these tensors stay
     objects = {name: each for name, each in body["files"].items() if name.endswith(".json")}
     body.update(files={**objects, **dict(files)}, processes=processes)
     body.update(layouts=layouts, tensors={"model": tensors})
 
 
-def many_files_and_tensors(d, files=500, tensors=40_000):
-    """As many files as said, all of them there and right but the last, to which all tensors are added."""
-    good = safetensors({"t": entry()}, b"\0" * 4)
+def many_files_and_tensors(d, files=500, tensors=40_000):  # all good but the last, to which all go
+    good = cases.safetensors({"t": cases.entry()}, b"\0" * 4)
     names = [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
     record = {"bytes": len(good), "header_xxh3_128": digest(good[:-4])}
     record["tensors_xxh3_128"] = {"t": digest(b"\0" * 4)}
@@ -207,8 +194,7 @@ def many_files_and_tensors(d, files=500, tensors=40_000):
     return changed(lambda body: alone(body, files, layouts, placed, dict.fromkeys(names, record).items()))(d)
 
 
-def as_many_tensors_as_are_read(d):
-    """Well-formed to the last, but for the files: 290,000 tensors in 64 pieces each."""
+def as_many_tensors_as_are_read(d):  # well-formed but for the files: 290,000 in 64 pieces each
     names = [f"model-{number:05d}-of-00064.safetensors" for number in range(1, 65)]
     files = {name: {"bytes": 1, "hashes_xxh3_128": "0" * 32} for name in names}
     layouts = [{"dtype": "F32", "shape": [64], "grid": [[[64, 1]]]}]
@@ -216,8 +202,7 @@ def as_many_tensors_as_are_read(d):
     return changed(lambda body: alone(body, 64, layouts, tensors, files.items()))(d)
 
 
-def many_pieces(d):
-    """Layouts that differ, of a million pieces together; none of their files is there."""
+def many_pieces(d):  # layouts that differ, of a million pieces together; none of their files is there
     grid = [[[1 << 16, 1]], []]
     layouts = [{"dtype": "F32", "shape": [1 << 20, number], "grid": grid} for number in range(16)]
     tensors = {f"{number}": [number, 0] for number in range(16)}
@@ -225,4 +210,4 @@ def many_pieces(d):
 
 
 for make in (many_files_and_tensors, as_many_tensors_as_are_read, many_pieces):
-    enter(f"a_manifest_of_{make.__name__}", make, "large")
+    cases.enter(f"a_manifest_of_{make.__name__}", make, "large")

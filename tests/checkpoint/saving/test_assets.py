@@ -73,8 +73,7 @@ def test_a_damaged_asset_is_found_by_all_who_read_it(damage: str, tmp_path: Path
     assert "parts/de/x.bin" not in contents(tmp_path / "out")
 
 
-def listing(path: str, change: Any) -> None:
-    """Replace the list of assets by another, with the right hashes throughout."""
+def listing(path: str, change: Any) -> None:  # another list, with the right hashes throughout
     target = Path(path)
     body: Any = unseal((target / "manifest.json").read_bytes(), "it")
     text = json.dumps(change(json.loads(body["files"]["assets.json"]["content"])))
@@ -105,9 +104,7 @@ def test_a_list_of_assets_that_leads_out_or_is_malformed_is_damage(tmp_path: Pat
         assert not (tmp_path / "out").exists()
 
 
-class Tokenizer:
-    """Writes its files as those of Hugging Face do, and can be called too, as they can."""
-
+class Tokenizer:  # writes its files as those of Hugging Face do, and can be called too, as they can
     def __call__(self, text: str) -> list[int]:
         raise AssertionError("a tokenizer is no function of a folder")
 
@@ -135,23 +132,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_list_keeps_the_names_of_files_and_a_mapping_gives_them(folder: Path) -> None:
-    assert made([folder / "en.json", str(folder), Tokenizer(), write_note]) == {
-        "en.json": b"{}",
-        "labels/en.json": b"{}",
-        "labels/de/größe.bin": b"\0\xff",
-        "tokenizer.json": b"words",
-        "extra/merges.txt": b"words",
-        "note.txt": b"note",
-    }
+    labels, words = contents(folder), dict.fromkeys(("tokenizer.json", "extra/merges.txt"), b"words")
+
+    def under(place: str, files: dict[str, bytes]) -> dict[str, bytes]:
+        return {f"{place}/{name}": content for name, content in files.items()}
+
+    expected = {"en.json": b"{}", **under("labels", labels), **words, "note.txt": b"note"}
+    assert made([folder / "en.json", str(folder), Tokenizer(), write_note]) == expected
     named = {"a.json": folder / "en.json", "all": folder, "text/first": Tokenizer(), "n": write_note}
-    assert made(named) == {
-        "a.json": b"{}",
-        "all/en.json": b"{}",
-        "all/de/größe.bin": b"\0\xff",
-        "text/first/tokenizer.json": b"words",
-        "text/first/extra/merges.txt": b"words",
-        "n/note.txt": b"note",
-    }
+    expected = {"a.json": b"{}", **under("all", labels), **under("text/first", words), "n/note.txt": b"note"}
+    assert made(named) == expected
 
 
 def test_a_link_is_followed_inside_its_asset_alone(folder: Path, tmp_path: Path) -> None:

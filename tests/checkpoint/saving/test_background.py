@@ -19,9 +19,7 @@ from drivetrain.distributed.ranks import ALONE, Ranks
 ASYNC = CheckpointConfig(keep_last=2, best=0, asynchronous=True)
 
 
-class Gate(LocalFileSystem):
-    """A disk on which no file is created before the gate is open."""
-
+class Gate(LocalFileSystem):  # a disk on which no file is created before the gate is open
     def __init__(self):
         self.open_gate = threading.Event()
         self.asked = threading.Event()
@@ -128,9 +126,7 @@ def test_the_copy_is_made_once_and_its_memory_used_again():
     weight, bias = torch.arange(64.0).reshape(8, 8), torch.ones(8)
     tensors = {"w": weight, "tied": weight, "w.t": weight.t(), "b": bias, "step": torch.tensor(3.0)}
     first = copy(tensors)
-    assert {name: each.tolist() for name, each in first.items()} == {
-        name: each.tolist() for name, each in tensors.items()
-    }
+    assert all(first[name].tolist() == each.tolist() for name, each in tensors.items())
     assert first["w"].data_ptr() == first["tied"].data_ptr() != weight.data_ptr()
     addresses = {name: each.data_ptr() for name, each in first.items()}
     weight.fill_(2)
@@ -153,9 +149,7 @@ def test_all_ranks_take_note_of_a_commit_or_a_failure_at_the_same_update(tmp_pat
     def poll(directory):
         ranks, may_delete = Ranks.of_job(), threading.Event()
 
-        class Slow(Failing):
-            """One rank deletes what is old only later, so that its work ends after the other's."""
-
+        class Slow(Failing):  # one rank deletes only later, so that its work ends after the other's
             def delete(self, path):
                 assert may_delete.wait(300)
                 super().delete(path)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,7 @@ Meet = Callable[[], Any]
 
 
 @contextmanager
-def job(act: Callable[[Meet], None]) -> Iterator[Any]:
-    """A process that does something, and waits where it calls what it is given; this begins when it waits.
-
-    It is killed at the end, unless `end` lets it go on to its own.
-    """
+def job(act: Callable[[Meet], None]) -> Iterator[Any]:  # until it waits in `meet`; killed, unless by `end`
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process: Any = context.Process(target=act, args=(lambda: (there.send("here"), there.recv()),))
@@ -60,14 +57,11 @@ def job(act: Callable[[Meet], None]) -> Iterator[Any]:
         here.close()
 
 
-def holding(directory: Path) -> Callable[[Meet], None]:
-    def hold(meet: Meet) -> None:
-        lock = DirectoryLock(str(directory), LOCAL)
-        lock.take()
-        meet()
-        lock.release()
-
-    return hold
+def hold(directory: Path, meet: Meet) -> None:
+    lock = DirectoryLock(str(directory), LOCAL)
+    lock.take()
+    meet()
+    lock.release()
 
 
 def fit(run: Path, *hooks: LambdaCallback, **options: Any) -> Any:
@@ -81,12 +75,10 @@ def lock_of(run: Path) -> Path:
 
 
 def content_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def owner(**changes: Any) -> Owner:
-    """A job on another machine that took the lock a minute ago."""
+def owner(**changes: Any) -> Owner:  # a job on another machine that took the lock a minute ago
     now = time.time()
     elsewhere = Owner("node7", "another boot", 4321, 99, "SLURM_JOB_ID=42", "abc", now - 60, now - 60)
     return replace(elsewhere, **changes)
@@ -133,9 +125,7 @@ def test_after_a_kill_the_next_job_starts_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "checkpoints").count("lock.json") == 0
 
 
-def test_a_job_on_another_machine_keeps_the_lock_for_ten_minutes_after_its_last_renewal(
-    tmp_path: Path,
-) -> None:
+def test_a_job_on_another_machine_keeps_the_lock_for_ten_minutes_after_its_renewal(tmp_path: Path) -> None:
     now = time.time()
     lock = DirectoryLock(str(tmp_path), LOCAL, clock=lambda: now)
     write(tmp_path / "lock.json", owner(renewed=now - EXPIRES + 1))
@@ -153,9 +143,7 @@ def test_a_job_on_another_machine_keeps_the_lock_for_ten_minutes_after_its_last_
     assert os.listdir(tmp_path) == []
 
 
-def test_the_lock_is_renewed_without_saves_and_released_at_exit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_is_renewed_without_saves_and_released_at_exit(tmp_path: Path, monkeypatch: Any) -> None:
     renewed, at_exit = threading.Event(), []
 
     class Files(LocalFileSystem):
@@ -174,11 +162,9 @@ def test_the_lock_is_renewed_without_saves_and_released_at_exit(
 
 
 @needs_fork
-def test_a_process_that_only_has_the_number_of_the_owner_is_not_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_with_the_number_of_the_owner_alone_is_not_it(tmp_path: Path, monkeypatch: Any) -> None:
     lock = DirectoryLock(str(tmp_path), LOCAL)
-    with job(holding(tmp_path)):
+    with job(partial(hold, tmp_path)):
         content = content_of(tmp_path / "lock.json")
         write(tmp_path / "lock.json", Owner(**{**content, "started": content["started"] - 1}))
         with monkeypatch.context() as patch:
@@ -252,21 +238,16 @@ def test_two_fits_at_once_in_one_process_are_refused_and_one_after_the_other_is_
 
 
 def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
-    """Each holds the lock until both have tried; before half of the rounds a dead job has left its lock."""
-
     def race() -> list[bool]:
         won = []
         for turn in range(30):
-            if turn % 2 and torch.distributed.get_rank() == 0:
+            if turn % 2 and torch.distributed.get_rank() == 0:  # the lock of a dead job
                 write(tmp_path / str(turn) / "lock.json", owner(renewed=0.0))
             lock = DirectoryLock(str(tmp_path / str(turn)), LOCAL)
             torch.distributed.barrier()
-            try:
+            with suppress(ConfigError):
                 lock.take()
-            except ConfigError:
-                won.append(False)
-            else:
-                won.append(True)
+            won.append(lock.is_held)
             torch.distributed.barrier()
             lock.release()
         return won
@@ -274,14 +255,11 @@ def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
     assert [sorted(each) for each in zip(*on_two_ranks(race), strict=True)] == [[False, True]] * 30
 
 
-def test_of_two_that_replace_the_lock_of_a_dead_job_the_second_gives_back_what_it_took(
-    tmp_path: Path,
-) -> None:
+def test_the_second_to_replace_the_lock_of_a_dead_job_gives_back_what_it_took(tmp_path: Path) -> None:
     write(tmp_path / "lock.json", owner(renewed=0.0))
     first = DirectoryLock(str(tmp_path), LOCAL)
 
-    def overtaken() -> float:
-        """The time, for which the second asks between its look at the lock and its taking it."""
+    def overtaken() -> float:  # asked between the second's look at the lock and its taking it
         if not first.is_held:
             first.take()
         return time.time()
@@ -322,7 +300,7 @@ def test_ranks_share_one_lock_and_all_hear_of_a_refusal(tmp_path: Path) -> None:
         fit(run, hook, strategy="ddp", devices=2)
         return all(held)
 
-    with job(holding(tmp_path / "checkpoints")) as first:
+    with job(partial(hold, tmp_path / "checkpoints")) as first:
         texts = on_two_ranks(lock, str(tmp_path / "checkpoints"))
         assert all(f"in use by another job: process {first.pid}" in each for each in texts)
         assert first.end() == 0

@@ -27,9 +27,7 @@ if not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
 
 
-class Model(nn.Module):
-    """Sizes that no number of ranks divides, buffers, a scalar and an empty one among them."""
-
+class Model(nn.Module):  # sizes that no number of ranks divides; buffers, a scalar, an empty one
     def __init__(self, seed=0):
         super().__init__()
         with torch.random.fork_rng():
@@ -71,8 +69,7 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def flat(snapshot):
-    """Every tensor, whole, as numpy bytes: for comparison between worlds."""
+def flat(snapshot):  # every tensor, whole, as numpy bytes: for comparison between worlds
     return {
         f"{group}/{name}": (str(each.dtype), tuple(each.shape), full(each.detach()).numpy().tobytes())
         for group, named in snapshot.tensors.items()
@@ -86,8 +83,7 @@ def write(path):
     return flat(snapshot)
 
 
-def read(*paths):
-    """What the model and the optimizer are after loading each."""
+def read(*paths):  # what the model and the optimizer are after loading each
     found = []
     for path in paths:
         model, optimizers = trained(sharded(Model(seed=1)))
@@ -100,8 +96,7 @@ def read(*paths):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A checkpoint of one process and one of two, and what was in each."""
+def written(tmp_path_factory):  # a checkpoint of one process and one of two, and what was in each
     paths = [str(tmp_path_factory.mktemp("written") / str(size)) for size in (1, 2)]
     return paths, [write(paths[0]), on_two_ranks(write, paths[1])[0]]
 
@@ -261,9 +256,7 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path):
 
 
 def test_a_rank_that_does_not_see_what_rank_0_sees_is_no_damage(tmp_path):
-    """As on a machine that has not mounted the directory: nothing is renamed, and nothing begins anew."""
-
-    class Elsewhere(LocalFileSystem):
+    class Elsewhere(LocalFileSystem):  # as on a machine that has not mounted the directory
         def __init__(self, lacks):
             self.lacks = lacks
 

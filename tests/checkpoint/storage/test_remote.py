@@ -34,9 +34,7 @@ QUICK = Retry(tries=4, pause=0.001)
 MEMORY = RemoteFileSystem("memory", part=1000)
 
 
-class Flaky(MemoryFileSystem):
-    """A service in memory whose next requests fail: `plan` has, by method, what they raise or lack."""
-
+class Flaky(MemoryFileSystem):  # next requests fail: `plan` has, by method, what they raise or lack
     protocol = "flaky"
     store: ClassVar[dict] = {}
     pseudo_dirs: ClassVar[list] = [""]
@@ -85,19 +83,16 @@ def flaky():
     return RemoteFileSystem("flaky", retry=QUICK, block=1000, part=1 << 20)
 
 
-@pytest.fixture(params=["memory", "file"])
-def place(request, tmp_path):
-    if request.param == "file":
-        yield f"file://{tmp_path}/a%20run"
-        return
-    yield f"{request.getfixturevalue('memory')}s/a run"
-
-
 @pytest.fixture
 def memory():
     MemoryFileSystem.store.clear()
     yield "memory://bucket/run"
     MemoryFileSystem.store.clear()
+
+
+@pytest.fixture(params=["memory", "file"])
+def place(request, tmp_path, memory):
+    return f"file://{tmp_path}/a%20run" if request.param == "file" else f"{memory}s/a run"
 
 
 def test_every_operation_is_what_checkpoints_need(place):
@@ -111,9 +106,8 @@ def test_a_fit_resumes_from_an_address_bit_for_bit(place, tmp_path):
     whole, half = Regression(dropout=0.5), Regression(dropout=0.5)
     quiet(max_epochs=2, run_dir=tmp_path / "whole").fit(whole, pairs(shuffle=True))
     quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path / "half").fit(half, pairs(shuffle=True))
-    result = quiet(max_epochs=2, checkpoint=policy, run_dir=tmp_path / "half").fit(
-        half := Regression(dropout=0.5), pairs(shuffle=True), resume="auto"
-    )
+    trainer = quiet(max_epochs=2, checkpoint=policy, run_dir=tmp_path / "half")
+    result = trainer.fit(half := Regression(dropout=0.5), pairs(shuffle=True), resume="auto")
     assert weights(half) == weights(whole)
     assert weights(Regression.from_checkpoint(result.last_checkpoint)) == weights(whole)
     assert weights(Regression.from_checkpoint(place)) == weights(whole)
@@ -162,9 +156,8 @@ TRANSIENT = [ConnectionResetError(), TimeoutError(), aiohttp.ClientPayloadError(
 
 
 def test_a_failure_that_passes_is_tried_again_and_told_of(flaky, caplog):
-    Flaky.plan.update(
-        pipe_file=TRANSIENT[:2], info=TRANSIENT[:1], cat_file=[*TRANSIENT, None, "cut"], ls=TRANSIENT[:1]
-    )
+    Flaky.plan.update(pipe_file=TRANSIENT[:2], cat_file=[*TRANSIENT, None, "cut"])
+    Flaky.plan.update(info=TRANSIENT[:1], ls=TRANSIENT[:1])
     content = random.Random(0).randbytes(3500)
     with caplog.at_level(logging.WARNING, "drivetrain"):
         write_file("flaky://bucket/object", [content], flaky)
@@ -266,9 +259,7 @@ def answered(status, code):
     return botocore.exceptions.ClientError(response, "PutObject")
 
 
-class RefusedError(Exception):
-    """As the clients of Google and Azure tell of an answer."""
-
+class RefusedError(Exception):  # as the clients of Google and Azure tell of an answer
     def __init__(self, **attributes):
         super().__init__("said")
         self.__dict__.update(attributes)
@@ -312,11 +303,8 @@ def test_a_large_object_is_read_from_any_position(flaky):
     for _ in range(60):
         position, length = chance.randrange(size), chance.randrange(1, 3000)
         source.seek(position)
-        target = memoryview(bytearray(length))
-        done = 0
-        while count := source.read_into(target[done:]):
+        target, done = memoryview(bytearray(length)), 0
+        while done < length and (count := source.read_into(target[done:])):
             done += count
-            if done == length:
-                break
         assert bytes(target[:done]) == content[position : position + length]
     source.close()

@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import fsspec.asyn
 import fsspec.config
@@ -51,18 +50,15 @@ class Service:
         # For the server's "hang", which takes longer. Others do not count on how fast the server is.
         self.hasty = self.connected(config_kwargs={"read_timeout": 1})
 
-    def connected(self, block=1 << 20, **options):
-        """A file system that gives up soon. Connecting costs a third of a second: the tests share `files`."""
+    def connected(self, block=1 << 20, **options):  # it gives up soon
         retry = Retry(tries=4, pause=0.01, patience=600)
         return RemoteFileSystem("s3", {**self.options, **options}, retry=retry, part=PART, block=block)
 
     def fail(self, *kinds, method="GET", pattern=".", skip=0, many=1):
-        self.requests(
-            {"kind": kind, "method": method, "pattern": pattern, "skip": skip, "many": many} for kind in kinds
-        )
+        rule = {"method": method, "pattern": pattern, "skip": skip, "many": many}
+        self.requests({"kind": kind, **rule} for kind in kinds)
 
-    def requests(self, rules=()):
-        """The requests that came since the last call; from now on the rules are these."""
+    def requests(self, rules=()):  # those since the last call; from now on the rules are these
         return json.loads(send(self.front, "PUT", "/faults", json.dumps(list(rules))))
 
     def unfinished_uploads(self):
@@ -71,9 +67,8 @@ class Service:
 
 @pytest.fixture(scope="module")
 def running():
-    with subprocess.Popen(
-        [sys.executable, Path(s3_server.__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    program, pipe = [sys.executable, s3_server.__file__], subprocess.PIPE
+    with subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True) as process:
         service = Service(*map(int, process.stdout.readline().split()))
         send(service.port, "PUT", "/bucket")
         before = dict(fsspec.config.conf)

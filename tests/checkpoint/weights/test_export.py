@@ -21,13 +21,11 @@ from drivetrain.core.errors import CheckpointError, ConfigError
 INDEX = "model.safetensors.index.json"
 
 
-def make(value, names="abc"):
-    """Tensors of 16 bytes, so that a shard of 32 has two."""
+def make(value, names="abc"):  # tensors of 16 bytes, so that a shard of 32 has two
     return {name: torch.full((4,), float(value)) for name in names}
 
 
-def read_by_hand(directory):
-    """As a program does that knows nothing of us: the single file, else what the index says."""
+def read_by_hand(directory):  # as a program does that knows nothing of us
     if (directory / "model.safetensors").exists():
         return load_file(directory / "model.safetensors")
     if not (directory / INDEX).exists():
@@ -41,28 +39,22 @@ def same(left, right):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name a descriptor")
-def test_the_file_is_durable_before_its_name_and_its_name_before_the_end(tmp_path, monkeypatch):
-    events = []
-    fsync, replace = os.fsync, os.replace
+def test_the_file_is_durable_before_its_name_and_its_name_before_the_end(tmp_path, monkeypatch, helpers):
+    recorded = helpers.record_syncs(monkeypatch)
 
-    def record_sync(descriptor):
-        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
+    def events():
+        found = [kind if kind == "replace" else os.path.basename(path) for kind, path in recorded]
+        recorded.clear()
+        return found
 
-    def record_replace(source, target):
-        events.append("replace")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(os, "replace", record_replace)
     export_weights({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert events == [".saving-model.safetensors", "replace", tmp_path.name]
-    events.clear()
+    assert events() == [".saving-model.safetensors", "replace", tmp_path.name]
     export_weights(make(1), tmp_path / "parts" / "model.safetensors", max_shard_size=32)
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    assert [each for each in events if each.startswith("model")] == [*shards, INDEX]
+    found = events()
+    assert [each for each in found if each.startswith("model")] == [*shards, INDEX]
     # The index gets its name only when the shards surely have theirs.
-    assert events[-5:] == ["replace", "parts", "replace", "parts", "parts"]
+    assert found[-5:] == ["replace", "parts", "replace", "parts", "parts"]
 
 
 @pytest.mark.parametrize("limit", ["50 GB", 100], ids=["one file", "several"])
@@ -145,9 +137,7 @@ def test_a_killed_export_leaves_nothing_that_loads_wrong(tmp_path, old, new, sto
 def test_the_files_of_a_checkpoint_are_not_overwritten(tmp_path):
     io = DirectoryCheckpointIO()
     io.save(str(tmp_path / "kept"), Snapshot({"model": make(1)}, {}))
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors' is inside a checkpoint.*another directory"
-    ):
+    with pytest.raises(CheckpointError, match=r"model.safetensors' is inside a checkpoint.*another dir"):
         export_weights(make(2), tmp_path / "kept" / "model.safetensors")
     assert same(io.load(str(tmp_path / "kept")).tensors["model"], make(1))
     (tmp_path / "site").mkdir()

@@ -10,12 +10,7 @@ from safetensors.torch import save_file
 from tests.support.messages import warned
 from tests.support.refusals import assert_refused
 
-from drivetrain.checkpoint import (
-    CheckpointConfig,
-    CheckpointManager,
-    DamagedCheckpointError,
-    Snapshot,
-)
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DamagedCheckpointError, Snapshot
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import divide, dump_index, parse_index
 from drivetrain.checkpoint.weights.load import load_weights
@@ -28,8 +23,7 @@ def make(value=1.0):
     return {name: torch.full((4,), value) for name in ("a", "b", "c")}
 
 
-def value(source):
-    """The one number that all of the tensors of `make` have."""
+def value(source):  # the one number that all of the tensors of `make` have
     found = load_weights(source)
     assert sorted(found) == ["a", "b", "c"]
     (number,) = torch.stack(list(found.values())).unique().tolist()
@@ -133,14 +127,6 @@ def test_files_of_torch_are_read_and_named_in_their_folder(tmp_path):
     index.write_text(json.dumps({"weight_map": {**names, "c": "pytorch_model-1.bin"}}), encoding="utf-8")
     with pytest.raises(DamagedCheckpointError, match=r"places 'c' in 'pytorch_model-1.bin'"):
         load_weights(index)
-
-
-def test_what_is_there_instead_of_weights_is_named(tmp_path):
-    save_file(make(), tmp_path / "adapter.safetensors")
-    with pytest.raises(CheckpointError, match=r"no weights in .*Looked for model.safetensors.*adapter.safe"):
-        load_weights(tmp_path)
-    with pytest.raises(CheckpointError, match=r"Near it are: .*adapter.safetensors"):
-        load_weights(tmp_path / "adaptor.safetensors")
 
 
 def test_tensors_are_divided_as_hugging_face_divides_them():

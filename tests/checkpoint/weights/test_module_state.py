@@ -1,5 +1,6 @@
 """A module's state: taken and given back whole, and refused by name where it does not fit."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,7 @@ from drivetrain.checkpoint.weights.module_state import load_module_state, module
 from drivetrain.core.errors import CheckpointError
 
 
-class Scaled(nn.Module):
-    """Has a state of its own kind, as layers that compute in 8 bits have."""
-
+class Scaled(nn.Module):  # has a state of its own kind, as layers that compute in 8 bits have
     def __init__(self, extra: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
@@ -69,9 +68,8 @@ def test_tied_parameters_stay_tied_and_scratch_buffers_are_not_stored() -> None:
         tensors = module_state(module)[0]
         assert {"embedding.weight", "head.weight"} <= tensors.keys()
         assert "scratch" not in tensors
-        assert [name for name in parameter_names(module).values() if "norm" not in name] == [
-            "embedding.weight"
-        ]
+        parameters = parameter_names(module).values()
+        assert [name for name in parameters if "norm" not in name] == ["embedding.weight"]
         for adopt in (False, True):
             stored = {name: torch.full_like(each, 2) for name, each in tensors.items()}
             if adopt:
@@ -126,14 +124,11 @@ def test_a_refused_extra_state_leaves_everything_as_it_was(adopt: bool) -> None:
     assert holds(module, before)
 
 
-def wrapped(how: str) -> nn.Module:
-    """`net(1)`, with its layers wrapped and the whole as well."""
+def wrapped(how: str) -> nn.Module:  # `net(1)`, with its layers wrapped and the whole as well
     module = net(1)
     if how == "plain":
         return module
-    wrap: Any = (
-        checkpoint_wrapper if how == "checkpointed" else lambda each: torch.compile(each, backend="eager")
-    )
+    wrap: Any = checkpoint_wrapper if how == "checkpointed" else partial(torch.compile, backend="eager")
     return wrap(nn.Sequential(*(wrap(child) for child in module)))
 
 

@@ -32,9 +32,7 @@ def filled(module: nn.Module, value: float) -> dict[str, Tensor]:
 
 def unchanged(module: nn.Module, before: dict[str, Tensor]) -> bool:
     now = state(module)
-    return all(
-        now[name].dtype == each.dtype and torch.equal(now[name], each) for name, each in before.items()
-    )
+    return all(now[n].dtype == each.dtype and torch.equal(now[n], each) for n, each in before.items())
 
 
 def test_everything_that_fits_is_taken_over_and_parameters_stay_what_they_are() -> None:
@@ -142,8 +140,7 @@ def test_numbers_are_converted_where_they_mean_the_same() -> None:
     assert unchanged(module, before)
 
 
-def names(given: list[str], rename: Any) -> tuple[dict[str, str], list[str]]:
-    """From new to old name, and what was dropped."""
+def names(given: list[str], rename: Any) -> tuple[dict[str, str], list[str]]:  # new to old; dropped
     tensors = {name: torch.tensor(number) for number, name in enumerate(given)}
     found, dropped = renamed(tensors, rename, "a file")
     return {new: given[int(tensor)] for new, tensor in found.items()}, dropped
@@ -155,7 +152,7 @@ def test_rename_by_patterns_and_by_a_function() -> None:
     rename = {r"^model\.": "", r"^(\w+)\.(\d+)": r"\1.layer\2", "^aux": None, r"layer1\.": "last."}
     found = names(["model.net.0.w", "net.1.w", "model.aux.w"], rename)
     assert found == ({"net.layer0.w": "model.net.0.w", "net.last.w": "net.1.w"}, ["model.aux.w"])
-    # A function sees clean names, and may drop.
+    # a function sees clean names, and may drop.
     drop_head = {"a": "net.a", "head.b": None}.__getitem__
     assert names(["_orig_mod.a", "head.b"], drop_head) == ({"net.a": "_orig_mod.a"}, ["head.b"])
 
