@@ -1,11 +1,4 @@
-"""Makes empty stand-ins for the CUDA libraries that PyPI's build of torch is linked with.
-
-torch_xla goes with that build, which does not load without CUDA's libraries; those are 2.5 GB of wheels that
-a machine without a GPU has no use for. Each stand-in has the symbols that torch asks of it: functions that
-return an error, and a count of no devices.
-
-    python tests/xla/cuda_stubs.py path/to/site-packages
-"""
+"""Makes empty stand-ins for the CUDA libraries that PyPI's build of torch is linked with."""
 
 import re
 import subprocess
@@ -66,8 +59,7 @@ Symbols = dict[str, tuple[str, str | None]]
 """By name, the kind of a symbol ("FUNC", "OBJECT") and its version."""
 
 
-def read(library: Path, *options: str) -> str:
-    """What readelf tells of a library."""
+def read(library: Path, *options: str) -> str:  # what readelf tells of a library
     return subprocess.run(["readelf", "-W", *options, library], capture_output=True, text=True).stdout
 
 
@@ -77,9 +69,7 @@ def wanted(directory: Path) -> tuple[set[str], dict[str, Symbols]]:
     symbols: dict[str, Symbols] = defaultdict(dict)
     for each in LINKED:
         library = directory / f"lib{each}.so"
-        names |= {
-            name for name in re.findall(r"NEEDED\).*\[(.*?)\]", read(library, "-d")) if CUDA.match(name)
-        }
+        names |= set(filter(CUDA.match, re.findall(r"NEEDED\).*\[(.*?)\]", read(library, "-d"))))
         for line in read(library, "--dyn-syms").splitlines():
             fields = line.split()
             if len(fields) < 8 or fields[6] != "UND":
@@ -94,8 +84,7 @@ def wanted(directory: Path) -> tuple[set[str], dict[str, Symbols]]:
     return names, symbols
 
 
-def source(symbols: Symbols) -> str:
-    """The stand-in in C."""
+def source(symbols: Symbols) -> str:  # the stand-in in C
     lines = ["typedef int not_empty;"]
     for name, (kind, _) in symbols.items():
         if kind == "OBJECT":
@@ -123,7 +112,6 @@ def build(directory: Path, name: str, symbols: Symbols) -> None:
 
 
 def main() -> None:
-    """Build all of them."""
     directory = Path(sys.argv[1]) / "torch" / "lib"
     names, symbols = wanted(directory)
     for name in sorted(names):

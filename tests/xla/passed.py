@@ -1,8 +1,4 @@
-"""Tell whether XLA's tests have to run before a landing: `python tests/xla/passed.py` fails if they have to.
-
-They depend on the strategy, the public testing kit and the Makefile. With `--write`, after they have passed,
-the digest of these files is written to passed.txt, which is committed with the change.
-"""
+"""Tell whether XLA's tests have to run: `tests/xla/passed.py` fails if they have to, `--write` notes it."""
 
 import hashlib
 import sys
@@ -13,8 +9,7 @@ ROOT = HERE.parents[1]
 PACKAGE = ROOT / "package" / "drivetrain"
 
 
-def digest() -> str:
-    """Return the digest of all files that the tests depend on."""
+def digest() -> str:  # return the digest of all files that the tests depend on
     found = hashlib.sha256()
     files = [*PACKAGE.glob("strategies/xla/**/*.py"), *PACKAGE.glob("testing/**/*.py"), *HERE.glob("*.py")]
     for path in [*sorted(files), ROOT / "Makefile"]:
@@ -22,8 +17,7 @@ def digest() -> str:
     return found.hexdigest()
 
 
-def main() -> int:
-    """Compare or write; return the exit code."""
+def main() -> int:  # compare or write; return the exit code
     file = HERE / "passed.txt"
     if "--write" in sys.argv:
         file.write_text(f"{digest()}\n", encoding="utf-8")

@@ -23,18 +23,10 @@ V2 = pytest.param("xla_fsdp_v2", 2, marks=pytest.mark.landing)
 NAMES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
 """With how many devices each is held to what all must do."""
 
-CHECKS = [
-    "same_as_the_big_batch",
-    "a_process_may_begin_with_padding",
-    "frozen_and_tied",
-    "parameters_may_be_unfrozen",
-    "generator_steps",
-    "evaluation_counts_each_sample_once",
-    "checkpoints_have_plain_names",
-    "resume_is_bitwise",
-    "resume_on_another_number_of_processes",
-]
-"""Those for one process; what is drawn at random is its own, and not that of torch on a CPU."""
+# Those for one process; what is drawn at random is its own, and not that of torch on a CPU.
+CHECKS = ["same_as_the_big_batch", "a_process_may_begin_with_padding", "frozen_and_tied", "generator_steps"]
+CHECKS += ["parameters_may_be_unfrozen", "evaluation_counts_each_sample_once", "checkpoints_have_plain_names"]
+CHECKS += ["resume_is_bitwise", "resume_on_another_number_of_processes"]
 
 
 @pytest.mark.landing
@@ -47,34 +39,30 @@ def test_xla_conforms_in_every_precision() -> None:
         check_strategy(make("xla"), 1, checks=["frozen_and_tied"], precision=precision, tolerance=tolerance)
 
 
-def counted(
-    name: str, devices: int, samples: int, accumulation: Any, log_every: str, run_after: str = "micro_batch"
-) -> Counts:
+def counted(name: str, devices: int, samples: int, window: int, run_after: str = "micro_batch") -> Counts:
     """Three epochs of ragged micro-batches of four, with clipping, dropout and a rate that always changes."""
     seen = Counts()
     kind: Any = STRATEGIES[name]
     config = kind.config_type(run_after=run_after)
     task = Tokens(schedule="cosine", dropout=0.1)
     data = DataLoader(Sequences(samples), batch_size=4, shuffle=True)
-    options = {"max_epochs": 3, "log_every": log_every, "max_grad_norm": 0.5, "callbacks": [seen]}
-    trainer(name, config, devices, gradient_accumulation_steps=accumulation, **options).fit(task, data)
+    options = {"max_epochs": 3, "log_every": "1000 steps", "max_grad_norm": 0.5, "callbacks": [seen]}
+    trainer(name, config, devices, gradient_accumulation_steps=window, **options).fit(task, data)
     return seen
 
 
 @pytest.mark.parametrize(("name", "devices"), [*NAMES[:2], V2])
 def test_update_is_one_program_that_is_compiled_no_more_after_the_second(name: str, devices: int) -> None:
-    updates = apart(lambda: counted(name, devices, 16, 1, "1000 steps").updates)
+    updates = apart(lambda: counted(name, devices, 16, 1).updates)
     assert len(updates) == 12
     assert updates[2:] == [{"compiled": 0, "run": 1, "copied": 0}] * 10
     assert all(each["copied"] == 0 for each in updates)
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_accumulation_runs_each_micro_batch_by_itself_or_a_whole_window_at_once(
-    name: str, devices: int
-) -> None:
+def test_accumulation_runs_micro_batches_by_themselves_or_a_window_at_once(name: str, devices: int) -> None:
     for run_after, programs in (("micro_batch", 2), ("update", 1)):
-        updates = apart(lambda after=run_after: counted(name, devices, 22, 2, "1000 steps", after).updates)
+        updates = apart(lambda after=run_after: counted(name, devices, 22, 2, after).updates)
         assert len(updates) == 9  # the third of an epoch has a micro-batch of two
         assert updates[6:] == [{"compiled": 0, "run": programs, "copied": 0}] * 3
         assert all(each["copied"] == 0 for each in updates)
@@ -138,9 +126,7 @@ def test_engine_has_the_numbers_names_and_checkpoints_of_the_cpu(name: str, devi
 def test_log_point_and_evaluation_copy_once() -> None:
     def run() -> list[dict[str, int]]:
         found: list[dict[str, int]] = []
-        note = LambdaCallback(
-            on_log=lambda run: found.append(counts()), on_step_end=lambda run: found.append(counts())
-        )
+        note = LambdaCallback(**dict.fromkeys(("on_log", "on_step_end"), lambda run: found.append(counts())))
         data = DataLoader(Sequences(12, empty=None), batch_size=4)
         options = {"log_every": "3 steps", "validate_every": "1 epoch", "callbacks": [note]}
         trainer("xla", **{**options, "max_epochs": 3}).fit(Tokens(), data, data)

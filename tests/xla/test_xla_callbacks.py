@@ -49,10 +49,6 @@ def _sent(found: dict[str, Found]) -> dict[str, Any]:
     return {name: (values, [each.numpy() for each in weights]) for name, (values, weights) in found.items()}
 
 
-def _plain() -> dict[str, Any]:
-    return _sent(by_one_process())
-
-
 def _found(name: str, devices: int) -> dict[str, Any]:
     strategy = make(name, devices=devices)
     return _sent({each: fitted(strategy(1), 1, made()) for each, made in EXAMPLES.items()})
@@ -60,15 +56,12 @@ def _found(name: str, devices: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> Any:
-    return apart(_plain)
+    return apart(lambda: _sent(by_one_process()))
 
 
 @pytest.mark.parametrize(("name", "devices"), [("xla_fsdp", 1), ("xla_fsdp_v2", 2)])
-def test_callbacks_read_and_change_weights_as_on_the_cpu(
-    name: str, devices: int, expected: dict[str, Any]
-) -> None:
+def test_callbacks_read_and_change_weights_as_on_the_cpu(name: str, devices: int, expected: Any) -> None:
     found = apart(_found, name, devices)
     for each in EXAMPLES:
-        assert_alike(
-            *((values, list(map(torch.from_numpy, w))) for values, w in (found[each], expected[each]))
-        )
+        both = (found[each], expected[each])
+        assert_alike(*((values, list(map(torch.from_numpy, w))) for values, w in both))

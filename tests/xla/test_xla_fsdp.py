@@ -21,9 +21,7 @@ from drivetrain.testing.strategies.tasks import Sequences, Tokens
 STEPS = ["frozen_and_tied", "generator_steps"]
 
 
-class Dropping(nn.Module):
-    """An activation that drops half, and counts how often it was computed."""
-
+class Dropping(nn.Module):  # an activation that drops half, and counts how often it was computed
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
@@ -33,8 +31,7 @@ class Dropping(nn.Module):
         return nn.functional.dropout(x.tanh(), 0.5, self.training)
 
 
-def dropping() -> Tokens:
-    """A task that draws at random in its blocks."""
+def dropping() -> Tokens:  # a task that draws at random in its blocks
     task = Tokens()
     for block in task.blocks:
         assert isinstance(block, nn.Sequential)
@@ -61,25 +58,24 @@ def test_xla_fsdp_options_conform() -> None:
 
 @pytest.mark.landing
 def test_xla_fsdp_v2_conforms_on_two_devices() -> None:
-    more = [
-        "a_process_may_begin_with_padding",
-        "parameters_may_be_unfrozen",
-        "evaluation_counts_each_sample_once",
-    ]
-    checks = ["same_as_the_big_batch", *STEPS, *more, "resume_is_bitwise"]
+    checks = ["same_as_the_big_batch", *STEPS, "a_process_may_begin_with_padding", "resume_is_bitwise"]
+    checks += ["parameters_may_be_unfrozen", "evaluation_counts_each_sample_once"]
+
     check_strategy(make("xla_fsdp_v2", devices=2), 1, checks=checks)
 
 
-@pytest.mark.parametrize(
-    "options", [{"replicas": 2, "activation_checkpointing": "full"}, {"wrap": ("Linear",)}], ids=str
-)
+OPTIONS = [{"replicas": 2, "activation_checkpointing": "full"}, {"wrap": ("Linear",)}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_xla_fsdp_v2_options_conform_on_four_devices(options: dict[str, Any]) -> None:
     check_strategy(make("xla_fsdp_v2", XLAFSDPv2Config(**options), 4), 1, checks=STEPS)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "devices"), [("xla_fsdp", XLAFSDPConfig, 1), ("xla_fsdp_v2", XLAFSDPv2Config, 2)]
-)
+BOTH = [("xla_fsdp", XLAFSDPConfig, 1), ("xla_fsdp_v2", XLAFSDPv2Config, 2)]
+
+
+@pytest.mark.parametrize(("name", "kind", "devices"), BOTH)
 def test_activation_checkpointing_draws_the_same_at_random(name: str, kind: Any, devices: int) -> None:
     def run() -> None:
         weights, calls = [], []
@@ -106,8 +102,7 @@ def test_xla_fsdp_shards_blocks_under_plain_names_and_passes_settings_on() -> No
             seen.append((sorted(module_state(run.task)[0]), blocks, whole.compute_dtype))
 
         settings = {"compute_dtype": "bfloat16"}
-        config = XLAFSDPConfig(xla_fsdp_settings=settings)
-        task = Tokens()
+        config, task = XLAFSDPConfig(xla_fsdp_settings=settings), Tokens()
         callbacks = [LambdaCallback(on_step_end=look)]
         trainer("xla_fsdp", config, callbacks=callbacks, max_epochs=1).fit(task, data())
         assert seen == [(names, [True] * 3, torch.bfloat16)] * 3
@@ -128,11 +123,7 @@ def test_xla_fsdp_refusals() -> None:
         assert_refused(
             (ConfigError, StrategyError),
             {
-                "setting": (
-                    lambda: trainer("xla_fsdp", config).fit(Tokens(), data()),
-                    "torch_xla",
-                    "'reshard'",
-                ),
+                "setting": (lambda: trainer("xla_fsdp", config).fit(Tokens(), data()), "'reshard'"),
                 "scalar": (lambda: trainer("xla_fsdp").fit(task, data()), "'scale' is a scalar", "(1,)"),
             },
         )
@@ -147,19 +138,15 @@ def test_xla_fsdp_refusals() -> None:
 
 
 def test_xla_checkpoint_is_resumed_on_other_numbers_of_devices_and_by_other_strategies() -> None:
-    makers: dict[str, Any] = {
-        f"xla_fsdp_v2 on {count}": make("xla_fsdp_v2", devices=count) for count in (2, 4)
-    }
+    makers: dict[str, Any] = {f"v2 on {count}": make("xla_fsdp_v2", devices=count) for count in (2, 4)}
     makers["xla_fsdp"] = make("xla_fsdp")
     assert check_resume({"single": lambda world_size: SingleDevice("cpu"), **makers}, (1,)) == 16
 
 
-def spec(tensor: Any) -> str:
-    """How a tensor is divided, as XLA writes it."""
+def spec(tensor: Any) -> str:  # how a tensor is divided, as XLA writes it
     import torch_xla
 
-    found: str = torch_xla._XLAC._get_xla_sharding_spec(tensor)
-    return found
+    return str(torch_xla._XLAC._get_xla_sharding_spec(tensor))
 
 
 def specs(run: Any) -> dict[str, set[str]]:
@@ -175,7 +162,7 @@ def specs(run: Any) -> dict[str, set[str]]:
 @pytest.mark.landing
 def test_parameters_states_and_samples_are_divided_also_after_a_resume(tmp_path: Any) -> None:
     def run() -> None:
-        seen: list[dict[str, set[str]]] = []
+        seen: list[Any] = []
         samples: list[str] = []
 
         def look(run: Any) -> None:

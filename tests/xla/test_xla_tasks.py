@@ -1,6 +1,7 @@
 """Tasks under XLA: batch norms take torch's statistics from a batch, and an error leaves an ordinary task."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,17 +19,13 @@ NAMES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
 Buffers = list[dict[str, Tensor]]
 
 
-class Own(nn.BatchNorm1d):
-    """One of a user's: its own forward, with torch's buffers, as those of timm."""
-
+class Own(nn.BatchNorm1d):  # one of a user's: its own forward, with torch's buffers, as those of timm
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(input=x).relu()
 
 
 class Images(TaskModule):
-    """Norms of each kind on pictures, with layers before them that have no bias: its gradient would be zero,
-    and what is left of it by rounding differs.
-    """
+    # Norms of each kind on pictures; layers before them have no bias, whose gradient would be rounding alone.
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,12 +78,9 @@ def on_cpu(**options: Any) -> Trainer:
 @pytest.mark.parametrize(("name", "devices"), NAMES)
 def test_batch_norm_buffers_and_validation_are_those_of_the_cpu(name: str, devices: int) -> None:
     def run() -> None:
-        def theirs(**options: Any) -> Trainer:
-            return trainer(name, None, devices, **options)
-
         task = Images()
         start = copy.deepcopy(task)
-        buffers, loss = fitted(task, theirs)
+        buffers, loss = fitted(task, partial(trainer, name, None, devices))
         expected, expected_loss = fitted(start, on_cpu)
         torch.testing.assert_close(buffers, expected, rtol=1e-4, atol=1e-5)
         assert task.fixed.num_batches_tracked == 0
@@ -97,11 +91,7 @@ def test_batch_norm_buffers_and_validation_are_those_of_the_cpu(name: str, devic
 
 
 class Failing(TaskModule):
-    """Its third step fails while it is traced; nothing fails at another place.
-
-    Attributes:
-        place: Where: "forward", "loss", "backward" or nowhere.
-    """
+    # Its third step fails while it is traced, at `place`: "forward", "loss", "backward" or nowhere.
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,9 +116,10 @@ class Failing(TaskModule):
             raise KeyboardInterrupt if place == "loss" else ZeroDivisionError(place)
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"), [pytest.param(*NAMES[0], marks=pytest.mark.landing), *NAMES[1:]]
-)
+LANDING = pytest.param(*NAMES[0], marks=pytest.mark.landing)
+
+
+@pytest.mark.parametrize(("name", "devices"), [LANDING, *NAMES[1:]])
 def test_task_is_an_ordinary_one_after_any_error(name: str, devices: int) -> None:
     def run() -> None:
         data = DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)
