@@ -51,10 +51,8 @@ def drive(here, capsys):
     """Run `drivetrain` with a quiet trainer; returns the exit code, stdout and stderr."""
 
     def run(command, line="", *, quiet=True):
-        words = [command, *line.split()]
-        if quiet:
-            words += QUIET + ([] if "--trainer.loggers" in line else ["--trainer.loggers="])
-        code = main(words)
+        loggers = [] if "--trainer.loggers" in line else ["--trainer.loggers="]
+        code = main([command, *line.split(), *(QUIET + loggers if quiet else [])])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

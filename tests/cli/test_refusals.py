@@ -13,26 +13,24 @@ STOPPING = "callbacks drivetrain.EarlyStopping --trainer.callbacks"
 
 
 def test_mistakes_in_the_arguments_of_fit(refuse):
-    refuse(
-        "fit",
-        {
-            "--task shapes.Shape --data shapes.data": "Did you mean 'Shapes'?",
-            "--task nowhere.py:Shapes --data shapes.data": "no file nowhere.py",
-            "--task shapes.ready --data shapes.data": "not a TaskModule",
-            "--data shapes.data": "which task?",
-            "--model shapes.Shapes": "Here it is called '--task'",
-            "--task shapes.Shapes": "no data to train on",
-            f"{SHAPES} --train-data shapes.ready": "give one of them",
-            f"{SHAPES} --trainer.max_epoch 3": "Did you mean 'max_epochs'?",
-            f"{SHAPES} --trainer.checkpoint true --trainer.checkpoint.every 5": "as a whole and by its parts",
-            f"{SHAPES} --task.hiden 5": "Did you mean 'hidden'?",
-            f"{SHAPES} --task.kind gelu": "--task.kind must be 'relu' or 'tanh', not 'gelu'",
-            f"{SHAPES} --data.count 5": "--data.count has no effect",
-            "--task shapes.Needy --data shapes.data": "a value is missing: give --task.classes VALUE",
-            f"{SHAPES} --resum auto": "Did you mean '--resume'?",
-            f"{SHAPES} --config nowhere.json": "cannot be read",
-        },
-    )
+    lines = {
+        "--task shapes.Shape --data shapes.data": "Did you mean 'Shapes'?",
+        "--task nowhere.py:Shapes --data shapes.data": "no file nowhere.py",
+        "--task shapes.ready --data shapes.data": "not a TaskModule",
+        "--data shapes.data": "which task?",
+        "--model shapes.Shapes": "Here it is called '--task'",
+        "--task shapes.Shapes": "no data to train on",
+        f"{SHAPES} --train-data shapes.ready": "give one of them",
+        f"{SHAPES} --trainer.max_epoch 3": "Did you mean 'max_epochs'?",
+        f"{SHAPES} --trainer.checkpoint true --trainer.checkpoint.every 5": "as a whole and by its parts",
+        f"{SHAPES} --task.hiden 5": "Did you mean 'hidden'?",
+        f"{SHAPES} --task.kind gelu": "--task.kind must be 'relu' or 'tanh', not 'gelu'",
+        f"{SHAPES} --data.count 5": "--data.count has no effect",
+        "--task shapes.Needy --data shapes.data": "a value is missing: give --task.classes VALUE",
+        f"{SHAPES} --resum auto": "Did you mean '--resume'?",
+        f"{SHAPES} --config nowhere.json": "cannot be read",
+    }
+    refuse("fit", lines)
 
 
 def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):

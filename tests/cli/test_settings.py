@@ -88,8 +88,7 @@ def test_callbacks_and_loggers_are_made_from_class_paths(typed):
         " --trainer.loggers.directory logs --trainer.progress_bar false"
     ).trainer()
     stopping, loud = found.callbacks
-    assert isinstance(stopping, EarlyStopping)
-    assert (stopping.patience, type(loud).__name__) == (3, "Loud")
+    assert (type(stopping), stopping.patience, type(loud).__name__) == (EarlyStopping, 3, "Loud")
     assert isinstance(found.loggers[0], CSVLogger)
 
 
@@ -151,13 +150,9 @@ def test_help_lists_every_argument_with_its_text_and_default(drive, typed):
     code, out, _ = drive("fit", "--task typed.Typed --trainer.strategy ddp --help", quiet=False)
     text = " ".join(out.split())
     assert code == 0
-    for word in (
-        "--task.whole WHOLE A whole number, of 100 % or less. (type: int, default: 0)",
-        "--trainer.strategy.bucket_mb",
-        "--trainer.checkpoint.keep_last",
-        *(f"--trainer.{each}" for each in trainer("").to_json()),
-    ):
-        assert word in text
+    names = ("strategy.bucket_mb", "checkpoint.keep_last", *trainer("").to_json())
+    whole = "--task.whole WHOLE A whole number, of 100 % or less. (type: int, default: 0)"
+    assert [each for each in (whole, *(f"--trainer.{name}" for name in names)) if each not in text] == []
 
 
 def test_options_of_a_strategy_make_its_configuration(here):

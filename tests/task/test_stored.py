@@ -19,8 +19,8 @@ from drivetrain.task.stored import StoredTask
 
 class Layered(TaskModule):  # takes every kind of constructor argument
     def __init__(
-        self, sizes: Any = (4, 3), *more: int, activation: Any = None, options: Any = None, **others: Any
-    ) -> None:
+        self, sizes: Any = (4, 3), *more: int, activation: Any = None, options: Any = None, **rest: Any
+    ):
         super().__init__()
         layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
         self.net = nn.Sequential(*layers, *(nn.Linear(sizes[-1], sizes[-1]) for _ in more))

@@ -55,17 +55,14 @@ def test_torch_schedule_counts_epochs_or_updates() -> None:
     assert rates(task(HALVES, every="2 epochs")) == [0.8] * 10 + [0.4] * 10
     assert rates(task(HALVES, every=3), max_steps=7) == [0.8] * 3 + [0.4] * 3 + [0.2]
     assert rates(task(HALVES), max_steps=3) == [0.8, 0.4, 0.2]
-    # Accumulation does not move an epoch.
-    accumulated = rates(task(HALVES, every="1 epoch"), gradient_accumulation_steps=2)
+    accumulated = rates(task(HALVES, every="1 epoch"), gradient_accumulation_steps=2)  # moves no epoch
     assert accumulated == [0.8] * 3 + [0.4] * 3 + [0.2] * 3 + [0.1] * 3
-    # A scheduler may be made by a function of the optimizer.
     made = task(lambda _: functools.partial(StepLR, step_size=1, gamma=0.5), every="1 epoch")
     assert rates(made, max_epochs=2) == [0.8] * 5 + [0.4] * 5
 
 
 def test_plateau_follows_each_validation_or_a_value_of_training() -> None:
-    # Each validation but the first halves the rate.
-    watching = task(PLATEAU, metric="validation/loss")
+    watching = task(PLATEAU, metric="validation/loss")  # each validation but the first halves the rate
     assert rates(watching, pairs(4), validate_every=2, max_steps=8) == [0.8] * 4 + [0.4] * 2 + [0.2] * 2
     training = task(lambda _: PLATEAU, every="1 epoch", metric="train/loss")
     assert rates(training, log_every=5, max_epochs=3) == [0.8] * 10 + [0.4] * 5
