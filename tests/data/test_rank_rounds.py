@@ -32,8 +32,7 @@ def numbers(micro_batch):
     return [] if micro_batch.is_placeholder else [int(each) for each in batch]
 
 
-def in_order(shares):
-    """All samples, round by round, rank by rank."""
+def in_order(shares):  # all samples, round by round, rank by rank
     return [number for together in zip(*shares, strict=True) for each in together for number in numbers(each)]
 
 

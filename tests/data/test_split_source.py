@@ -131,8 +131,7 @@ def test_the_gradient_is_the_mean_over_what_the_ranks_have_also_in_a_loop_of_one
             assert weight[0] == pytest.approx(alone.line.weight.tolist()[0], rel=1e-5)
 
 
-def interrupted(kind: str) -> Any:
-    """A fit, and one that stops after an update and is resumed."""
+def interrupted(kind: str) -> Any:  # A fit, and one that stops after an update and is resumed
 
     def go(name: str, stop_at: int | None, resume: str | None) -> Any:
         task, seen = Regression(dropout=0.2), Seen(stop_at)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.host_syncs import HostSyncs
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet, variant
 from torch import Tensor, nn
@@ -107,23 +106,6 @@ def test_validate_and_predict_make_few_calls_of_our_functions(verb: str, expecte
     steady = counter.steady(lambda: getattr(quiet(), verb)(Counted(), list(pairs(20))), 2, None)
     assert len(counter.by_update) == 10
     assert len(steady) == expected, steady
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "optimizer", "schedule"),
-    [(1, "sgd", "constant"), (1, "adamw", "cosine"), (3, "adamw", "constant"), (3, "sgd", "cosine")],
-)
-def test_no_steady_step_waits_for_the_device(accumulation: int, optimizer: str, schedule: str) -> None:
-    options = {"max_grad_norm": 1.0, "gradient_accumulation_steps": accumulation, "log_every": "9 steps"}
-    task = Regression(OptimizerConfig(optimizer, lr=0.1, schedule=schedule), dropout=0.5)
-    steps = quiet(max_epochs=1, **options).steps(task, pairs(60))
-    next(steps), next(steps)
-    with HostSyncs() as mode:
-        next(steps), next(steps), next(steps)
-        assert mode.reads == []
-        torch.ones(()).item()  # the detector works
-        assert mode.reads == ["_local_scalar_dense"]
-    steps.close()
 
 
 def loader(count: int = 8, batch_size: int = 4) -> DataLoader[Any]:

@@ -131,6 +131,11 @@ def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_th
     # Of each block the input and tanh's result, and the head's input; the outputs' 256 bytes are too few.
     assert [tuple(each.shape) for each in taken] == [(64, SIZE)] * (2 * BLOCKS + 1)
     taken.clear()
+    with torch.autocast("cpu", torch.bfloat16), Watched(task, at_least=0, pinned=False)():
+        task(x)  # autocast's copies of weights and biases are values that the device keeps anyway
+    assert taken
+    assert {tuple(each.shape) for each in taken} <= {(64, SIZE), (64, 1)}
+    taken.clear()
     with Watched(task, at_least=0, pinned=False)():
         task(x)
     held = {each.untyped_storage().data_ptr() for each in task.parameters()}

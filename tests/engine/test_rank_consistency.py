@@ -102,8 +102,7 @@ def test_calls_and_optimizers_that_differ_between_ranks_are_named_and_others_are
         assert not [(found, words) for found, words in each if words not in found or (found and not words)]
 
 
-def different(what: str, strategy: str) -> None:
-    """A fit whose rank 1 has another task or rate."""
+def different(what: str, strategy: str) -> None:  # A fit whose rank 1 has another task or rate
     rank = torch.distributed.get_rank()
     optimizer = OptimizerConfig("sgd", lr=0.1 * (1 + rank)) if what == "rate" else None
     task = changed(Regression(optimizer), what if rank else "")

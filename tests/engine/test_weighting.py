@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from drivetrain import ConfigError, DataError, NonFiniteError, OptimizerConfig, StepOutput, TaskModule
-from drivetrain.data import MicroBatch, Transfer
+from drivetrain.data import MicroBatch
 from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.weighting import StepResult, weigh
 
@@ -22,7 +22,7 @@ from drivetrain.engine.weighting import StepResult, weigh
 def shares(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
     """The number of each micro-batch that is kept, and its share."""
     window = [MicroBatch(number, weight) for number, weight in enumerate(weights)]
-    pairs, _ = weigh(window, None, Placeholders(Transfer(torch.device("cpu"))))
+    pairs, _ = weigh(window, None, Placeholders())
     return [(micro_batch.batch, share) for micro_batch, share in pairs]
 
 
@@ -73,8 +73,7 @@ def test_each_update_reports_its_own_values() -> None:
     assert [(step.update, step.metrics["call"]) for step in steps] == [(0, 1.5), (1, 3.5), (2, 5)]
 
 
-def train(body: Any, **options: Any) -> Any:
-    """The first update of a task whose step is `body(task, batch)`."""
+def train(body: Any, **options: Any) -> Any:  # the first update of a task whose step is `body(task, batch)`
 
     class Own(Duel):
         def training_step(self, batch: Mapping[str, Tensor]) -> Iterator[Any]:

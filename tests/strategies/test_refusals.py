@@ -22,6 +22,7 @@ from drivetrain import (
 )
 from drivetrain.distributed.launch.environment import ProcessEnvironment
 from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, choose
+from drivetrain.strategies.checks import check_gathering
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
@@ -111,6 +112,10 @@ def test_device_refusals() -> None:
                 f"'{kind}' is not available",
                 "'cpu' or 'auto'",
             )
+    task = Tokens()
+    size = sum(each.nbytes for each in (*task.parameters(), *task.buffers()))
+    check_gathering(task, size)
+    rows["gathered at the end"] = (lambda: check_gathering(task, size - 1), "gather_at_end=False", "Tokens")
     assert_refused(StrategyError, rows)
 
 

@@ -226,7 +226,8 @@ class LossSpike(Callback):
             for names, values, weight in rows:
                 if self.metric in names and (isinstance(weight, Tensor) or weight):
                     value = values.reshape(-1)[names.index(self.metric)].to(wide)
-                    factor = torch.as_tensor(weight, dtype=wide, device=value.device)
+                    # A number goes to the kernel; as a tensor it would be a copy that waits for the device.
+                    factor = torch.ones_like(value) * weight
                     both += torch.stack([torch.where(factor == 0, 0, value * factor), factor])
             numbers.append(both)
         sums = run.engine.data_ranks.total(torch.cat(numbers).tolist())

@@ -49,7 +49,7 @@ class Window(NamedTuple):
     """The micro-batches of one update.
 
     Attributes:
-        micro_batches: On the device, in order.
+        micro_batches: On the host, in order; `Transfer.moving` moves them to the device.
         last: Whether it is the last window of its epoch.
     """
 
@@ -237,13 +237,14 @@ class Feed:
         limit: int | None = None,
         until: int | None = 0,
         done: int = 0,
+        move: bool = True,
     ) -> Iterator[MicroBatch]:
-        """Return the counted micro-batches of an epoch from a position on, on the device."""
+        """Return the counted micro-batches of an epoch from a position on, on the device if they `move`."""
         limit = self._limit if limit is None else limit
         self._begin(epoch, position, limit, until, done)
         read = self._counted if self.source.share.size == 1 else self._counted_of_all
         counted = read(epoch, position, limit)
-        return self._transfer.ahead(counted, early=not self.source.stateful)
+        return self._transfer.ahead(counted, early=not self.source.stateful) if move else counted
 
     def windows(
         self, epoch: int, position: int = 0, done: int = 0, until: int | None = 0
@@ -264,23 +265,22 @@ class Feed:
         left = self.source.count(position) if self.source.exact else None
         if left is not None and limit is not None:
             left = min(left, limit)
-        micro_batches = self.micro_batches(epoch, position, limit, until, done)
-        size, plan = self.accumulation, self.plan
+        micro_batches = self.micro_batches(epoch, position, limit, until, done, move=False)
+        plan, transfer = self.plan, self._transfer
+        transfer.following = None
         if left is None:
-            sizes = repeat(size) if plan is None else plan.endless()
+            sizes = repeat(self.accumulation) if plan is None else plan.endless()
             yield from self._looking_ahead(micro_batches, sizes)
             return
-        if plan is not None:
-            for size, last in plan.windows():
-                yield Window(list(islice(micro_batches, size)), last)
-            return
-        window: list[MicroBatch] = []
-        for micro_batch in micro_batches:
-            left -= 1
-            window.append(micro_batch)
-            if left == 0 or len(window) == size:
-                yield Window(window, left == 0)
-                window = []
+        ahead = transfer.draws_ahead and not self.source.stateful
+        drawn: list[MicroBatch] = []
+        for size, last in _equal(left, self.accumulation) if plan is None else plan.windows():
+            window = [*drawn, *islice(micro_batches, size - len(drawn))]
+            if len(window) < size:
+                return
+            drawn = list(islice(micro_batches, 1)) if ahead and not last else []
+            transfer.following = drawn[0] if drawn else None
+            yield Window(window, last)
 
     def _looking_ahead(
         self, micro_batches: Iterator[MicroBatch], sizes: Iterator[int]
@@ -291,13 +291,14 @@ class Feed:
         self._state, size = self.source.snapshot(), next(sizes)
         for micro_batch in micro_batches:
             if len(window) == size:
+                self._transfer.following = micro_batch
                 yield Window(window, False)
                 window, size = [], next(sizes)
             window.append(micro_batch)
             if len(window) == size:
                 self._state = self.source.snapshot()
         if window:
-            self._state = self.source.snapshot()
+            self._state, self._transfer.following = self.source.snapshot(), None
             yield Window(window, True)
         self._state = None
 
@@ -451,6 +452,13 @@ def _check_unit(name: str, stages: Stages, plan: WindowPlan) -> None:
             f"{name}={stages!r} changes after samples, which needs training data that is a dataset with a"
             " length, read without a batch sampler of your own. Give the points in steps or epochs"
         )
+
+
+def _equal(count: int, size: int) -> Iterator[tuple[int, bool]]:
+    """Return the size of each window of `count` micro-batches, and whether it is the last."""
+    before = max(0, -(-count // size) - 1)
+    rest = count - before * size
+    return chain(repeat((size, False), before), ((rest, True),) if rest else ())
 
 
 def _whole(limit: float, source: Source) -> int:

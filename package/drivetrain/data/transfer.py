@@ -1,15 +1,18 @@
 """Move batches to the device, one ahead of the step that uses them.
 
-On a CUDA device the copy of the next batch starts on its own stream before the current one is yielded, so
-that it overlaps with the current step. One batch ahead is enough: a step leaves time for one copy, and a data
+On a CUDA device the copy of the next batch starts on its own stream before the current one is used, so that
+it overlaps with the current step. One batch ahead is enough: a step leaves time for one copy, and a data
 pipeline that is slower than that gains nothing from more batches on the device. Workers run further ahead, on
 the host. On the CPU there is nothing to copy and nothing runs ahead.
+
+The micro-batches of a window stay on the host until their turn, so that a window of many takes no more of the
+device's memory than a window of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +20,15 @@ from drivetrain.core.types import Batch
 from drivetrain.data.batch import host_tensors_only, map_tensors, move
 from drivetrain.data.shard import Everywhere
 
+_WORTH_PINNING = 1 << 16
+"""Bytes; of less than that the driver takes a copy at once."""
+
 
 class MicroBatch(NamedTuple):
     """A batch with the numbers that the engine needs.
 
     Attributes:
-        batch: The batch, on the device once it comes out of a feed.
+        batch: The batch. In a window it is as the data gave it, and `Transfer.moving` moves it.
         weight: Its loss's weight; see `TaskModule.loss_weight`.
         samples: Its number of samples.
         tokens: Its number of tokens, 0 if the task counts none.
@@ -56,6 +62,7 @@ class Transfer:
     Attributes:
         keeps_host: Whether a micro-batch that is moved or cast keeps the original batch, so that its parts
             can be counted without rounding and without waiting for the device.
+        following: The first micro-batch of the next window, if it was drawn already.
     """
 
     def __init__(
@@ -68,6 +75,8 @@ class Transfer:
         self.dtype = dtype
         self._place = place
         self.keeps_host = False
+        self.following: MicroBatch | None = None
+        self._ahead: tuple[MicroBatch, MicroBatch, bool] | None = None
         self.idle = device.type == "cpu" and dtype is None
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
@@ -93,6 +102,38 @@ class Transfer:
             return map(self.moved, micro_batches)
         return self._on_own_stream(micro_batches, self._stream)
 
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether copies overlap with steps, so that it helps to draw the next window's first batch early."""
+        return self._stream is not None
+
+    def moving(self, pairs: Sequence[tuple[MicroBatch, Any]]) -> Iterable[tuple[MicroBatch, Any]]:
+        """Return a window's pairs with their micro-batches on the device, each moved when its turn comes.
+
+        On a CUDA device the copy of the next one is started before a pair is yielded.
+        """
+        if self.idle:
+            return pairs
+        if self._stream is None:
+            return ((self.moved(each), share) for each, share in pairs)
+        return self._moving(pairs, self._stream)
+
+    def _moving(
+        self, pairs: Sequence[tuple[MicroBatch, Any]], stream: torch.cuda.Stream
+    ) -> Iterator[tuple[MicroBatch, Any]]:
+        for number, (micro_batch, share) in enumerate(pairs):
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and ahead[0] is micro_batch:
+                _, moved, beside = ahead
+            else:
+                moved, beside = self.started(micro_batch, stream)
+            if beside:
+                self._hand_over(moved.batch, stream)
+            following = pairs[number + 1][0] if number + 1 < len(pairs) else self.following
+            if following is not None:
+                self._ahead = (following, *self.started(following, stream))
+            yield moved, share
+
     def moved(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device, ready to use."""
         host = micro_batch.batch if self.keeps_host else None
@@ -106,7 +147,7 @@ class Transfer:
             # there, and memory that the user's object allocates may be in use for an unknown time.
             return self.moved(micro_batch), False
         with torch.cuda.stream(stream):
-            moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
+            moved = move(map_tensors(_pinned, micro_batch.batch), self.device, self.dtype, non_blocking=True)
         return micro_batch._replace(batch=moved, host=micro_batch.batch if self.keeps_host else None), True
 
     def _on_own_stream(
@@ -135,3 +176,11 @@ class Transfer:
             return tensor
 
         map_tensors(record, batch)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a large tensor in pinned memory: without workers nobody has pinned it.
+
+    A copy from other memory occupies the host until it is made. torch keeps pinned memory for the next batch.
+    """
+    return tensor if tensor.nbytes < _WORTH_PINNING or tensor.is_pinned() else tensor.pin_memory()

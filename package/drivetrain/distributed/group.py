@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.launch.children import Child, ending, started, wait_for
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
+from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.launch.rendezvous import gather, note_end
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.sockets import closing_sockets_in_forks
@@ -34,6 +36,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 _HERE = "drivetrain/here/{}"
 """A key in the store for each rank that has reached it."""
+
+_CUDA_LIMIT = timedelta(minutes=10)
+"""NCCL's own limit of a collective. torch gives gloo's, of 30 minutes, to a group that has both."""
 
 _LOOKING = 0.05
 """Seconds between two checks of whether the ranks started by this process have arrived."""
@@ -76,7 +81,8 @@ def join(
     Args:
         world_size: The number of processes of the run.
         device: The kind of device, "cpu" or "cuda".
-        timeout: How long a collective may take; None uses torch's limit.
+        timeout: How long a collective may take; None uses torch's limit, which is 10 minutes on GPUs and 30
+            on CPUs.
         gpus: The GPU of each process on this machine, by index; None gives each that of its local rank.
 
     Raises:
@@ -101,6 +107,8 @@ def join(
     local = environment.local_rank if environment is not None else rank
     ranks = Ranks.of_job() if size > 1 else ALONE
     own = own_device(device, local, gpus)
+    if own.type == "cuda":  # also where the user has formed the group
+        torch.cuda.set_device(own)
     if _bound is not None and own.type == "cuda" and own != _bound:
         raise StrategyError(
             f"this run takes {own} for rank {rank}, and the process group of an earlier run is bound to"
@@ -156,7 +164,7 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
         store=PrefixStore("default_pg", store),
         rank=rank,
         world_size=size,
-        timeout=timeout,
+        timeout=_CUDA_LIMIT if timeout is None and own.type == "cuda" else timeout,
         device_id=own if own.type == "cuda" else None,
     )
     del hosted  # torch's store shares the server, and keeps it from now on
@@ -230,12 +238,22 @@ def _end() -> None:
     if os.getpid() != _process:
         return
     note_end()
+    # After a failure NCCL may wait half an hour for collectives that will never end. Left alone, the group
+    # aborts them when the interpreter ends it.
+    if _bound is not None and has_failed():
+        return
     disband()
     # A group that some object still holds, such as a wrapped model, is not freed by that. Its threads may
     # still have to free their last tensors, for which they need the interpreter's lock. If they wait for it
     # while the interpreter ends, the process aborts ("terminate called without an active exception", torch
     # 2.13).
     time.sleep(_LETTING_GO)
+
+
+def has_failed() -> bool:
+    """Return whether the program ends by an error, or by the failure of another rank."""
+    ranks = launched()
+    return hasattr(sys, "last_value") or (ranks is not None and ranks.failure_told)
 
 
 def disband() -> None:

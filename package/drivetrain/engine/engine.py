@@ -40,6 +40,7 @@ from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configur
 from drivetrain.engine.weighting import OpenWindow, Skipped, StepResult, Weighted, take_part, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
@@ -93,6 +94,7 @@ class Engine:
         self.memory = MemoryInUse(memory, self.strategy, self.precision, compile)
         join_job(self.strategy.world_size, num_nodes)
         self.strategy.setup()
+        check_precision(self.strategy, self.precision)
         self.device = self.strategy.device
         self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks
         set_rank(self.ranks.rank)
@@ -115,7 +117,7 @@ class Engine:
         self._alone = self.ranks.size == 1
         self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
         self._calls_microbatch = not self._alone or self.strategy.calls_microbatch_always
-        self.placeholders = Placeholders(self.transfer)
+        self.placeholders = Placeholders()
         self.passes = 0  # forwards and backwards so far, for watchdogs
         self.begins_again = False  # whether an update may be repeated; that must not update a metric twice
         self._window = OpenWindow(self.data_ranks)
@@ -198,7 +200,7 @@ class Engine:
         run_step: Callable[..., Any] = self.model
         if unwrapped or self.splitter is not None:
             run_step = step if self.step_module.context is None else self.step_module.forward
-        self.run_step = run_step
+        self.run_step = self.compilation.marking(run_step)
 
     def freeze(self, names: Collection[str]) -> None:
         """Freeze the parameters with these names from the next update on, and train all other ones that the
@@ -252,12 +254,14 @@ class Engine:
         rows: list[Row] = []
         seen: list[Any] = []
         skipped = Skipped(pairs, strategy, self.sharing) if self.may_skip and pairs else None
-        for micro_batch, share in pairs:
+        left = len(pairs)
+        for micro_batch, share in pairs if self.transfer.idle else self.transfer.moving(pairs):
             self.passes += 1
+            left -= 1
             if self._calls_microbatch:
-                strategy.microbatch(self.model, micro_batch is pairs[-1][0])
+                strategy.microbatch(self.model, not left)
             if micro_batch.is_placeholder:
-                if skipped is not None and micro_batch is pairs[-1][0]:
+                if skipped is not None and not left:
                     skipped.forwards_are_over()
                 rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, share))
                 continue
@@ -265,7 +269,7 @@ class Engine:
             if skipped is not None:
                 if loss is None:
                     skipped.add(micro_batch)
-                if micro_batch is pairs[-1][0]:
+                if not left:
                     skipped.forwards_are_over()
             if loss is None or values is None or not loss.requires_grad:
                 if loss is None and self.may_skip:
@@ -386,7 +390,7 @@ class Engine:
         precision = self.evaluation_precision
         stored = nullcontext() if precision is None else stored_in(precision, self.step_module, self.device)
         with stored, self.step_module.evaluating(step) as run_step:
-            self.evaluate_step = self.model if self.strategy.sharded else run_step
+            self.evaluate_step = self.compilation.marking(self.model if self.strategy.sharded else run_step)
             yield
             # Forwards without a backward leave parameters gathered. The next forward would compute with
             # those, even if a callback has put back the trained weights.

@@ -11,6 +11,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.select import check_precision
 from drivetrain.task.task import StepModule
 
 
@@ -39,9 +40,7 @@ def check_evaluation_precision(
             f"{asked} with strategy {strategy.name!r}: {strategy.no_evaluation_precision}. Leave it out, or"
             " use one device or 'ddp'"
         )
-    support = strategy.supports(precision)
-    if not support:
-        raise StrategyError(f"{asked} cannot run on {strategy.device}: {support.reason}")
+    check_precision(strategy, precision, "evaluation_precision={!r}")
     return precision
 
 

@@ -21,6 +21,7 @@ def generator_step(
     # All bodies of the window run side by side, so that each named update sees the whole window's
     # gradient.
     placeholders, task = engine.placeholders, engine.task
+    pairs = list(engine.transfer.moving(pairs))
     bodies = [engine.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
     rows: list[Row] = []
     seen: list[Any] = []

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
+
 
 def memory_advice(micro_batch: int | str | None, training: bool = True) -> str:
     """Return what to try after running out of memory, without what the run does already.
@@ -26,5 +30,19 @@ def memory_advice(micro_batch: int | str | None, training: bool = True) -> str:
         )
     return (
         f"what helps: {first}{less}; a lower precision; shards ('fsdp', 'zero3') or offloading"
-        " (FSDPConfig(cpu_offload=True), 'zero3_offload')"
+        f" (FSDPConfig(cpu_offload=True), 'zero3_offload'){_against_fragments()}"
     )
+
+
+def _against_fragments() -> str:
+    """Return the advice for memory that is reserved but in pieces, as after batches of many sizes."""
+    set_already = any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR)
+    if not torch.cuda.is_initialized() or set_already:  # type: ignore[no-untyped-call]
+        return ""
+    return (
+        "; where much is reserved but unallocated, the environment variable"
+        " PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

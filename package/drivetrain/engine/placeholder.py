@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.data import MicroBatch, Transfer, to_host
+from drivetrain.data import MicroBatch, to_host
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.metrics.means import Row
@@ -31,18 +31,14 @@ class Placeholders:
     A placeholder is the micro-batch itself, whose loss may be 0 / 0. Only a micro-batch that could not be
     made has no batch: it gets the last batch of this rank, or another rank's if there is none yet.
 
-    Args:
-        transfer: Moves a batch to the device.
-
     Attributes:
         bad: The number of micro-batches of the last window that could not be made, on all ranks.
         is_running: Whether the forward in progress is a placeholder's.
     """
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self) -> None:
         self.bad = 0
         self.is_running = False
-        self._transfer = transfer
         self._last: MicroBatch | None = None
         self._buffers = KeptBuffers()
 
@@ -53,10 +49,10 @@ class Placeholders:
     def borrow(self, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> None:
         """Take another rank's batch if this rank lacks one. All ranks must call it if any rank lacks one."""
         mine = next((each for each in micro_batches if not each.bad), None)
-        host = None if mine is None else to_host(mine.batch if mine.host is None else mine.host)
+        host = None if mine is None else to_host(mine.batch)
         batches = [each for each in ranks.all_gather(host) if each is not None]
         if self.lacking(micro_batches):
-            self._last = MicroBatch(self._transfer(batches[0]), 1.0, host=batches[0])
+            self._last = MicroBatch(batches[0], 1.0)
 
     def put_in(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches, with those of weight zero marked as placeholders and given a batch."""
@@ -67,7 +63,7 @@ class Placeholders:
 
     def _placeholder(self, micro_batch: MicroBatch) -> MicroBatch:
         last = self._last if micro_batch.bad and self._last is not None else micro_batch
-        return micro_batch._replace(batch=last.batch, host=last.host, is_placeholder=True)
+        return micro_batch._replace(batch=last.batch, is_placeholder=True)
 
     def drop(self) -> None:
         """Forget the last batch: its update was skipped, perhaps because the batch holds a NaN."""

@@ -166,6 +166,7 @@ class MicroBatches:
         # After all others, so that training does not depend on whether metrics are declared.
         for part in self._unlearned:
             with torch.no_grad(), shielded():
+                part = engine.transfer.moved(part)
                 outputs = read_output(engine.run_step(part.batch))[3]
             if outputs is not None:
                 engine.show_metrics(outputs, part.batch, seen)

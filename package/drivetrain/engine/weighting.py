@@ -83,7 +83,11 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Plac
         if weight and lack:
             placeholders.borrow(micro_batches, ranks)
         return Everywhere(weight, int(samples), int(tokens))
-    summed = torch.stack([torch.as_tensor(each, device=on_device) for each in weights]).sum()
+    # `torch.full` waits for nothing, as a number's copy from the host would.
+    placed = [
+        each if isinstance(each, Tensor) else torch.full((), each, device=on_device) for each in weights
+    ]
+    summed = torch.stack(placed).sum()
     ranks.add(summed)
     samples, tokens = ranks.total(counts)
     return Everywhere(summed, int(samples), int(tokens))
@@ -218,6 +222,18 @@ class OpenWindow:
             self._total = self._total + weight
             strategy.backward(loss, weight / self._first)
 
+    def _of_all(self, total: float | Tensor, device: torch.device) -> float | Tensor:
+        """Return the sum over all ranks, on the device if that is none of the host's.
+
+        A rank with a placeholder has a number where others have a tensor, so the device decides, and not the
+        value.
+        """
+        if device.type == "cpu":
+            return self._ranks.total([float(total)])[0]
+        if isinstance(total, Tensor):
+            return self._ranks.add(total.to(device, torch.float64))
+        return self._ranks.add(torch.full((), total, dtype=torch.float64, device=device))
+
     def check_closed(self) -> None:
         """Check that the window is closed, so that the state can be saved.
 
@@ -241,10 +257,11 @@ class OpenWindow:
             raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")
         if self._first is not None and self._total is not self._first:
             total = self._total
-            if self._ranks.size > 1:
-                # Strategies average over the processes.
-                total = self._ranks.total([float(total)])[0] / self._ranks.size
-            if total != 0:
+            if self._ranks.size > 1:  # strategies average over the processes
+                total = self._of_all(total, strategy.device) / self._ranks.size
+            if isinstance(total, Tensor):  # to compare it here would wait for the device
+                strategy.scale_gradients(parameters, torch.where(total != 0, self._first / total, 1.0))
+            elif total != 0:
                 strategy.scale_gradients(parameters, self._first / total)
         self._open, self._first, self._total = False, None, 0.0
 

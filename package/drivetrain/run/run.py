@@ -58,6 +58,7 @@ class Run(RunState):
         step: The last update's result, or None before the first.
         window: The window being trained on, or None.
         evaluation: Where the evaluation is.
+        device_wait: Seconds that the last log point waited for the device, until its values were there.
         timing: Seconds spent so far on "data", "compute", "evaluation" and "save"; and, where the task is
             compiled, on "compile".
         ledger: The file with all of the run's time.
@@ -340,11 +341,13 @@ class Run(RunState):
         self.check_parameters()
         if self.nonfinite.rolls_back() or self.nonfinite.spoiled:
             return
+        start = perf_counter()
         try:
             means = self.engine.buffer.means(beside=self._values)
         except NonFiniteError as error:
             self.nonfinite.end(error)
             return
+        self.device_wait = perf_counter() - start
         if self.nonfinite.choice == "skip":
             means["skipped_updates"] = float(self.progress.skipped)
         self.engine.buffer.reset()

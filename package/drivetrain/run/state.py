@@ -76,6 +76,7 @@ class RunState:
         self.step: StepResult | None = None
         self.window: Any = None
         self.evaluation = Evaluation()
+        self.device_wait = 0.0
         self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}
         self.stop_reason: str | None = None
         self.postponed: str | None = None

@@ -72,9 +72,12 @@ def has_collectives() -> Support:
 def has_bfloat16(device: torch.device, precision: Precision) -> Support:
     """Return whether a device has bfloat16, if a precision needs it."""
     dtypes = (precision.param_dtype, precision.compute_dtype)
-    if device.type == "cuda" and torch.bfloat16 in dtypes and not torch.cuda.is_bf16_supported():
-        return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
-    return Support(True)
+    # Emulated, as on a T4 or V100, it would train at a tenth of the speed.
+    if device.type != "cuda" or torch.bfloat16 not in dtypes:
+        return Support(True)
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return Support(True)
+    return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
 
 
 class Settings(NamedTuple):
@@ -300,6 +303,20 @@ class Strategy(ABC):
             share: The micro-batch's share of its window's weight; None means 1.
             inputs: The parameters that get gradients; None means all.
         """
+
+    def _root(self, loss: Tensor, share: float | Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the scaled loss and its gradient, where backward begins. Neither waits for the device.
+
+        `torch.full` passes a number to its kernel. `torch.tensor` would copy it from the host, and that waits
+        for all work that the device still has.
+        """
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
+        if share is None:
+            return loss, None
+        if isinstance(share, Tensor):
+            return loss, share.to(loss.device, loss.dtype)
+        return loss, torch.full((), share, dtype=loss.dtype, device=loss.device)
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients of a backward with `inputs` over all processes."""

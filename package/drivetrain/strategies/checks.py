@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.distributed.launch.environment import detect
 
 
 def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
@@ -44,6 +48,39 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
             f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
             f" had gather_at_end=False. Make it anew: {type(task).__name__}.from_checkpoint(path)"
         )
+
+
+def check_gathering(task: nn.Module, memory: int | None = None) -> None:
+    """Check that the whole values of a task, gathered when a run ends, fit into the memory of this machine.
+
+    Each of its processes gets them. Before the run it costs nothing to be told so.
+
+    Args:
+        task: The task, with all of its parameters, on any device.
+        memory: Bytes of the host; by default those of this machine, or what its control group may use.
+
+    Raises:
+        StrategyError: They do not fit.
+    """
+    found = detect(os.environ)
+    processes = 1 if found is None else found.local_world_size
+    size = sum(each.nbytes for each in {*task.parameters(), *task.buffers()})
+    memory = host_memory() if memory is None else memory
+    if size * processes > memory:
+        raise StrategyError(
+            f"when the run ends, the whole values of {type(task).__name__} would be gathered in the memory of"
+            f" each process: {processes} x {size / 2**30:.1f} GiB, and this machine has"
+            f" {memory / 2**30:.1f} GiB. Give gather_at_end=False in the strategy's configuration; a"
+            " checkpoint has the values too, for from_checkpoint(path)"
+        )
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this machine's processes may use."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")] if hasattr(os, "sysconf") else []
+    with contextlib.suppress(OSError, ValueError):  # another system, or no limit: "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return min(limits, default=2**62)
 
 
 def check_dimensions(task: nn.Module, otherwise: str = "") -> None:

@@ -271,9 +271,9 @@ class DDP(Strategy):
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss."""
-        if self._scale is not None:
-            loss = self._scale.scale(loss)
-        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        root = None
+        if share is not None or self._scale is not None:
+            loss, root = self._root(loss, share)
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
         if inputs is None and self._synchronized and not self.config.find_unused_parameters:
             check_used(self._names, self._parameters, "DDPConfig(find_unused_parameters=True)")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _PCI = "/sys/bus/pci/devices"
 _GOOGLE = "0x1ae0"
 _TPUS = frozenset({"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
@@ -33,7 +35,7 @@ class Hardware:
     def here(cls) -> Hardware:
         """Return the hardware of this machine."""
         return cls(
-            torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            cuda_devices(),
             torch.backends.mps.is_available(),
             tpu_chips(_PCI),
             torch.xpu.device_count() if torch.xpu.is_available() else 0,
@@ -56,6 +58,22 @@ class Hardware:
         found += [f"{self.xpu} Intel GPU{'' if self.xpu == 1 else 's'}"] if self.xpu else []
         found += [f"{self.tpu} TPU chip{'' if self.tpu == 1 else 's'}"] if self.tpu else []
         return f"{', '.join(found[:-1])} and {found[-1]}"
+
+
+def cuda_devices() -> int:
+    """Return the number of CUDA GPUs, without starting CUDA: no fork of a process that has could use a GPU.
+
+    torch asks NVIDIA's management library instead if this variable is set, as Accelerate and Fabric set it.
+    """
+    before = os.environ.get(_BY_NVML)
+    os.environ[_BY_NVML] = "1"
+    try:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    finally:
+        if before is None:
+            del os.environ[_BY_NVML]
+        else:
+            os.environ[_BY_NVML] = before
 
 
 def tpu_chips(directory: str) -> int:

@@ -20,11 +20,17 @@ with several optimizers in the gradients of those that do not overflow."""
 class _Scaler(torch.amp.GradScaler):
     """A scaler that checks the local shards: torch cannot check sharded and whole gradients together."""
 
-    def _unscale_grads_(self, optimizer: Any, *others: Any) -> Any:
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *others: Any) -> Any:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if any(hasattr(each, "to_local") for each in parameters):
-            optimizer = SimpleNamespace(param_groups=[{"params": [_local(each) for each in parameters]}])
-        return super()._unscale_grads_(optimizer, *others)
+            parameters = [_local(each) for each in parameters]
+            optimizer = SimpleNamespace(param_groups=[{"params": parameters}])
+        gradients = {each.grad.device.type for each in parameters if each.grad is not None}
+        if inv_scale.device.type == "cuda" and "cpu" in gradients:
+            # Offloaded gradients. torch would copy both numbers to the host without waiting for them, and
+            # read them before they are there. Here they are copied once, and that is waited for.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, *others)
 
 
 def _local(parameter: Any) -> Tensor:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.launch.children import PARENT
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
@@ -144,11 +146,36 @@ def select_strategy(
         strategy = spec
     else:
         strategy = _make(spec, precision, devices, num_nodes, hardware or Hardware.here(), environment)
+    check_precision(strategy, precision)
+    return strategy
+
+
+def check_precision(strategy: Strategy, precision: Precision, what: str = "precision {!r}") -> None:
+    """Check that a strategy supports a precision on its device.
+
+    The question to a GPU starts CUDA, after which this process cannot be forked into ranks. So a process that
+    is going to have ranks does not ask; each rank does.
+
+    Args:
+        strategy: The strategy.
+        precision: The precision.
+        what: What was asked for, with a place for the precision's name.
+
+    Raises:
+        StrategyError: It does not; says why.
+    """
+    if strategy.device.type == "cuda" and strategy.world_size > 1 and not _is_rank():
+        return
     obstacle = precision.obstacle(strategy.device)
     support = Support(False, obstacle) if obstacle else strategy.supports(precision)
     if not support:
-        raise StrategyError(f"precision {precision.name!r} cannot run on {strategy.device}: {support.reason}")
-    return strategy
+        raise StrategyError(
+            f"{what.format(precision.name)} cannot run on {strategy.device}: {support.reason}"
+        )
+
+
+def _is_rank() -> bool:
+    return torch.distributed.is_initialized() or detect(os.environ) is not None
 
 
 def select_precision(

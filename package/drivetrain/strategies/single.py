@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from drivetrain.core.errors import StrategyError
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, has_bfloat16
 from drivetrain.strategies.checks import check_values
+from drivetrain.strategies.hardware import cuda_devices
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import clip_grad_norm, trained_sparsely
@@ -34,13 +35,15 @@ def _existing(spec: str | torch.device) -> torch.device:
         return device
     kind = device.type
     backend = torch.cuda if kind == "cuda" else torch.xpu
-    if not backend.is_available():
+    count = cuda_devices() if kind == "cuda" else backend.device_count()
+    if not count:
         maker = "CUDA" if kind == "cuda" else "Intel"
         raise StrategyError(
             f"device {str(spec)!r} is not available: torch sees no {maker} GPU. Use strategy='cpu' or 'auto'"
         )
-    index = backend.current_device() if device.index is None else device.index
-    count = backend.device_count()
+    # The question for the current device would start CUDA, and then no fork of this process could use it.
+    current = backend.current_device() if backend.is_initialized() else 0
+    index = current if device.index is None else device.index
     if index >= count:
         raise StrategyError(
             f"device {str(spec)!r} does not exist: torch sees {count} GPU(s), the last is"
@@ -70,6 +73,7 @@ class SingleDevice(Strategy):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
         self.name = "single"
+        self._device_before: int | None = None
         self._sparse: list[nn.Parameter] = []
 
     def supports(self, precision: Precision) -> Support:
@@ -85,6 +89,18 @@ class SingleDevice(Strategy):
                 " '32', 'bf16-mixed', '16-mixed', 'bf16-true' and '16-true'",
             )
         return has_bfloat16(self.device, precision)
+
+    def setup(self) -> None:
+        """Make the GPU the current one, which a task's `device="cuda"` and its own kernels mean."""
+        if self.device.type == "cuda":
+            self._device_before = torch.cuda.current_device()
+            torch.cuda.set_device(self.device)
+
+    def teardown(self) -> None:
+        """Make the GPU of before the current one again."""
+        if self._device_before is not None:
+            torch.cuda.set_device(self._device_before)
+            self._device_before = None
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
@@ -102,9 +118,9 @@ class SingleDevice(Strategy):
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss: multiplying the loss would take 6 us."""
-        if self._scale is not None:
-            loss = self._scale.scale(loss)
-        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        root = None
+        if share is not None or self._scale is not None:
+            loss, root = self._root(loss, share)
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:

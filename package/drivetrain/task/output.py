@@ -117,7 +117,7 @@ def _stacked(named: Mapping[str, Any], loss: Tensor | None) -> Tensor:
             tensors = (each for each in (loss, *named.values()) if isinstance(each, Tensor))
             device = next((each.device for each in tensors), torch.device("cpu"))
             wide = wide_dtype(device)
-            return torch.stack([_scalar(name, value).to(device, wide) for name, value in named.items()])
+            return torch.stack([_placed(name, value, device, wide) for name, value in named.items()])
         if stacked.ndim > 1 or hasattr(stacked, "full_tensor"):  # equal shapes but no scalars, or sharded
             return torch.stack([_scalar(name, value) for name, value in named.items()])
         return stacked
@@ -127,6 +127,12 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype for sums on a device."""
     # MPS has no float64, nor have many Intel GPUs.
     return torch.float32 if device.type in ("mps", "xpu") else torch.float64
+
+
+def _placed(name: str, value: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, (int, float)):  # goes to the kernel; a copy from the host would wait for the device
+        return torch.full((), value, dtype=dtype, device=device)
+    return _scalar(name, value).to(device, dtype)
 
 
 def _scalar(name: str, value: Any) -> Tensor:

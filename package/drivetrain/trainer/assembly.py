@@ -26,6 +26,7 @@ from drivetrain.data.reading import check_evaluation_size, check_settings_used
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
+from drivetrain.engine.gpu_advice import advise
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
 from drivetrain.engine.updater import check_watched
@@ -283,6 +284,8 @@ def _fit_run(
         micro_batch=settings.micro_batch,
         show=settings.progress_bar,
     )
+    if engine.strategy.rank == 0:
+        advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
     check_same_optimizers(task, engine.updaters, totals.updates, engine.ranks)
     check_watched(engine.updaters, bool(feeds))
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))

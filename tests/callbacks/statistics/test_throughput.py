@@ -86,6 +86,12 @@ def test_a_resumed_run_has_the_count_of_its_checkpoint(drive, tmp_path):
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
 
 
+def test_a_device_that_still_has_work_at_a_log_point_does_not_wait_for_data():
+    for device, waited, starved in (("cuda", 0.1, True), ("cuda", 2.0, False), ("cpu", 2.0, True)):
+        engine = SimpleNamespace(device=torch.device(device))
+        assert throughput.is_starved(SimpleNamespace(engine=engine, device_wait=waited), 10.0) == starved
+
+
 def test_long_waits_for_data_are_hinted_at_once_unless_nobody_asks(drive):
     for hint, waits, hinted in ((0.2, 1000.0, True), (None, 1000.0, False), (0.2, 0.0, False)):
 

@@ -47,16 +47,14 @@ class DyingStream(IterableDataset[tuple[Tensor, Tensor]]):  # the same, as a str
         return map(Dies(7).__getitem__, range(8))
 
 
-def wait_for_a_death() -> None:
-    """Until the only worker has died, which torch would raise here."""
+def wait_for_a_death() -> None:  # until the only worker has died, which torch would raise here
     deadline = time.monotonic() + LIMIT
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not multiprocessing.active_children()
 
 
-def kill(worker: Any) -> None:
-    """Kill a worker, and wait until this process has been told of its end."""
+def kill(worker: Any) -> None:  # kill a worker, and wait until this process has been told of its end
     os.kill(worker.pid, signal.SIGKILL)
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     until = time.monotonic() + 1.0  # the handler runs at once, but torch may not know the worker yet

@@ -1,5 +1,6 @@
 """A run that not all ranks begin says so, instead of waiting in silence."""
 
+import os
 import re
 import threading
 from typing import Any
@@ -10,6 +11,7 @@ from tests.distributed.running import run_all
 from tests.support.messages import warned
 from torch._C._distributed_c10d import HashStore
 
+from drivetrain.distributed import group
 from drivetrain.distributed.launch import rendezvous
 
 ADVICE = "and this run needs all ranks. Call fit, validate, test and predict on all ranks, not under `if rank"
@@ -30,6 +32,20 @@ def test_a_rank_that_has_ended_is_named_with_what_to_do() -> None:
         assert ended.code == 1, after
         assert any(ADVICE in each and re.search(told, each) for each in ended.errors), ended.errors
         assert last in ended.errors[-1]
+
+
+def test_a_group_of_gpus_is_left_to_the_interpreter_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To end it in order would wait for collectives that other ranks never join."""
+    ended: list[str] = []
+    monkeypatch.setattr(group, "disband", lambda: ended.append("in order"))
+    monkeypatch.setattr(group, "note_end", lambda: None)
+    monkeypatch.setattr(group, "_process", os.getpid())
+    for bound, failed, expected in (("cuda", True, 0), ("cuda", False, 1), (None, True, 1)):
+        monkeypatch.setattr(group, "_bound", bound and torch.device(bound, 0))
+        monkeypatch.setattr(group, "has_failed", lambda failed=failed: failed)
+        ended.clear()
+        group._end()
+        assert len(ended) == expected, (bound, failed)
 
 
 def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,8 +222,7 @@ def test_the_losses_of_a_skipped_update_are_looked_at_too() -> None:
         refuse_nonfinite([good, (("loss",), torch.tensor(torch.nan), 1.0)], 3, rank=1)
 
 
-def stored(buffer: MetricBuffer) -> dict[str, Any]:
-    """The state as it comes back from a checkpoint."""
+def stored(buffer: MetricBuffer) -> dict[str, Any]:  # the state as it comes back from a checkpoint
     packed, tensors = pack(buffer.state_dict())
     tree = unpack(json.loads(json.dumps(packed)), {name: tensor.clone() for name, tensor in tensors.items()})
     assert isinstance(tree, dict)

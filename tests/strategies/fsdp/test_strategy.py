@@ -17,7 +17,7 @@ from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.wrapping import units
 from drivetrain.task.blocks import repeated_blocks
-from drivetrain.testing.strategies.check import CHECKS, check_strategy
+from drivetrain.testing.strategies.check import check_strategy
 from drivetrain.testing.strategies.tasks import Tokens
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -50,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "by_function": {"wrap": lambda module: isinstance(module, nn.Embedding), "cpu_offload": True},
     "prefetch": {"forward_prefetch": 1, "backward_prefetch": 2, "activation_checkpointing": "full"},
     "ignored": {"ignored": ("blocks.1", "*.bias")},
+    "each": {"reduce_each_micro_batch": True, "ignored": ("*.bias",)},
 }
 
 
@@ -71,10 +72,7 @@ CHECKED = ["frozen_and_tied", "parameters_may_be_unfrozen", "resume_is_bitwise"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIONS)
 def test_fsdp_options_conform(name: str) -> None:
-    # A task with other names than those ignored has its turn with hybrid shards.
-    all_but_one = [each for each in CHECKS if each != "generator_steps"]
-    more = [*(all_but_one if name == "ignored" else CHECKED), "same_as_the_big_batch"]
-    check_strategy(of(**OPTIONS[name]), checks=more)
+    check_strategy(of(**OPTIONS[name]), checks=[*CHECKED, "same_as_the_big_batch"])
 
 
 @pytest.mark.nightly
@@ -109,6 +107,24 @@ def held(sharding: str) -> list[int]:
     return sizes
 
 
+def have_gradients(each: bool) -> list[bool]:  # whether shards have gradients after each of two micro-batches
+    found: list[bool] = []
+    look = LambdaCallback(on_micro_batch_end=lambda run: found.append(run.task.head.weight.grad is not None))
+    strategy = fsdp(2, reduce_each_micro_batch=each)
+    trainer = quiet(
+        max_steps=1, strategy=strategy, devices=2, gradient_accumulation_steps=2, callbacks=[look]
+    )
+    task = Blocks(layer, 64, OptimizerConfig("sgd", lr=0.1))
+    task.head = nn.Linear(64, 2)
+    trainer.fit(task, [torch.ones(4, 64)] * 4)
+    return found
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch_or_in_each() -> None:
+    assert on_two_ranks(have_gradients, False) == [[False, True]] * 2
+    assert on_two_ranks(have_gradients, True) == [[True, True]] * 2
+
+
 def test_process_keeps_its_part_of_weights_and_optimizer() -> None:
     whole = 4 * (3 * 64 * 65 + 2 * 65)
     parts = {"full_shard": 2, "shard_grad_op": 2, "no_shard": 1}
@@ -137,9 +153,7 @@ def test_units_to_shard_are_those_of_the_tasks_classes_and_never_containers() ->
     assert not any(isinstance(each, nn.Embedding) for each in units(Named(tied=True), "auto"))
 
 
-class Normed(TaskModule):
-    """Computes a batch norm's mean over what a matrix product gives."""
-
+class Normed(TaskModule):  # computes a batch norm's mean over what a matrix product gives
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -155,8 +169,7 @@ class Normed(TaskModule):
 
 
 def test_batch_norms_in_shards_end_as_alone_in_every_precision() -> None:
-    def compare() -> None:
-        """Both processes see the batches of the one."""
+    def compare() -> None:  # both processes see the batches of the one
         same = [batch for batch in pairs(12, 4) for _ in range(2)]
         for precision, tolerance in (("32", 1e-6), ("bf16-mixed", 1e-2), ("bf16-true", 1e-2)):
             states: list[tuple[Tensor, Tensor]] = []
@@ -203,8 +216,7 @@ def test_activation_checkpointing_recomputes_only_what_is_not_kept_and_changes_n
             assert found == (plain[0], *counts)
 
 
-def prefetched(forward: int, backward: int) -> list[str]:
-    """What was gathered ahead in an update, in order."""
+def prefetched(forward: int, backward: int) -> list[str]:  # what was gathered ahead in an update, in order
     task = Blocks(dropping, 4, OptimizerConfig("sgd", lr=0.1))
     task.head = nn.Identity()  # type: ignore[assignment]
     strategy = fsdp(2, forward_prefetch=forward, backward_prefetch=backward)

@@ -42,7 +42,7 @@ def test_tf32_holds_for_forward_and_backward_of_a_run_and_no_longer() -> None:
 
 
 def test_tf32_ends_with_a_run_that_fails_and_with_an_engine() -> None:
-    before = settings()
+    before, older = settings(), torch.get_float32_matmul_precision()
 
     def fail(run: Any) -> None:
         raise ValueError("out of luck")
@@ -56,9 +56,11 @@ def test_tf32_ends_with_a_run_that_fails_and_with_an_engine() -> None:
     try:
         with Engine("cpu", Anywhere("tf32")):
             assert settings() == ALL
+            assert torch.get_float32_matmul_precision() == "high", "as the compiler's autotuning asks for it"
         assert matmul.fp32_precision == "ieee"
     finally:
         matmul.fp32_precision = before[0]
+    assert torch.get_float32_matmul_precision() == older
 
 
 def test_tf32_is_refused_on_older_gpus_and_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ _LOG = logger(__name__)
 _LEAST_WAIT = 1.0
 """The shortest wait for data between two log points, in seconds, that is worth a hint."""
 
+_BUSY = 0.05
+"""The share of an interval that reading its values takes at least if the host is ahead of the device."""
+
 _PARTS = ("data", "compute", "evaluation", "save", "compile")
 
 
@@ -42,8 +45,9 @@ class Throughput(Callback):
       the training time, which is the wall time without evaluation, saving and compiling;
     - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds`` and ``save_seconds``: the parts of the
       wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has a value with ``_share`` for
-      ``_seconds``. "data" is the wait for the data; if its share exceeds ``data_hint``, one line per fit on
-      standard error names a remedy;
+      ``_seconds``. "data" is the host's wait for the data; if its share exceeds ``data_hint``, one line per
+      fit on standard error names a remedy. A GPU works on meanwhile, so there the line comes only if the GPU
+      has nothing left to do at the log point. "compute" is the host's time too;
     - ``slowest_rank``, ``slowest_rank_ratio`` and ``waiting_share``: the rank that works longest between
       collectives, its time over the median of all ranks, and the share of the ranks' time spent on waiting
       for one another. They need several processes, Linux, collectives on gloo, and ten seconds of training.
@@ -176,9 +180,14 @@ class Throughput(Callback):
         for part, seconds in spent.items():
             run.log(f"throughput/{part}_seconds", seconds)
             run.log(f"throughput/{part}_share", seconds / wall)
-        if self._hints and spent["data"] >= _LEAST_WAIT and spent["data"] > wall * (self.data_hint or 0.0):
+        waited = spent["data"]
+        if (
+            self._hints
+            and waited > max(_LEAST_WAIT, wall * (self.data_hint or 0.0))
+            and is_starved(run, wall)
+        ):
             self._hints = False
-            _LOG.warning(_hint(run, spent["data"] / wall))
+            _LOG.warning(_hint(run, waited / wall))
         if self._flops_per_sample is not None:
             flops = samples * self._flops_per_sample
             run.log("throughput/model_flops_per_second", flops)
@@ -241,6 +250,16 @@ class Throughput(Callback):
             self._counting.close()
             self._counting = None
         self._loaded = False
+
+
+def is_starved(run: Run, wall: float) -> bool:
+    """Return whether the device had nothing left to do at a log point, so that it waits for the host.
+
+    Args:
+        run: The run.
+        wall: Seconds since the log point before.
+    """
+    return run.engine.device.type == "cpu" or run.device_wait < _BUSY * wall
 
 
 def _hint(run: Run, share: float) -> str:

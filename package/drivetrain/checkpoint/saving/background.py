@@ -27,11 +27,14 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._copied: list[torch.Event] = []
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with copies of the tensors in its plan, so that later changes do not matter.
 
-        Tensors that share memory (tied weights) still do. The next call overwrites the copies.
+        Tensors that share memory (tied weights) still do. The next call overwrites the copies. They can be
+        read after `wait`. Copies from a device go in turn with its other work, so that what comes later
+        cannot change what they copy; the caller does not wait for them.
         """
         assert snapshot.plan is not None
         before, self._buffers = self._buffers, {}
@@ -53,9 +56,14 @@ class HostBuffers:
                     pairs.append((target, part))
                 self._buffers[group, name] = target
                 parts[group][name] = target
-        _copy_all(pairs)
+        self._copied = _copy_all(pairs)
         plan = replace(snapshot.plan, parts=parts)
         return replace(snapshot, plan=plan, tensors=_detached(snapshot.tensors, parts))
+
+    def wait(self) -> None:
+        """Wait until the last copies are made; any thread may call it."""
+        for each in self._copied:
+            each.synchronize()
 
 
 def _identity(tensor: Tensor) -> _Identity:
@@ -71,15 +79,20 @@ def _buffer_for(tensor: Tensor, before: Tensor | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
 
-def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> list[torch.Event]:
+    """Start the copies of the second tensors into the first, and return the events of their ends."""
     devices = set()
     with torch.no_grad():
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
             if source.device.type not in ("cpu", "xla"):  # XLA's copies to the host are synchronous
                 devices.add(source.device)
+    events = []
     for device in devices:
-        torch.accelerator.synchronize(device)
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        events.append(event)
+    return events
 
 
 def _detached(

@@ -327,7 +327,12 @@ class CheckpointManager:
             # Planned here: the plan needs the live tensors, and only this process's share is copied.
             snapshot.plan = plan_save(snapshot.tensors, snapshot.objects.keys(), self.ranks)
             snapshot = self._buffers.copy(snapshot)
-        self._background.start(lambda: self._perform(job, snapshot))
+
+        def write() -> None:
+            self._buffers.wait()
+            self._perform(job, snapshot)
+
+        self._background.start(write)
         self._entries = job.stays
         self._in_flight = job
 

@@ -94,8 +94,9 @@ def _check(world_size: int) -> None:
         raise StrategyError(f"{sys.platform} cannot fork a process. {instead}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise StrategyError(
-            "CUDA is in use in this process, and a fork of it cannot use CUDA. Restart, and train before"
-            f" anything uses a GPU. Or else: {instead[0].lower()}{instead[1:]}"
+            "CUDA is in use in this process, and a fork of it cannot use CUDA. So a notebook can run one fit"
+            " on several GPUs, before anything else uses a GPU: restart it. Or else:"
+            f" {instead[0].lower()}{instead[1:]}"
         )
 
 

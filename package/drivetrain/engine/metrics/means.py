@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from drivetrain.core.devices import numbers_on
 from drivetrain.core.errors import CheckpointError, NonFiniteError
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.task.output import wide_dtype
@@ -31,7 +32,7 @@ def _sums(names: tuple[str, ...], rows: Sequence[Row], updates: Sequence[int]) -
     values = torch.stack([values for _, values, _ in rows]).reshape(len(rows), len(names))
     wide = wide_dtype(values.device)
     weights = _as_column([weight for _, _, weight in rows], values.device, wide)
-    numbers = torch.tensor(updates, device=values.device, dtype=torch.int64)[:, None]
+    numbers = numbers_on(values.device, updates, torch.int64)[:, None]
     bad = torch.where(torch.isfinite(values) | (weights == 0), _NEVER, numbers).amin(0).to(wide)
     # A weight of zero takes nothing from the mean, whatever the value: 0 x NaN would be NaN.
     weighted = torch.where(weights == 0, 0, values.to(wide) * weights).sum(0)
@@ -39,11 +40,15 @@ def _sums(names: tuple[str, ...], rows: Sequence[Row], updates: Sequence[int]) -
 
 
 def _as_column(weights: Sequence[float | Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
-    if any(isinstance(weight, Tensor) for weight in weights):
-        return torch.stack([torch.as_tensor(w, device=device, dtype=dtype).reshape(()) for w in weights])[
-            :, None
-        ]
-    return torch.tensor(weights, device=device, dtype=dtype)[:, None]
+    if not any(isinstance(weight, Tensor) for weight in weights):
+        return numbers_on(device, weights, dtype)[:, None]  # type: ignore[arg-type]
+    placed = [
+        each.to(device, dtype).reshape(())
+        if isinstance(each, Tensor)
+        else torch.full((), each, device=device, dtype=dtype)
+        for each in weights
+    ]
+    return torch.stack(placed)[:, None]
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ class MetricBuffer:
         values = torch.stack([values for _, values, _ in rows])
         if wide_dtype(values.device) is not torch.float64:
             return None
-        factors = torch.tensor(weights, device=values.device, dtype=torch.float64)
+        factors = numbers_on(values.device, weights, torch.float64)  # type: ignore[arg-type]
         sums = (factors @ values.to(torch.float64)).tolist()
         listed = sums if isinstance(sums, list) else [sums]
         if not all(map(math.isfinite, listed)):

@@ -276,9 +276,9 @@ class Accelerate(Strategy):
         """Run backward with the share as the gradient of the loss, without accelerate's division by the
         number of micro-batches.
         """
-        if self._scale is not None:
-            loss = self._scale.scale(loss)
-        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        root = None
+        if share is not None or self._scale is not None:
+            loss, root = self._root(loss, share)
         if self.sharded:
             self._backward_to_shards(loss, root, inputs)
             return

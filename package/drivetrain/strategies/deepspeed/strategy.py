@@ -31,7 +31,7 @@ from drivetrain.strategies.base import (
     has_collectives,
     installed,
 )
-from drivetrain.strategies.checks import check_dimensions, check_values
+from drivetrain.strategies.checks import check_dimensions, check_gathering, check_values
 from drivetrain.strategies.deepspeed.config import PRECISIONS, DeepSpeedConfig, check_contradictions, realise
 from drivetrain.strategies.deepspeed.errors import check_by_deepspeed, translated_errors
 from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
@@ -163,6 +163,8 @@ class DeepSpeed(Strategy):
         """Build the optimizer, and pass it and the module to DeepSpeed's engine."""
         task = module.task
         check_values(task, self.name, meta=self.sharded)
+        if self.sharded and self.config.gather_at_end:
+            check_gathering(task)
         settings = realise(self.config, precision, self._asked)
         if not isinstance(task, TaskModule):
             # A user's own loop may make an update at any time.

@@ -43,6 +43,9 @@ class FSDPConfig:
         backward_prefetch: How many blocks backward gathers in advance; it always gathers at least one, so 0
             and 1 are the same.
         timeout: Seconds that a collective may take; None uses torch's limit.
+        reduce_each_micro_batch: Reduce the gradients in each micro-batch of an accumulation, not only in the
+            last one. It takes as much communication as so many updates, and each process then keeps the
+            gradients of its shards alone, and not those of the whole model, until the update.
         gather_at_end: Gather the task's whole values in the host's memory of every process when a run has
             ended without an error. False leaves the shards, for tasks that do not fit there.
     """
@@ -59,6 +62,7 @@ class FSDPConfig:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     timeout: float | None = None
+    reduce_each_micro_batch: bool = False
     gather_at_end: bool = True
 
     def __post_init__(self) -> None:
@@ -85,7 +89,15 @@ class FSDPConfig:
         if self.shard_size is not None and not _whole(self.shard_size, 1):
             raise ConfigError(f"shard_size must be a positive number of processes, not {self.shard_size!r}")
         check_options(
-            self, ("timeout",), ("broadcast_buffers", "sync_batchnorm", "cpu_offload", "gather_at_end")
+            self,
+            ("timeout",),
+            (
+                "broadcast_buffers",
+                "sync_batchnorm",
+                "cpu_offload",
+                "reduce_each_micro_batch",
+                "gather_at_end",
+            ),
         )
         for name in ("forward_prefetch", "backward_prefetch"):
             if not _whole(getattr(self, name), 0):

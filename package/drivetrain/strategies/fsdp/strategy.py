@@ -29,7 +29,7 @@ from drivetrain.strategies.base import (
     has_bfloat16,
     has_collectives,
 )
-from drivetrain.strategies.checks import check_dimensions, check_values
+from drivetrain.strategies.checks import check_dimensions, check_gathering, check_values
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
@@ -151,6 +151,8 @@ class FSDP(Strategy):
         A task on the meta device is initialised part by part while it is sharded.
         """
         check_values(module.task, self.name, meta=True)
+        if self.config.gather_at_end:
+            check_gathering(module.task)
         if self.config.sync_batchnorm:
             module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]
         task = module.task
@@ -294,9 +296,10 @@ class FSDP(Strategy):
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
-        """Reduce gradients only in the window's last micro-batch."""
+        """Reduce gradients only in the window's last micro-batch, unless the configuration says each."""
         if self._has_buffers:
             broadcast_buffers(model, self.world_size)
+        last = last or self.config.reduce_each_micro_batch
         if last != self._synchronized:  # torch walks all modules to set it
             self._synchronized = last
             sharded: Any = model
@@ -308,9 +311,9 @@ class FSDP(Strategy):
     ) -> None:
         """Run backward with the share as the gradient of the loss."""
         self._has_run = True
-        if self._scale is not None:
-            loss = self._scale.scale(loss)
-        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        root = None
+        if share is not None or self._scale is not None:
+            loss, root = self._root(loss, share)
         with gradients_of(inputs, self._parameters):
             loss.backward(root)  # type: ignore[no-untyped-call]
         if inputs is None and self._synchronized and self._ignored:

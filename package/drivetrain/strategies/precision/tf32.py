@@ -6,7 +6,7 @@ NVIDIA's GPUs support it since Ampere (NVIDIA, "A100 Tensor Core GPU Architectur
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,22 @@ class TF32(Precision):
 
 @contextmanager
 def _allowed() -> Iterator[None]:
+    # torch's older names set the newer ones too. The reverse does not hold: after a newer name was set, the
+    # older ones cannot be read, which the compiler's autotuning does (torch 2.13).
     backends: Any = torch.backends
     places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
     before = [each.fp32_precision for each in places]
+    older = None
+    with suppress(RuntimeError):  # the user has set a newer name
+        older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
     try:
-        for each in places:
-            each.fp32_precision = "tf32"
+        torch.set_float32_matmul_precision("high")
+        backends.cudnn.allow_tf32 = True
         yield
     finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            backends.cudnn.allow_tf32 = older[1]
         for each, value in zip(places, before, strict=True):
             each.fp32_precision = value
 

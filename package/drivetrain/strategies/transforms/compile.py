@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.types import StepOutput
 from drivetrain.core.validation import by_name, check_names, flag, one_of
 from drivetrain.task.blocks import is_called, repeated_blocks
 from drivetrain.task.forward import read_forward
@@ -34,6 +35,8 @@ SCOPES = ("blocks", "task", "step")
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The values of `CompileConfig.mode`, which are those of `torch.compile`."""
+
+_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -212,11 +215,35 @@ class Compilation:
         if method in ("forward", "training_step"):
             self.parts[kind.__name__] = self.parts.get(kind.__name__, 0) + 1
 
+    def marking(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a step that marks for CUDA graphs where it begins, and whose loss is no output of one.
+
+        The next replay of a graph overwrites its outputs, and a loss is kept until the next log point.
+        Without the mark each call of a compiled block would count as a step of its own. A configuration
+        without graphs returns the step itself.
+        """
+        if self._config is None or not _makes_graphs(self._config):
+            return step
+
+        def run(batch: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            output = step(batch)
+            if isinstance(output, StepOutput) and isinstance(output.loss, Tensor):
+                return output._replace(loss=output.loss.clone())
+            return output.clone() if isinstance(output, Tensor) else output
+
+        return run
+
     def release(self) -> None:
         """Revert all modules, and drop the compiled code."""
         for each in self._installed:
             each.remove()
         self._installed, self._functions = [], {}
+
+
+def _makes_graphs(config: CompileConfig) -> bool:
+    options = config.options or {}
+    return config.mode in _WITH_GRAPHS or bool(options.get("triton.cudagraphs"))
 
 
 class Compiled:
