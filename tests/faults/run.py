@@ -27,12 +27,7 @@ AT_ONCE = 2
 
 
 class Outcomes:
-    """A plugin of pytest: the tests that failed.
-
-    Attributes:
-        failed: Their ids.
-        ran: How many ran.
-    """
+    """A plugin of pytest: the tests that failed, and how many ran."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -46,11 +41,7 @@ class Outcomes:
 
 
 def planted(fault: dict[str, Any], package: Path) -> None:
-    """Change a fault's line in a copy of the package.
-
-    Raises:
-        LookupError: The line does not stand there exactly once.
-    """
+    """Change a fault's line in a copy of the package; it must stand there exactly once."""
     path = package / "drivetrain" / fault["file"]
     lines = path.read_text(encoding="utf-8").splitlines()
     places = [number for number, line in enumerate(lines) if line.strip() == fault["line"]]

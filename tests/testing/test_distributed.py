@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left():
-    """The pool of ranks, which other tests use, may be there before."""
+def no_process_is_left():  # the pool of ranks, which other tests use, may be there before
     before = set(multiprocessing.active_children())
     yield
     assert set(multiprocessing.active_children()) <= before

@@ -58,9 +58,7 @@ def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved() 
     assert_resumable(make)
 
 
-class Clock(Callback):
-    """Logs a time, though not at the first log point: a resumed run has it later."""
-
+class Clock(Callback):  # logs a time, though not at the first log point: a resumed run has it later
     def __init__(self) -> None:
         self.seconds: float | None = None
 

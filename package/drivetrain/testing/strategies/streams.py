@@ -65,16 +65,15 @@ def _in_one_process(job: Job, data: Any, accumulation: int) -> Mapping[str, Tens
     optimizer = SGD(task.parameters(), lr=0.1)
     shares = [Share(rank, strategy.data_size) for rank in range(strategy.data_size)]
     streams = [Streams(0, share.rank, strategy.device) for share in shares]
-    measure = Measure(task.loss_weight, task.tokens)
+    measure, transfer = Measure(task.loss_weight, task.tokens), Transfer(strategy.device)
     feeds = [
-        Feed(as_source(data, "training", 0, share=each), Transfer(strategy.device), measure, accumulation)
-        for each in shares
+        Feed(as_source(data, "training", 0, share=each), transfer, measure, accumulation) for each in shares
     ]
     for update, windows in enumerate(zip(*(each.windows(0) for each in feeds), strict=True)):
         total = sum(float(each.weight) for window in windows for each in window.micro_batches)
         for stream, window in zip(streams, windows, strict=True):
             stream.seed_update(update)
-            for each in window.micro_batches:
+            for each in map(transfer.moved, window.micro_batches):
                 if each.weight:
                     with context():
                         loss = task.loss(task(each.batch["tokens"]), each.batch)

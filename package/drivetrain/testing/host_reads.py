@@ -1,0 +1,200 @@
+"""Waits of the host for the device, found on a machine without a GPU."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import drivetrain
+from drivetrain.task.task import TaskModule
+from drivetrain.trainer.trainer import Trainer
+
+Note = Callable[[str, str], None]
+"""Takes an operation and why it waits."""
+
+_WARM = 2
+"""Updates before those that are watched: the first ones allocate and compile."""
+
+_SIZE = "the size of the result is read"
+_READS = {
+    "_local_scalar_dense": "a number is read, as by item(), float() or `if tensor`",
+    "equal": "torch.equal is a bool of the host",
+    "_linalg_check_errors": "the outcome is read; the `_ex` functions do not check it",
+    "lift_fresh": "Python numbers become a tensor; torch.full copies nothing",
+    **dict.fromkeys(("nonzero", "masked_select", "bincount", "_coalesce"), _SIZE),
+    **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive"), _SIZE),
+}
+"""Operations that wait on a GPU, by torch's names."""
+
+_COPIES = {Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.__array__}
+"""Methods that copy to the host. On a CPU they are no operations that a dispatch mode is shown."""
+
+_CUDA_WAIT = "called a synchronizing CUDA operation"
+
+_PACKAGE = f"{Path(drivetrain.__file__).parent}/"
+_TORCH = f"{Path(torch.__file__).parent}/"
+_ON_THE_HOST = (
+    f"{_PACKAGE}data/feed.py",  # counts batches before they are moved
+    f"{_PACKAGE}distributed/ranks.py",  # exchanges numbers of the host
+    f"{_PACKAGE}core/devices.py",  # copies from pinned memory, which nothing waits for
+    f"{_PACKAGE}engine/skip.py:_finite_on_cpu",  # runs on CPUs alone
+    f"{_TORCH}optim/optimizer.py:_get_value",  # torch's optimizers that are not fused count on the host
+    f"{_TORCH}utils/data/",  # makes batches
+)
+"""Code whose reads are no waits on any machine: files, functions, and a folder."""
+
+
+class HostReads:
+    """A context manager that notes each operation for which the host would wait for a GPU.
+
+    On a CPU it notes operations by their names: reads of values, results whose size depends on values, and
+    Python numbers that become tensors (of which those that stay on the host would not wait). On a CUDA device
+    it notes torch's own warnings (`torch.cuda.set_sync_debug_mode`). What drivetrain's data code does with
+    batches on the host is left out. It watches the thread that enters it.
+
+    Args:
+        device: The device of the model.
+
+    Attributes:
+        reads: What was noted, in order: torch's name of the operation, the innermost line outside of torch,
+            and why it waits, as "_local_scalar_dense at train.py:12: a number is read ...".
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.reads: list[str] = []
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        modes: tuple[AbstractContextManager[Any], ...] = (_Copies(self._note), _Operations(self._note))
+        for each in (_cuda_waits(self._note),) if self._on_cuda else modes:
+            self._open.enter_context(each)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop watching."""
+        self._open.close()
+
+    def _note(self, operation: str, reason: str) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        place = ""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not self._on_cuda and f"{file}:{frame.f_code.co_name}".startswith(_ON_THE_HOST):
+                return
+            if not place and file not in (__file__, warnings.__file__) and not file.startswith(_TORCH):
+                place = f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        self.reads.append(f"{operation} at {place}: {reason}")
+
+
+def no_host_reads(
+    task: TaskModule, data: Any, *, updates: int = 4, allowed: float = 0, **options: Any
+) -> list[str]:
+    """Check that a steady update of a fit makes the host wait for nothing that a GPU computes.
+
+    It trains for a few updates, and watches those after the first two, with `HostReads`. No log point falls
+    among them, where a run may wait; give `log_every` to have one. Nothing is written.
+
+    Args:
+        task: The task. Its weights are trained.
+        data: Training data, of at least two updates more than are watched; epochs may end in between.
+        updates: How many updates are watched.
+        allowed: How many waits each of them may have.
+        **options: Arguments of the Trainer, such as `precision="bf16-mixed"`. The default strategy is "cpu".
+
+    Returns:
+        The waits.
+
+    Raises:
+        AssertionError: There were more, or the fit ended too early. The message has each operation and its
+            line.
+    """
+    quiet: dict[str, Any] = {"checkpoint": False, "loggers": (), "progress_bar": False, "strategy": "cpu"}
+    seldom = {"log_every": "1_000_000_000 steps", "validate_every": None}
+    limit = {} if options.keys() & {"max_epochs", "max_time"} else {"max_steps": _WARM + updates + 1}
+    trainer = Trainer(**{**quiet, **seldom, **limit, **options})
+    with closing(trainer.steps(task, data)) as steps:
+        made = sum(1 for _ in islice(steps, _WARM))
+        with HostReads(trainer.select_strategy().device) as found:
+            made += sum(1 for _ in islice(steps, updates))
+    if made < _WARM + updates:
+        raise AssertionError(
+            f"the fit ended after {made} updates and needs {_WARM + updates}: give more data"
+        )
+    if len(found.reads) > allowed * updates:
+        counted = Counter(found.reads).most_common()
+        rows = "".join(f"\n  {times} x {each}" for each, times in counted)
+        raise AssertionError(
+            f"the host waits for the device {len(found.reads)} times in {updates} updates, and"
+            f" {allowed:g} are allowed in each:{rows}"
+        )
+    return found.reads
+
+
+class _Noting:
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
+
+
+class _Operations(_Noting, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows operations that would wait."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        name, keywords = function.overloadpacket.__name__, keywords or {}
+        if name in _READS:
+            self._note(name, _READS[name])
+        elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            # A single number for the chosen elements is masked_fill, which waits for nothing.
+            single = name != "index" and arguments[2].numel() == 1
+            chosen = [each.dtype for each in arguments[1] if each is not None]
+            if not single and (torch.bool in chosen or torch.uint8 in chosen):
+                self._note(name, "a mask chooses elements, and their number is read; use torch.where")
+        elif name == "repeat_interleave" and keywords.get("output_size") is None:
+            self._note(name, f"{_SIZE}; give output_size")
+        return function(*arguments, **keywords)
+
+
+class _Copies(_Noting, TorchFunctionMode):
+    """Shows methods that copy to the host."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function in _COPIES:
+            self._note(function.__name__, "a tensor is copied to the host")
+        return function(*arguments, **(keywords or {}))
+
+
+@contextmanager
+def _cuda_waits(note: Note) -> Iterator[None]:
+    """Show torch's warnings of waits; those of other threads that backward uses come when it ends."""
+    before, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+
+    def noted(message: Any, *others: Any, **more: Any) -> None:
+        if _CUDA_WAIT in str(message):
+            note("cudaStreamSynchronize", "torch says so")
+        else:
+            show(message, *others, **more)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        warnings.filterwarnings("always", f".*{_CUDA_WAIT}")
+        warnings.showwarning = noted
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)

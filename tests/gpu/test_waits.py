@@ -1,0 +1,27 @@
+"""A steady update waits for the device as often as the table of tests/support/waits.py says, and no more.
+
+On a GPU torch's own warnings of waits are counted, elsewhere the operations that would wait there.
+"""
+
+from pathlib import Path
+
+from tests.support.waits import CHANGE, ONE_RANK, WATCH, Row, waits, waits_of_own_loop, wrong
+
+from drivetrain import CheckpointConfig
+
+
+def test_updates_wait_as_often_as_the_table_says(device: str, tmp_path: Path) -> None:
+    found = {name: waits(row, device, tmp_path / name) for name, row in ONE_RANK.items()}
+    assert not wrong(found, ONE_RANK, device)
+    assert waits_of_own_loop(device) == 0
+    if device != "cpu":  # where a tensor of the host is a number
+        assert waits_of_own_loop(device, weights_on_device=True) == 0
+
+
+def test_no_callback_waits_between_log_points(device: str, tmp_path: Path) -> None:
+    policy = CheckpointConfig(every="20 steps", best=0, by=None)
+    found = {
+        name: waits(Row(), device, tmp_path / name, callbacks=[make()], checkpoint=policy, loggers="jsonl")
+        for name, make in {**CHANGE, **WATCH}.items()
+    }
+    assert not {name: each for name, each in found.items() if each}
