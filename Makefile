@@ -17,8 +17,9 @@ READY_DOCS := $(VENV_DOCS)/.ready
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
-# Arguments of benchmarks/run.py, such as BENCH="--quick".
+# Arguments of benchmarks/run.py, such as BENCH="--quick", and of tests/gpu/run.py.
 BENCH ?=
+GPU ?=
 
 # Without it, Material for MkDocs prints news of other projects.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/python -m mkdocs
@@ -92,9 +93,10 @@ xla-eight: $(READY_XLA)
 xla: $(READY_XLA)
 	$(BIN_XLA)/python -m pytest --durations 25 tests/xla
 
-# On a machine with an NVIDIA GPU: its tests, then benchmarks/gpu.py; the report is in the folder OUT.
+# On a machine with an NVIDIA GPU: its tests and benchmarks/gpu; the report is in the folder OUT. PYTHONPATH may bring
+# packages, and GPU="--size small" tries the program out on a CPU.
 gpu:
-	PYTHONPATH=package $(PYTHON) tests/gpu/run.py
+	$(PYTHON) tests/gpu/run.py $(GPU)
 
 # The figures of README.md and docs/explanation: not part of `make test`, because times are no tests. The benchmarks' own
 # tests come first.

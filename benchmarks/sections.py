@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import distributed
-import gpu
 import parts
 from peers import HAND, OURS
 from report import NONE, Cell, Table, lowest
@@ -250,14 +249,7 @@ def several(plan: Plan) -> Iterator[Table]:
         yield table
 
 
-def on_gpu(plan: Plan) -> Iterator[Table]:
-    """GPT-2 on a GPU; see `gpu.py`."""
-    if not plan.wants(gpu.TITLE, gpu.ROW):
-        return
-    yield gpu.table(plan.names, plan.rounds)
-
-
-SECTIONS: list[Callable[[Plan], Iterator[Table]]] = [first_steps, several, turns, where, checkpoints, on_gpu]
+SECTIONS: list[Callable[[Plan], Iterator[Table]]] = [first_steps, several, turns, where, checkpoints]
 """In their order: two processes are forked, and so they come while nothing but torch is imported here."""
 
 
@@ -270,7 +262,6 @@ def choices() -> list[str]:
         STARTS: [_STARTED],
         SEVERAL: [each.name for each in _CASES],
         CHECKPOINTS: _SAVED,
-        gpu.TITLE: [gpu.ROW],
     }
     more = [(table, name) for table, names in others.items() for name in names]
     return [f"{table}: {name}" for table, name in [*taking_turns, *more]]

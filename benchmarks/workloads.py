@@ -224,6 +224,21 @@ class Clock:
         self.times.append(self.read())
 
 
+def pinned(batches: list[Batch]) -> list[Batch]:
+    """Return the same batches in pinned memory, for copies to a GPU that nobody waits for.
+
+    One batch may come several times. Small tensors share one allocation, for each takes a call of the driver.
+    """
+    each = list({id(batch): batch for batch in batches}.values())
+    if each[0]["x"].ndim < 4:
+        columns = {name: torch.stack([batch[name] for batch in each]).pin_memory() for name in each[0]}
+        found = [{name: column[row] for name, column in columns.items()} for row in range(len(each))]
+    else:  # a stack would lose the order of the dimensions in memory
+        found = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in each]
+    by_id = {id(batch): made for batch, made in zip(each, found, strict=True)}
+    return [by_id[id(batch)] for batch in batches]
+
+
 @dataclass
 class Job:
     """What a contestant is given. All fields are wishes: bare is the default.
@@ -243,7 +258,8 @@ class Job:
         hooks: Whether those callbacks override the two hooks of every step and do nothing.
         device: Where: "cpu" or "cuda".
         precision: "32" or "bf16".
-        compiled: Whether the model is compiled.
+        compiled: Whether the model is compiled; ours takes a `CompileConfig` too.
+        backend: What compiles it.
         directory: Where files go.
         clock: Called whenever a loss is computed.
     """
@@ -262,7 +278,8 @@ class Job:
     hooks: bool = False
     device: str = "cpu"
     precision: str = "32"
-    compiled: bool = False
+    compiled: Any = False
+    backend: str = "inductor"
     directory: Path = Path("runs")
     clock: Callable[[], None] = field(default_factory=Clock)
 
@@ -272,6 +289,8 @@ class Job:
         self.net = self.work.model()
         self.count = (self.warm_up + self.updates + 1) * self.accumulation
         made = self.work.batches(self.count, self.work.rows)
+        if self.device == "cuda":
+            made = pinned(made)
         self.data: Any = DataLoader(Rows(made), batch_size=self.work.rows) if self.loader else made
         self.probe = made[0]
         self.plain = not (self.accuracy or self.returned)
@@ -279,6 +298,10 @@ class Job:
     def optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """The optimizer of every contestant."""
         return self.work.make_optimizer(parameters)
+
+    def whole(self) -> Any:
+        """The model, compiled as a whole if that is wished for."""
+        return torch.compile(self.net, backend=self.backend) if self.compiled else self.net
 
     def loss(self, outputs: Tensor, label: Tensor) -> Tensor:
         """The loss of a batch; the clock hears of it."""
@@ -306,9 +329,13 @@ class Job:
         assert isinstance(self.clock, Clock)
         return min(self.blocks(self.clock.times))
 
-    def probed(self) -> float:
-        """The model's loss on the first batch."""
+    def probed(self, rows: int | None = None) -> float:
+        """The model's loss on the first batch, or on its first rows, where the model is."""
+        training = self.net.training  # ours leaves a module in evaluation whose owner has put it there
         self.net.eval()
+        device = next(self.net.parameters()).device
+        x, label = self.probe["x"][:rows].to(device), self.probe["label"][:rows]
         with torch.no_grad():
-            outputs = self.net(self.probe["x"].to(next(self.net.parameters()).device)).float().cpu()
-        return F.cross_entropy(outputs.flatten(0, -2), self.probe["label"].flatten()).item()
+            outputs = self.net(x).float().cpu()
+        self.net.train(training)
+        return F.cross_entropy(outputs.flatten(0, -2), label.flatten()).item()

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 import torch.distributed
@@ -26,16 +25,21 @@ from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.task.optim.config import OPTIMIZERS
 from drivetrain.task.optim.schedules import SCHEDULES
 
-# Without shrinking: a fault would make the run hang for minutes, and the first example shows it too.
-hypothesis.settings.register_profile(
-    "gate",
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-hypothesis.settings.load_profile("gate")
+try:
+    import hypothesis
+except ModuleNotFoundError:  # `make gpu` installs nothing, and its tests need none of it
+    pass
+else:
+    # Without shrinking: a fault would make the run hang for minutes, and the first example shows it too.
+    hypothesis.settings.register_profile(
+        "gate",
+        max_examples=40,
+        deadline=None,
+        derandomize=True,
+        phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    hypothesis.settings.load_profile("gate")
 
 REGISTRIES: tuple[Registry[Any], ...] = (LOGGERS, OPTIMIZERS, PRECISIONS, SCHEDULES, STRATEGIES)
 
@@ -129,8 +133,7 @@ def _settled(before: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def leaks_nothing() -> Iterator[None]:
-    """Fail a test after which the process is not as it was before."""
+def leaks_nothing() -> Iterator[None]:  # fail a test after which the process is not as it was before
     before = _state()
     yield
     after = _settled(before)

@@ -44,7 +44,7 @@ class AccelerateLoop(Peer):
     def train(self, job: Job) -> None:
         """Train."""
         made = accelerator(job)
-        net = torch.compile(job.net) if job.compiled else job.net
+        net = job.whole()
         net, optimizer, data = made.prepare(net, job.optimizer(net.parameters()), as_loader(job))
         net.train()
         for number, batch in enumerate(tqdm(data) if job.everything else data, start=1):

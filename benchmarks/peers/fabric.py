@@ -42,7 +42,7 @@ class FabricLoop(Peer):
     def train(self, job: Job) -> None:
         """Train."""
         made = fabric(job)
-        net = torch.compile(job.net) if job.compiled else job.net
+        net = job.whole()
         net, optimizer = made.setup(net, job.optimizer(net.parameters()))
         net.train()
         loader = job.loader or job.device != "cpu"

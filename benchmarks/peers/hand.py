@@ -21,7 +21,7 @@ class Hand(Peer):
         parameters = list(net.parameters())
         optimizer = job.optimizer(parameters)
         if job.compiled:
-            net = torch.compile(net)
+            net = job.whole()
         half = job.precision == "bf16"
         for number, batch in enumerate(job.data, start=1):
             x, label = batch["x"], batch["label"]

@@ -24,7 +24,7 @@ class Module(LightningModule):
 
     def __init__(self, job: Any) -> None:
         super().__init__()
-        self.net = torch.compile(job.net) if job.compiled else job.net
+        self.net = job.whole()
         self.job = job
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:

@@ -45,23 +45,23 @@ class HooksInTheStep(Callback):
         """Nothing."""
 
 
-def trainer(job: Job) -> Trainer:
-    """A Trainer with everything off that is not asked for."""
-    more: dict[str, Any] = {"loggers": (), "progress_bar": False}
+def trainer(job: Job, **options: Any) -> Trainer:
+    """A Trainer with everything off that is not asked for, and with further options."""
+    more: dict[str, Any] = {"checkpoint": False, "loggers": (), "progress_bar": False}
     if job.everything:
-        more = {"loggers": ("tensorboard", "csv"), "run_dir": job.directory, "log_every": 50}
+        more |= {"loggers": ("tensorboard", "csv"), "progress_bar": True}
+        more |= {"run_dir": job.directory, "log_every": 50}
     if job.precision != "32":
         more["precision"] = "bf16-mixed"
     kind = HooksInTheStep if job.hooks else Callback
+    more["callbacks"] = [kind() for _ in range(job.callbacks)]
     return Trainer(
         max_epochs=1,
-        checkpoint=False,
         strategy=job.device,
         max_grad_norm=job.clip,
         gradient_accumulation_steps=job.accumulation,
-        callbacks=[kind() for _ in range(job.callbacks)],
         compile=job.compiled,
-        **more,
+        **{**more, **options},
     )
 
 

@@ -26,7 +26,7 @@ class Model(nn.Module):
 
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self.net = torch.compile(job.net) if job.compiled else job.net
+        self.net = job.whole()
         self.job = job
         self.scalars: dict[str, Tensor] = {}
 

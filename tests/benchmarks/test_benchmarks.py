@@ -1,4 +1,4 @@
-"""The command and its tables, the parts of an update, the works, the page of the GPU, and stored figures."""
+"""The command and its tables, the parts of an update, the works, and stored figures."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from tests.support.site import site_script
 import manifest
 from calls import CallCounter
 from drivetrain.engine import engine
-from gpu import PEAKS, Shape, SynchronisedClock, peak, seconds, table, without_waiting
 from parts import BACKWARD, LOOP, MODEL, OPTIMIZER, PARTS, WINDOW, ZERO, Parts, measure
 from parts import table as table_of_parts
 from peers import HAND, OURS, load
@@ -23,7 +22,6 @@ from starts import starts
 from workloads import GPT, TINY, Clock, Job, tokens
 
 pytestmark = pytest.mark.nightly  # and before the benchmarks themselves, by `make bench`
-SMALL = Shape(layers=1, width=16, heads=2, size=32, length=8, rows=2)
 
 
 def test_a_run_writes_a_page_and_data_and_refuses_unknown_rows(
@@ -133,34 +131,6 @@ def test_training_lowers_the_loss_of_every_work() -> None:
         before = job.probed()
         Hand().train(job)
         assert job.probed() < before * 0.98, work.name
-
-
-def test_the_gpu_page_trains_and_finds_waits_between_log_points() -> None:
-    for name in (HAND, OURS):
-        assert seconds(name, SMALL, "cpu", updates=6, block=3, compiled=False) > 0
-    modes: list[str] = []
-    # 26 updates, of which 3 warm up and 2 log.
-    assert without_waiting(SMALL, "cpu", 20, modes.append, compiled=False) == modes.count("error") == 21
-    assert modes[9] == modes[19] == modes[-1] == "default"
-
-    def refuse(mode: str) -> None:
-        modes.append(mode)
-        if mode == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
-
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        without_waiting(SMALL, "cpu", 20, refuse, compiled=False)
-    assert modes[-2:] == ["error", "default"]
-    waited: list[int] = []
-    clock = SynchronisedClock(2, 3, lambda: waited.append(len(clock.times)))
-    for _ in range(9):
-        clock()
-    assert waited == [2, 5, 8], "at the begin of a block only"
-    parameters = sum(each.numel() for each in Shape().work().model().parameters())
-    assert parameters == pytest.approx(124.4e6, rel=2e-3)
-    assert Shape().flops(parameters) == pytest.approx(0.860e9, rel=2e-3)
-    assert (peak("NVIDIA H200"), peak("Something new")) == (PEAKS["H200"] * 1e12, None)
-    assert torch.cuda.is_available() or table([HAND], 1).notes == ["Skipped: there is no GPU here."]
 
 
 def test_a_manifest_grows_by_a_few_bytes_a_file_and_what_rank_0_sends_not_at_all() -> None:

@@ -18,8 +18,7 @@ HERE = [name for name in installed() if not ROSTER[name].apart]
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[OtherPlace]:
-    """A process of its own: contestants change settings of the whole process."""
+def place() -> Iterator[OtherPlace]:  # A process of its own: contestants change settings of the whole process
     made = OtherPlace([HAND, OURS])
     yield made
     made.close()
@@ -55,9 +54,7 @@ def test_two_runs_make_the_same_calls_and_ours_no_more_than_the_hand_written_loo
     assert 20 < ours["python"] <= hand["python"]
 
 
-class Careless(Hand):
-    """Takes a batch twice in place of another."""
-
+class Careless(Hand):  # takes a batch twice in place of another
     def train(self, job: Any) -> None:
         job.data[3] = job.data[4]
         super().train(job)

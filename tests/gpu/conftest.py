@@ -6,8 +6,7 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:  # mark every test of this folder
     for item in items:
         if "tests/gpu/" in item.path.as_posix():
             item.add_marker(pytest.mark.gpu)

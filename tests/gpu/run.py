@@ -1,19 +1,24 @@
 """Run everything that can use an NVIDIA GPU, and report it: `make gpu`, or `python tests/gpu/run.py`.
 
-Nothing is installed: this runs with the Python and the torch of the machine, and names and skips what is
-missing. Each part has a time limit; all of it takes at most 8 minutes. The report is in the folder that the
-variable OUT names, or in gpu-report: gpu.md and gpu.json, and the output of each part.
+Nothing is installed: this runs with the Python and the torch of the machine, takes further packages from
+PYTHONPATH, and names and skips what is missing. Each part is a process with a time limit; all of them take at
+most 8 minutes. The report is in the folder that the variable OUT names, or in gpu-report: gpu.md and gpu.json
+as they are after each part, the output of each part, and rows.jsonl with what was measured, as it came.
 
-The exit code is 0 where every part passed, 1 where one failed, and 2 where there is no GPU to run on.
+The exit code is 0 where every part passed, 1 where one failed, and 2 where there is no GPU to run on. The
+parts' own are in the report. `--size small` runs the same parts on a CPU with tiny models, to try them out.
 """
 
+import argparse
 import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,8 +27,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 480.0
-"""Seconds for everything."""
+sys.path.append(str(ROOT / "benchmarks"))
+
+from gpu.page import page  # noqa: E402
+from gpu.plan import LIMIT, PLAN  # noqa: E402
 
 CORE = {
     "numpy": "the package itself",
@@ -36,7 +43,17 @@ CORE = {
 }
 """The package's own requirements, and what needs them."""
 
-EXTRAS = {"pytest": "the tests", "triton": "compilation", "torchao": "fp8 and 8-bit optimizers"}
+COMPILED = Path(tempfile.gettempdir(), f"drivetrain-gpu-{os.getpid()}")
+"""What is compiled, for as long as this runs: the parts share it, and no other run does."""
+
+EXTRAS = {
+    "pytest": "the tests",
+    "triton": "compilation",
+    "torchao": "fp8 and 8-bit optimizers",
+    "lightning": "its rows of the tables",
+    "accelerate": "its rows of the tables",
+    "transformers": "its rows of the tables",
+}
 
 PROBE = """
 import json, torch
@@ -51,43 +68,37 @@ print(json.dumps(found))
 
 @dataclass
 class Part:
-    """A part of the run.
+    """A part of the run."""
 
-    Attributes:
-        name: Also of the file with its output.
-        command: What is run.
-        seconds: Its time limit.
-        needs: Packages without which it is skipped.
-        outcome: "passed", "failed", "ran out of time" or "skipped".
-        took: Seconds.
-        reason: Why it was skipped, or how it failed.
-        tests: What each test gave, where there are tests.
-        table: What it has measured, as Markdown.
-        data: The same as data.
-    """
-
-    name: str
+    name: str  # also of the file with its output
     command: list[str]
-    seconds: float
-    needs: tuple[str, ...] = ()
-    outcome: str = ""
+    seconds: float  # what it may take at least
+    needs: tuple[str, ...] = ("numpy", "xxhash")  # packages without which it is skipped
+    end: str = ""  # the option that tells its program when it is ended; "" if it takes none
+    outcome: str = ""  # "passed", "failed", "ran out of time" or "skipped"
+    code: int | None = None
     took: float = 0.0
-    reason: str = ""
+    reason: str = ""  # why it was skipped, or how it failed
     tests: list[dict[str, Any]] = field(default_factory=list)
-    table: str = ""
-    data: Any = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def parts(directory: Path) -> list[Part]:
-    """What is run, in this order."""
-    pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", "-W", "default"]
+def parts(directory: Path, size: str = "full", only: list[str] | None = None) -> list[Part]:
+    """Return what is run, in this order."""
+    # Without the budget of CPU seconds, which is for tests on CPUs.
+    options = ["-m", "gpu", "-rs", "-p", "no:cacheprovider", "-p", "no:gate", "-W", "default"]
+    pytest = [sys.executable, "-m", "pytest", *options]
     found: list[Part] = []
-    for name, seconds in (("training", 150.0), ("precisions", 90.0)):
-        report = f"--junitxml={directory / name}.xml"
-        command = [*pytest, report, f"tests/gpu/test_{name}.py"]
-        found.append(Part(name, command, seconds, ("pytest", "numpy", "xxhash")))
-    measure = [sys.executable, "benchmarks/gpu.py", "--output", str(directory / "benchmark.json")]
-    return [*found, Part("benchmark", measure, 200.0, ("numpy", "xxhash"))]
+    for name, seconds, _, is_test in PLAN:
+        if only is not None and name not in only:
+            continue
+        if is_test:
+            command = [*pytest, f"--junitxml={directory / name}.xml", f"tests/gpu/test_{name}.py"]
+            found.append(Part(name, command, seconds, ("pytest", "numpy", "xxhash")))
+            continue
+        rows = ["--size", size, "--rows", str(directory / "rows.jsonl")]
+        found.append(Part(name, [sys.executable, "-m", "gpu", name, *rows], seconds, end="--until"))
+    return found
 
 
 def missing(names: dict[str, str]) -> dict[str, str]:
@@ -95,8 +106,7 @@ def missing(names: dict[str, str]) -> dict[str, str]:
     return {name: use for name, use in names.items() if importlib.util.find_spec(name) is None}
 
 
-def installed() -> dict[str, str]:
-    """The versions of what is installed."""
+def installed() -> dict[str, str]:  # the versions of what is installed
     found = {}
     for name in ("torch", *CORE, *EXTRAS):
         try:
@@ -128,42 +138,60 @@ def probe() -> tuple[dict[str, Any], str]:
     return found, ""
 
 
-def run(part: Part, directory: Path, left: float) -> None:
-    """Run a part within its time limit, and note what came of it."""
+def run(part: Part, directory: Path, limit: float) -> None:
+    """Run a part within a limit in seconds, of which 0 is none left, and note what came of it."""
     lacking = [name for name in part.needs if importlib.util.find_spec(name) is None]
     if lacking:
         part.outcome, part.reason = "skipped", f"not installed: {', '.join(lacking)}"
         return
-    limit = min(part.seconds, left)
-    if left < 10:
+    if limit <= 0:
         part.outcome, part.reason = "skipped", f"the {LIMIT:.0f} seconds of all parts are over"
         return
-    paths = [str(ROOT / "package"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    command = part.command + ([part.end, f"{time.time() + limit:.1f}"] if part.end else [])
     begun = time.monotonic()
     log = directory / f"{part.name}.log"
     with log.open("w", encoding="utf-8") as output:
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        options: Any = {"cwd": ROOT, "env": environment, "start_new_session": True}
-        process = subprocess.Popen(part.command, **streams, **options)
+        options: Any = {"cwd": ROOT, "env": environment(), "start_new_session": True}
+        process = subprocess.Popen(command, **streams, **options)
         try:
-            code = process.wait(limit)
-            part.outcome = "passed" if code == 0 else "failed"
-            part.reason = "" if code == 0 else f"exit code {code}"
+            part.code = process.wait(limit)
+            part.outcome = "passed" if part.code == 0 else "failed"
+            part.reason = "" if part.code == 0 else f"exit code {part.code}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            part.code = process.wait()
             part.outcome, part.reason = "ran out of time", f"it took longer than {limit:.0f} s and was ended"
     part.took = time.monotonic() - begun
     results = directory / f"{part.name}.xml"
     if results.exists():
         part.tests = read_tests(results)
         results.unlink()
-    measured = directory / f"{part.name}.json"
-    if measured.exists():
-        part.data = json.loads(measured.read_text(encoding="utf-8"))
-        part.table = part.data.pop("markdown", "")
-        measured.unlink()
+    part.rows = read_rows(directory / "rows.jsonl", part.name)
+
+
+def environment() -> dict[str, str]:
+    """Return a part's variables: our packages before those of PYTHONPATH, and no number of threads.
+
+    `make` gives OMP_NUM_THREADS to all that it runs, for the sake of tests that share two cores.
+    """
+    paths = [str(ROOT / "package"), str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    found = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    found |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    return {**found, "TORCHINDUCTOR_CACHE_DIR": str(COMPILED)}
+
+
+def read_rows(file: Path, part: str) -> list[dict[str, Any]]:
+    """Return a part's rows; a line that was being written when its process was ended is left out."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["part"] == part:
+            found.append(row)
+    return found
 
 
 def read_tests(results: Path) -> list[dict[str, Any]]:
@@ -179,73 +207,63 @@ def read_tests(results: Path) -> list[dict[str, Any]]:
     return found
 
 
-def markdown(report: dict[str, Any], done: list[Part]) -> str:
-    """The report as a page."""
-    device = report["device"]
-    lines = ["# On a GPU", ""]
-    if report["refused"]:
-        lines += [f"Nothing was run: {report['refused']}.", ""]
-    if device.get("gpu"):
-        memory = device["memory"] / 2**30
-        capability = ".".join(map(str, device["capability"]))
-        told = f"{memory:.0f} GiB, compute capability {capability}, CUDA {device['cuda']}"
-        lines += [f"{device['gpu']}, {told}.", ""]
-    lines += [", ".join(f"{name} {each}" for name, each in report["installed"].items()) + ".", ""]
-    lines += [f"- Not installed: `{name}`, for {use}." for name, use in report["missing"].items()] + [""]
-    if done:
-        lines += ["| part | outcome | seconds | tests passed | failed | skipped |"]
-        lines += ["| --- | --- | ---: | ---: | ---: | ---: |"]
-    for part in done:
-        outcomes = [each["outcome"] for each in part.tests]
-        counts = [outcomes.count(what) for what in ("passed", "failed", "skipped")]
-        cells = [str(each) if part.tests else "" for each in counts]
-        said = part.outcome + (f": {part.reason}" if part.reason else "")
-        lines.append(f"| {part.name} | {said} | {part.took:.0f} | {' | '.join(cells)} |")
-    for part in done:
-        if part.table:
-            lines += ["", part.table]
-        others = [each for each in part.tests if each["outcome"] != "passed"]
-        if others:
-            lines += ["", f"## {part.name}: what did not pass", ""]
-            lines += [f"- {each['outcome']}: `{each['name']}`: {each['reason']}" for each in others]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run all parts, write the report and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=("full", "small"), default="full", help="small: to try the program")
+    parser.add_argument("--only", nargs="+", choices=[each.name for each in PLAN], help="these parts")
+    options = parser.parse_args(arguments)
     begun = time.monotonic()
     directory = Path(os.environ.get("OUT") or ROOT / "gpu-report").resolve()
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "rows.jsonl").unlink(missing_ok=True)
     device, refused = probe()
+    if options.size == "small" and "torch" in device:
+        refused = ""
     report: dict[str, Any] = {
+        "begun": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()),
+        "size": options.size,
         "python": platform.python_version(),
         "device": device,
         "installed": installed(),
         "missing": missing({**CORE, **EXTRAS}),
         "refused": refused,
+        "seconds": 0.0,
+        "parts": [],
     }
     for name, use in report["missing"].items():
         say(f"not installed: {name}; {use} will be skipped")
-    done: list[Part] = []
-    for part in [] if refused else parts(directory):
-        say(f"{part.name}, at most {part.seconds:.0f} s ...")
-        run(part, directory, LIMIT - (time.monotonic() - begun) - 5)
+    whole = LIMIT * (4 if options.size == "small" else 1)  # for machines that have other work
+    waiting = [] if refused else parts(directory, options.size, options.only)
+    while waiting:
+        part = waiting.pop(0)
+        left = whole - 5 - (time.monotonic() - begun)
+        limit = max(part.seconds, left - sum(each.seconds for each in waiting))
+        limit = min(left, limit) if left > 10 else 0.0
+        say(f"{part.name}, at most {limit:.0f} s ...")
+        run(part, directory, limit)
         say(f"{part.name}: {part.outcome} {part.reason}, {part.took:.0f} s")
-        done.append(part)
-    report["seconds"] = round(time.monotonic() - begun, 1)
-    report["parts"] = [asdict(part) for part in done]
-    (directory / "gpu.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
-    page = markdown(report, done)
-    (directory / "gpu.md").write_text(page, encoding="utf-8")
-    say(f"\n{page}\nThe report is in {directory}")
+        report["parts"].append(asdict(part))
+        write(report, directory, time.monotonic() - begun)
+    made = write(report, directory, time.monotonic() - begun)
+    shutil.rmtree(COMPILED, ignore_errors=True)
+    say(f"\n{made}\nThe report is in {directory}")
     if refused:
         say(f"make gpu: {refused}. Nothing was run")
         return 2
-    return int(any(part.outcome in ("failed", "ran out of time") for part in done))
+    return int(any(part["outcome"] in ("failed", "ran out of time") for part in report["parts"]))
 
 
-def say(text: str) -> None:
-    """Print a line at once."""
+def write(report: dict[str, Any], directory: Path, seconds: float) -> str:
+    """Write what there is so far; returns the page."""
+    report["seconds"] = round(seconds, 1)
+    (directory / "gpu.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    made = page(report)
+    (directory / "gpu.md").write_text(made, encoding="utf-8")
+    return made
+
+
+def say(text: str) -> None:  # print a line at once
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -45,8 +45,7 @@ def sets_of(files: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def main() -> int:
-    """Run them; return the exit code of the first that fails."""
+def main() -> int:  # run them; return the exit code of the first that fails
     (change,) = sys.argv[1:]
     sets = sets_of(
         subprocess.check_output(["git", "diff", "--name-only", change], cwd=ROOT, text=True).split()
