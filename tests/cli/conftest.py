@@ -32,8 +32,7 @@ def settings(line):
 
 
 @pytest.fixture
-def typed(here):
-    """What a task of `programs/typed.py` is given by a line."""
+def typed(here):  # what a task of `programs/typed.py` is given by a line
     shutil.copy(PROGRAMS / "typed.py", here)
     return lambda line: settings(f"--task typed.Typed {line}").make("task").given
 
@@ -47,8 +46,7 @@ def as_a_program(warns_as_expected, monkeypatch):
 
 
 @pytest.fixture
-def drive(here, capsys):
-    """Run `drivetrain` with a quiet trainer; returns the exit code, stdout and stderr."""
+def drive(here, capsys):  # run `drivetrain` with a quiet trainer; returns the exit code, stdout and stderr
 
     def run(command, line="", *, quiet=True):
         loggers = [] if "--trainer.loggers" in line else ["--trainer.loggers="]
@@ -60,8 +58,7 @@ def drive(here, capsys):
 
 
 @pytest.fixture
-def refuse(drive):
-    """Run lines that are refused, by a part of their message; lists all that differ."""
+def refuse(drive):  # run lines that are refused, by a part of their message; lists all that differ
 
     def run(command, lines, code=2):
         wrong = []

@@ -18,8 +18,7 @@ from drivetrain.cli.main import main
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run directory with two resume points, one of them the best."""
+def trained(tmp_path_factory):  # A run directory with two resume points, one of them the best
     run_dir = tmp_path_factory.mktemp("run")
     quiet(max_epochs=3, run_dir=run_dir, checkpoint=CheckpointConfig()).fit(Regression(), pairs(), pairs(4))
     return run_dir

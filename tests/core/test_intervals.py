@@ -135,8 +135,7 @@ def ends_and_clock_of_part(case: Case) -> tuple[list[Fraction], list[Fraction]]:
     return [start + number * part for start in range(epoch) for number in range(1, int(1 / part) + 1)], clock
 
 
-def expected(case: Case) -> list[int]:
-    """The windows after which the interval is due, by the rule."""
+def expected(case: Case) -> list[int]:  # the windows after which the interval is due, by the rule
     ends, clock = ends_and_clock(case)
     due, before = [], Fraction(0)
     for number, window in enumerate(case.windows):

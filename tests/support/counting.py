@@ -6,9 +6,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Counting(TorchDispatchMode):
-    """Counts what torch computes."""
-
+class Counting(TorchDispatchMode):  # counts what torch computes
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()

@@ -6,17 +6,14 @@ from drivetrain.callbacks import Callback
 from drivetrain.run.hooks import HOOKS
 
 
-class Line:
-    """A line of the drawing: a hook, or a loop or condition with what is indented below it."""
-
+class Line:  # A line of the drawing: a hook, or a loop or condition with what is indented below it
     def __init__(self, text: str) -> None:
         self.text = re.split(r"\s{2,}", text.strip())[0]  # to the right of it stands a remark
         self.is_hook = self.text in HOOKS
         self.inner: list[Line] = []
 
 
-def drawing() -> list[Line]:
-    """The lines of the drawing, nested as they are indented."""
+def drawing() -> list[Line]:  # the lines of the drawing, nested as they are indented
     assert Callback.__doc__ is not None
     block = Callback.__doc__.split("::\n\n")[1]
     root: list[Line] = []
@@ -34,23 +31,15 @@ def drawing() -> list[Line]:
     return root
 
 
-def drawn_hooks(lines: list[Line]) -> set[str]:
-    """All hooks in the drawing."""
+def drawn_hooks(lines: list[Line]) -> set[str]:  # all hooks in the drawing
     inner = [drawn_hooks(line.inner) for line in lines]
     return {line.text for line in lines if line.is_hook}.union(*inner)
 
 
 class Play:
-    """The hooks of a run in the order of the drawing, given what is due when.
+    """The hooks of a run in the order of the drawing, given the updates of each epoch and what is due when.
 
-    Args:
-        epochs: The updates of each epoch.
-        validates: The updates, counted from 1, after which validation is due.
-        logs: Those after which logging is due.
-        saves: Those after which a saver saves.
-        batches: Of a validation.
-        micro_batches: Of each update of an epoch.
-        resumed_after: The updates made before a resume; None for a fresh run.
+    Updates count from 1; `batches` are those of a validation, and `micro_batches` those of each update.
     """
 
     def __init__(
@@ -70,8 +59,7 @@ class Play:
         self._update = resumed_after or 0
         self._validating = False
 
-    def hooks(self) -> list[str]:
-        """Every call, in order."""
+    def hooks(self) -> list[str]:  # every call, in order
         return self._play(drawing())
 
     def _play(self, lines: list[Line]) -> list[str]:

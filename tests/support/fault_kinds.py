@@ -50,18 +50,14 @@ class Killed(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """What is to go wrong, and where."""
-
+class Fault:  # what is to go wrong, and where
     operation: int  # its number, from 1; the fault happens at the first from there on that it suits
     kind: FaultKind
     seed: int = 0  # decides which bit, how many bytes, and what a power cut keeps
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One operation that was asked for."""
-
+class Step:  # one operation that was asked for
     operation: Operation
     path: str  # of a renaming the old name
     fault: FaultKind | None = None  # None also for what fails because an earlier fault lasts
@@ -75,7 +71,6 @@ def suits(kind: FaultKind, operation: Operation, renames: bool) -> bool:
     return operation in OPERATIONS[kind]
 
 
-def failure(kind: FaultKind, path: str) -> OSError:
-    """The error that a fault of this kind looks like."""
+def failure(kind: FaultKind, path: str) -> OSError:  # the error that a fault of this kind looks like
     code = {"ENOSPC": errno.ENOSPC, "full disk": errno.ENOSPC, "EACCES": errno.EACCES}.get(kind, errno.EIO)
     return OSError(code, os.strerror(code), path)

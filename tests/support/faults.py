@@ -36,12 +36,10 @@ class FaultyFileSystem:
             assert root is not None, "a power cut needs the root"
             self._twin = _Twin(inner, root)
 
-    def heal(self) -> None:
-        """Free the disk that a fault has filled."""
+    def heal(self) -> None:  # free the disk that a fault has filled
         self._full = False
 
-    def struck(self) -> list[Step]:
-        """The steps that a fault has met."""
+    def struck(self) -> list[Step]:  # the steps that a fault has met
         return [step for step in self.steps if step.fault is not None]
 
     def absolute(self, path: str) -> str:
@@ -145,8 +143,7 @@ class FaultyFileSystem:
     def _delete(self, path: str) -> None:
         self._change(lambda files: files.delete(path))
 
-    def _delete_part(self, path: str, chance: random.Random) -> None:
-        """Delete some of what is in a directory."""
+    def _delete_part(self, path: str, chance: random.Random) -> None:  # delete some of what is in a directory
         names = sorted(self.inner.entries(path)) if self.inner.kind(path) == "directory" else []
         for name in chance.sample(names, chance.randint(0, len(names))):
             self._delete(self.inner.join(path, name))
@@ -214,8 +211,7 @@ class _FaultySink:
         if self._twin is not None:
             self._twin.finish()
 
-    def _spoil(self, chance: random.Random | None) -> None:
-        """Let the finished file vanish, or cut it short."""
+    def _spoil(self, chance: random.Random | None) -> None:  # let the finished file vanish, or cut it short
         content = read_bytes(self._files.inner, self._path)
         rest = None if chance is None else content[: chance.randrange(len(content) or 1)]
         self._files.replace(self._path, rest)
@@ -275,8 +271,7 @@ def _copy(source: FileSystem, target: FileSystem, directory: str) -> None:
     target.sync(directory)
 
 
-def read_bytes(files: FileSystem, path: str) -> bytes:
-    """The content of a small file."""
+def read_bytes(files: FileSystem, path: str) -> bytes:  # the content of a small file
     source = files.open(path)
     data = bytearray(source.size)
     done = 0
@@ -295,16 +290,14 @@ def write_bytes(files: FileSystem, path: str, content: bytes) -> None:
     sink.finish()
 
 
-def _let_go(value: object) -> None:
-    """Close what a process had opened when it died."""
+def _let_go(value: object) -> None:  # close what a process had opened when it died
     if isinstance(value, _FaultySink):
         value.abort()
     elif isinstance(value, _FaultySource):
         value.close()
 
 
-def _flipped(data: memoryview, chance: random.Random) -> bytearray:
-    """The same bytes but for one bit."""
+def _flipped(data: memoryview, chance: random.Random) -> bytearray:  # the same bytes but for one bit
     changed = bytearray(data)
     if changed:
         changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)

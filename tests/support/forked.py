@@ -27,9 +27,7 @@ _starting = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], str] | None = None
 
 
-class Forked:
-    """A program that runs, in a session of its own; the part of `subprocess.Popen` that tests use."""
-
+class Forked:  # A program that runs, in a session of its own; the part of `subprocess.Popen` that tests use
     def __init__(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
         out, err = os.pipe(), os.pipe()
         request = {"arguments": list(arguments), "cwd": str(cwd), "env": dict(env)}
@@ -215,9 +213,7 @@ def _told(error: BaseException) -> int:
     return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-class _Copy:
-    """A rank that a program starts: the same program, with another environment."""
-
+class _Copy:  # A rank that a program starts: the same program, with another environment
     def __init__(self, command: Sequence[str], cwd: str, env: Mapping[str, str], stdin: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -230,8 +226,7 @@ class _Copy:
             os.close(nothing)
             _run(command[1:], cwd, env)
 
-    def poll(self) -> int | None:
-        """Its exit code, or None."""
+    def poll(self) -> int | None:  # its exit code, or None
         with self._asking:
             if self.returncode is None:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)

@@ -27,9 +27,7 @@ def marked(marks: Sequence[int], batch_size: int = 1, **options: Any) -> DataLoa
     return DataLoader(TensorDataset(features, target, torch.tensor(marks)), batch_size=batch_size, **options)
 
 
-class Fragile(TaskModule):
-    """A small model with a batch norm, whose running means a bad batch would spoil."""
-
+class Fragile(TaskModule):  # A small model with a batch norm, whose running means a bad batch would spoil
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__()
         torch.manual_seed(3)

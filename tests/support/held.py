@@ -9,8 +9,7 @@ from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.format.strict_json import seal, unseal
 
 
-def in_files(checkpoint: Path) -> Path:
-    """Move each small file out of the manifest, and return the checkpoint."""
+def in_files(checkpoint: Path) -> Path:  # move each small file out of the manifest, and return the checkpoint
     manifest = checkpoint / MANIFEST
     body: Any = unseal(manifest.read_bytes(), "it")
     for name, record in body["files"].items():

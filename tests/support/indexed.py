@@ -65,9 +65,7 @@ def disturb() -> None:
     torch.rand(5)
 
 
-class ByLength(Sampler[list[int]]):
-    """Batches of different sizes, in a drawn order."""
-
+class ByLength(Sampler[list[int]]):  # batches of different sizes, in a drawn order
     def __iter__(self) -> Iterator[list[int]]:
         made = [[0, 1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
         random.shuffle(made)

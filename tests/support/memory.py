@@ -14,17 +14,13 @@ from drivetrain.checkpoint.storage.filesystem import SAVING, BytesSource, Kind, 
 
 
 @dataclass(eq=False, slots=True)
-class _File:
-    """A file: its content, and what of it is surely on the medium, None for nothing."""
-
+class _File:  # A file: its content, and what of it is surely on the medium, None for nothing
     content: bytes = b""
     durable: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """A change of a directory's names: one goes, or one comes, or both, as when a file is renamed."""
-
+class _Change:  # A change of a directory's names: one goes, or one comes, or both, as when a file is renamed
     old: str | None
     new: str | None
     node: _Node

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from drivetrain.core.messages import NAME, handled_by
 
 
-class Kept(logging.Handler):
-    """Keeps the texts of messages that match."""
-
+class Kept(logging.Handler):  # keeps the texts of messages that match
     def __init__(self, level: int, match: str = "") -> None:
         super().__init__(level)
         self.match = re.compile(match, re.DOTALL)

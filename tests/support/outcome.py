@@ -25,8 +25,7 @@ def weights(module: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], 
     return bits(module.state_dict())
 
 
-def state_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Everything of a checkpoint but wall times."""
+def state_of(snapshot: Snapshot) -> dict[str, Any]:  # everything of a checkpoint but wall times
     tree = unpack(snapshot.objects["state"], snapshot.tensors["state"])
     assert isinstance(tree, dict)
     tree.pop("timing")

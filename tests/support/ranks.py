@@ -70,8 +70,7 @@ def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
         release_port(port)
 
 
-def end_pool() -> None:
-    """Kill the ranks, if there are any."""
+def end_pool() -> None:  # kill the ranks, if there are any
     for process, pipe in _pool:
         process.kill()
         process.join()

@@ -34,9 +34,7 @@ ERRORS = {
 
 
 @dataclass
-class State:
-    """What all requests have in common."""
-
+class State:  # what all requests have in common
     port: int = 0  # of the server that does the work
     rules: list[dict[str, Any]] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -46,9 +44,7 @@ class State:
 STATE = State()
 
 
-class Front(BaseHTTPRequestHandler):
-    """One connection of a client."""
-
+class Front(BaseHTTPRequestHandler):  # one connection of a client
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else each answer, of two packets, waits 40 ms for the other side
 
@@ -87,8 +83,7 @@ class Front(BaseHTTPRequestHandler):
             STATE.requests.clear()
         self.answer(200, [("Content-Type", "application/json")], found)
 
-    def met(self) -> dict[str, Any] | None:
-        """The rule that this request meets, and is struck by."""
+    def met(self) -> dict[str, Any] | None:  # the rule that this request meets, and is struck by
         with STATE.lock:
             STATE.requests.append(f"{self.command} {self.path}")
             for rule in STATE.rules:
@@ -123,8 +118,7 @@ class Front(BaseHTTPRequestHandler):
         else:
             raise AssertionError(kind)
 
-    def reset(self) -> None:
-        """End the connection the rude way."""
+    def reset(self) -> None:  # end the connection the rude way
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()

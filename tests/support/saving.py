@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
 
 
-class Wide(TaskModule):
-    """Of 65,536 weights: with AdamW's two moments a checkpoint takes 0.8 MB."""
-
+class Wide(TaskModule):  # of 65,536 weights: with AdamW's two moments a checkpoint takes 0.8 MB
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -41,8 +39,7 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*pairs), batch_size=4)
 
 
-def at(update: int, act: Callable[[], Any]) -> LambdaCallback:
-    """Something that happens after an update."""
+def at(update: int, act: Callable[[], Any]) -> LambdaCallback:  # something that happens after an update
 
     def on_step_end(run: Any) -> None:
         if run.progress.updates == update:
@@ -86,8 +83,7 @@ def told(expected: str, besides: str | None = None) -> Iterator[list[str]]:
 
 
 @contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond so many bytes."""
+def file_size_limit(size: int) -> Iterator[None]:  # no file of this process may grow beyond so many bytes
     resource = pytest.importorskip("resource", reason="this system has no such limits")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

@@ -14,8 +14,7 @@ FEATURES = 4
 BLOCKS = 3
 
 
-def quiet(**options: Any) -> Trainer:
-    """A Trainer that writes and shows nothing unless told to."""
+def quiet(**options: Any) -> Trainer:  # A Trainer that writes and shows nothing unless told to
     silent = {"strategy": "cpu", "checkpoint": False, "loggers": (), "progress_bar": False}
     return Trainer(**{**silent, **options})
 
@@ -60,9 +59,7 @@ PADDING = -1
 VOCABULARY = 11
 
 
-class NextToken(TaskModule):
-    """A bigram model on padded sequences: a mean over the tokens that are no padding."""
-
+class NextToken(TaskModule):  # A bigram model on padded sequences: a mean over the tokens that are no padding
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -102,9 +99,7 @@ def ragged(count: int = 22, length: int = 9) -> list[dict[str, Tensor]]:
     return samples
 
 
-class Duel(TaskModule):
-    """Two networks against one another, each with its own optimizer."""
-
+class Duel(TaskModule):  # two networks against one another, each with its own optimizer
     def __init__(self, optimizers: Mapping[str, OptimizerConfig] | None = None) -> None:
         super().__init__()
         torch.manual_seed(11)
@@ -139,9 +134,7 @@ def duels(count: int = 11) -> list[dict[str, Tensor]]:
     return [{"real": real, "noise": noise} for real, noise in drawn]
 
 
-class Blocks(TaskModule):
-    """Three blocks and a linear head; the batch is a tensor of shape (samples, size)."""
-
+class Blocks(TaskModule):  # three blocks and a linear head; the batch is a tensor of shape (samples, size)
     def __init__(self, block: Callable[[], nn.Module], size: int, optimizer: Any) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

@@ -186,9 +186,7 @@ def train(
     )
 
 
-class Trials:
-    """The client of the server."""
-
+class Trials:  # the client of the server
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
@@ -205,8 +203,7 @@ class Trials:
 
 
 @contextmanager
-def trials() -> Iterator[Trials]:
-    """The server, running."""
+def trials() -> Iterator[Trials]:  # the server, running
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     command = [sys.executable, __file__]
     with subprocess.Popen(

@@ -48,9 +48,7 @@ def counts() -> dict[str, int]:
     return {"compiled": compiled, "run": compiled + found, "copied": copied[0] if copied else 0}
 
 
-class Counts(Callback):
-    """Notes what torch_xla did in each update, since the one before."""
-
+class Counts(Callback):  # notes what torch_xla did in each update, since the one before
     def __init__(self) -> None:
         self.updates: list[dict[str, int]] = []
         self._before: dict[str, int] = {}

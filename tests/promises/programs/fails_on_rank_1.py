@@ -6,11 +6,8 @@ from tests.promises.example import QUIET, Line, batches
 from drivetrain import Trainer
 
 
-class Failing(Line):
-    """Fails on one rank."""
-
-    def training_step(self, batch):
-        """Count the updates."""
+class Failing(Line):  # fails on one rank
+    def training_step(self, batch):  # count the updates
         self.steps = getattr(self, "steps", 0) + 1
         if self.steps == 3 and torch.distributed.get_rank() == 1:
             raise ValueError("boom")

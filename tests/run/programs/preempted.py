@@ -19,8 +19,7 @@ if "FILES" in os.environ:  # more open files than select takes
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
 
 
-def act(run: Any) -> None:
-    """Say that training has begun."""
+def act(run: Any) -> None:  # say that training has begun
     if run.progress.updates >= 3:
         with open(f"pid-{run.engine.strategy.rank}", "w") as file:
             file.write(str(os.getpid()))
@@ -30,8 +29,7 @@ def act(run: Any) -> None:
     time.sleep(0.03)
 
 
-def slow(run: Any) -> None:
-    """Take long to save, on the last rank."""
+def slow(run: Any) -> None:  # take long to save, on the last rank
     if run.stop_reason and os.environ.get("SLOW") and run.engine.strategy.rank == size - 1:
         time.sleep(float(os.environ["SLOW"]))
 
