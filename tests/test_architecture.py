@@ -1,4 +1,4 @@
-"""The layers: imports that only go down, no circle, and a light import."""
+"""The layers: imports that only go down, no circle, a light import; and tests shorter than the package."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.support.gate import BUDGET, TESTS, lines_of
 from tests.support.site import site_script
 
 import drivetrain
@@ -279,3 +280,20 @@ def test_imports_load_no_torch_no_heavy_package_and_nothing_of_what_is_not_asked
     assert not {name.removeprefix("drivetrain.") for name in bare} & UNASKED
     assert "drivetrain" in loaded
     assert not loaded & OPTIONAL_OR_HEAVY
+
+
+def test_each_layer_has_at_most_the_lines_of_its_budget() -> None:
+    found, layers = lines_of(TESTS), BUDGET["layers"]
+    assert found.keys() == layers.keys(), "each folder of tests has a row in budget.toml, and no other"
+    over = [
+        f"tests/{name}: {found[name]} of {row['lines']}"
+        for name, row in layers.items()
+        if found[name] > 1.1 * row["lines"]
+    ]
+    assert not over, f"over the lines of tests/budget.toml: {'; '.join(over)}"
+
+
+def test_the_tests_are_shorter_than_the_package() -> None:
+    package = lines_of(PACKAGE).total()
+    most = BUDGET["lines_per_line_of_package"] * package
+    assert lines_of(TESTS).total() <= most, f"{lines_of(TESTS).total()} lines of tests, over {most:.0f}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.failing import undisturbed
+from tests.support.forked import undisturbed
 from tests.test_docs import masked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.support.failing import undisturbed
-from tests.support.forked import Forked
+from tests.support.forked import Forked, undisturbed
 
 PROGRAMS = Path(__file__).parent / "programs"
 FSDP_YAML = PROGRAMS / "fsdp.yaml"

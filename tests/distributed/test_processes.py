@@ -1,6 +1,7 @@
-"""A program learns its rank, and prepares something once, whoever has started it."""
+"""A program learns its rank, and prepares something once, whoever has started it; its port is its own."""
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -9,9 +10,11 @@ from time import perf_counter
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
+from torch.distributed import TCPStore
 
 import drivetrain
 from drivetrain.distributed.launch.process_start import _IMPORTED, process_age, process_started
+from drivetrain.distributed.sockets import release_port, reserve_port
 
 
 def asked() -> tuple[int, int, int]:
@@ -57,3 +60,19 @@ def test_one_that_failed_lets_the_next_in() -> None:
         raise ValueError("planted")
     with drivetrain.one_at_a_time("made"):
         pass
+
+
+def test_a_reserved_port_is_nobody_elses_but_the_stores() -> None:
+    port = reserve_port()
+    try:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("here", "rank 0")
+        assert TCPStore("127.0.0.1", port, is_master=False).get("here") == b"rank 0"
+        del store
+    finally:
+        release_port(port)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))

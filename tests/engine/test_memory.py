@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.counting import Counting
-from tests.support.outcome import outcome, weights
+from tests.support.outcome import Counting, outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import BLOCKS, Blocks, Duel, Regression, duels, quiet

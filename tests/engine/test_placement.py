@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
-from tests.support.waits import Language, Tokens, WithLoss, batches
+from tests.support.waits import (
+    TWO_RANKS,
+    Language,
+    Tokens,
+    WithLoss,
+    batches,
+    markdown,
+    waits,
+    waits_of_own_loop,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,3 +131,18 @@ def test_your_own_loop_does_not_read_weights_on_the_device(ranks: int) -> None:
             if number % 4 == 0:
                 engine.step(optimizer, max_grad_norm=1.0)
     assert mode.found == {"data/batch.py": EACH * 8}
+
+
+def waits_of_rank(strategy: str, directory: Path) -> tuple[float, float]:
+    own_loop = waits_of_own_loop(strategy, ranks=2)
+    return waits(TWO_RANKS[strategy], strategy, directory, devices=2), own_loop
+
+
+@pytest.mark.parametrize("strategy", TWO_RANKS)
+def test_updates_on_two_ranks_wait_as_often_as_the_table_says(strategy: str, tmp_path: Path) -> None:
+    assert on_two_ranks(waits_of_rank, strategy, tmp_path) == 2 * [(TWO_RANKS[strategy].waits, 0)]
+
+
+def test_page_has_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs/explanation/the-step.md"
+    assert markdown() in page.read_text(encoding="utf-8")

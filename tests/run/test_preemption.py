@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.failing import undisturbed
-from tests.support.forked import Forked
+from tests.support.forked import Forked, undisturbed
 from tests.support.fragile import GOOD, NAN, Fragile, marked
 from tests.support.messages import warned
 from tests.support.outcome import weights

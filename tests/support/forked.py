@@ -22,9 +22,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ROOT = Path(__file__).parents[2]
 _starting = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], str] | None = None
+
+
+def undisturbed() -> dict[str, str]:  # an environment in which a program is alone, whatever the tests run in
+    environment = {name: value for name, value in os.environ.items() if name not in JOB}
+    return {**environment, "OMP_NUM_THREADS": "1"}
 
 
 class Forked:  # A program that runs, in a session of its own; the part of `subprocess.Popen` that tests use

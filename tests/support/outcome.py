@@ -1,12 +1,14 @@
 """What a run left behind, in a form that two runs can be compared by."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack, resolve, unpack
 
@@ -56,3 +58,13 @@ def _entries(node: Any) -> list[dict[str, Any]]:
     if isinstance(node, dict):
         return [node] if "keeper" in node else [e for value in node.values() for e in _entries(value)]
     return [e for value in node for e in _entries(value)] if isinstance(node, list) else []
+
+
+class Counting(TorchDispatchMode):  # counts what torch computes
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))

@@ -1,11 +1,13 @@
-"""The log points at which statistics are taken: by their interval, and the same ones after a resume."""
+"""Statistics are taken at log points by their interval, the same after a resume, and change no number."""
 
 import json
 
 import pytest
+from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
+from tests.support.waits import WATCH, Language, batches
 
-from drivetrain import ActivationStats, DeviceStats, WeightHistograms
+from drivetrain import ActivationStats, CheckpointConfig, DeviceStats, WeightHistograms
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,16 @@ def test_every_takes_the_first_log_point_at_or_after_its_end_also_after_a_resume
     for done in (6, 9):
         taken(str(done), max_steps=done, **more)
         assert taken(str(done), "auto", max_steps=15, **more) == straight
+
+
+def fitted(directory, *callbacks):
+    policy = CheckpointConfig(every="20 steps", best=0, by=None)
+    options = {"log_every": "9 steps", "loggers": "jsonl", "checkpoint": policy, "callbacks": callbacks}
+    quiet(max_epochs=1, run_dir=directory, **options).fit(task := Language(), batches(20))
+    return weights(task)
+
+
+def test_callbacks_that_watch_change_no_number(tmp_path):
+    plain = fitted(tmp_path / "plain")
+    for name, make in WATCH.items():
+        assert fitted(tmp_path / name, make()) == plain, name

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.running import LIMIT, run_all
-from tests.support.failing import undisturbed
-from tests.support.forked import Forked
+from tests.support.forked import Forked, undisturbed
 from tests.support.tasks import FEATURES, Regression, quiet
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 

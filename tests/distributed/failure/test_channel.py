@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.distributed.running import run_all, stacks
-from tests.support.failing import JOB
+from tests.support.forked import JOB
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.running import FSDP_YAML, LIMIT, PROGRAMS, run
-from tests.support.failing import undisturbed
-from tests.support.forked import Forked
+from tests.support.forked import Forked, undisturbed
 
 from drivetrain.core.registry import is_installed
 from drivetrain.distributed.sockets import release_port, reserve_port

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.running import LIMIT, PROGRAMS, run, run_all
-from tests.support.failing import JOB
+from tests.support.forked import JOB
 from tests.support.refusals import assert_refused
 
 from drivetrain.core.errors import StrategyError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import recall_score, roc_auc_score
-from tests.support.counting import Counting
+from tests.support.outcome import Counting
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.strategies.conforming import conforms
-from tests.support.counting import Counting
+from tests.support.outcome import Counting
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Blocks, Regression, pairs, quiet
 from torch import Tensor, nn
