@@ -79,7 +79,7 @@ def test_parts_get_packages_of_pythonpath_and_all_threads(monkeypatch: pytest.Mo
         f"{ROOT}/benchmarks",
         "/somewhere/else",
     ]
-    make = ["make", "-n", "gpu", "PYTHON=python"]
+    make = ["make", "-n", "--no-print-directory", "gpu", "PYTHON=python"]
     said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.strip() == "python tests/gpu/run.py"
 
