@@ -10,6 +10,7 @@ parts' own are in the report. `--size small` runs the same parts on a CPU with t
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -86,7 +87,7 @@ class Part:
 def parts(directory: Path, size: str = "full", only: list[str] | None = None) -> list[Part]:
     """Return what is run, in this order."""
     # Without the budget of CPU seconds, which is for tests on CPUs.
-    options = ["-m", "gpu", "-rs", "-p", "no:cacheprovider", "-p", "no:gate", "-W", "default"]
+    options = ["-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", "-p", "no:gate", "-W", "default"]
     pytest = [sys.executable, "-m", "pytest", *options]
     found: list[Part] = []
     for name, seconds, _, is_test in PLAN:
@@ -159,7 +160,11 @@ def run(part: Part, directory: Path, limit: float) -> None:
             part.outcome = "passed" if part.code == 0 else "failed"
             part.reason = "" if part.code == 0 else f"exit code {part.code}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGINT)  # pytest then writes what it has
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             part.code = process.wait()
             part.outcome, part.reason = "ran out of time", f"it took longer than {limit:.0f} s and was ended"
     part.took = time.monotonic() - begun

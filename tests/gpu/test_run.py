@@ -91,7 +91,7 @@ def test_part_is_skipped_without_its_packages_and_ended_at_its_limit(tmp_path: P
     slow = Part("slow", [sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
     (tmp_path / "rows.jsonl").write_text('{"part": "slow", "kind": "fact"}\n{"part": "ot', encoding="utf-8")
     run(slow, tmp_path, 0.1)
-    assert (slow.outcome, slow.code, slow.rows) == ("ran out of time", -9, [{"part": "slow", "kind": "fact"}])
+    assert (slow.outcome, slow.code, slow.rows) == ("ran out of time", -2, [{"part": "slow", "kind": "fact"}])
     assert read_rows(tmp_path / "none.jsonl", "slow") == []
     late = Part("late", [sys.executable, "-c", "pass"], 10.0)
     run(late, tmp_path, 0.0)

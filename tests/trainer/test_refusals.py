@@ -115,6 +115,7 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
         "batch size": (fit(bare), "Trainer(batch_size=32)"),
         "indexed": (fit(BARE()), "Bare", "Trainer(batch_size=32)"),
         "empty": (fit([]), "training data is empty"),
+        "dropped": (fit(pairs(3, 4, drop_last=True)), "training data is empty"),
     }
     assert_refused(DataError, wrong)
 

@@ -167,7 +167,7 @@ def test_parameters_states_and_samples_are_divided_also_after_a_resume(tmp_path:
 
         def look(run: Any) -> None:
             seen.append(specs(run))
-            samples.append(spec(run.window.micro_batches[0].batch["tokens"]))
+            samples.append(spec(run.engine.transfer(run.window.micro_batches[0].batch)["tokens"]))
 
         options: dict[str, Any] = {
             "callbacks": [LambdaCallback(on_step_start=look, on_step_end=look)],

@@ -140,6 +140,7 @@ class NonFiniteDetector(Callback):
             if not any(True for _ in module.children()):
                 self._handles.append(module.register_forward_pre_hook(partial(self._check_inputs, title)))
         self._parameters: dict[Any, str] = parameter_names(run.task)
+        self._device = run.engine.device
         run.nonfinite.find = self.find
 
     def on_step_start(self, run: Run) -> None:
@@ -229,14 +230,26 @@ class NonFiniteDetector(Callback):
         if len(self._seen) >= _KEPT and not bool(torch.cat([bad for *_, bad in self._seen]).any()):
             self._seen.clear()
         if len(self._seen) < _KEPT:  # the first bad places are the ones to report
-            device = self._flags[0].device
-            bad = torch.stack([each.to(device) for each in self._flags])
+            bad = torch.stack(self._flags_on(self._device))
             self._seen.append((self._update, self._places, bad))
             if self.history and bool(bad.any()):
                 end = self._ends[int(bad.int().argmax())]
                 calls = self._calls[max(0, end - self.history) : end]
                 self._remembered.setdefault(self._update, calls)
         self._clear()
+
+    def _flags_on(self, device: torch.device) -> list[Tensor]:
+        """Return the flags on the device: those of the batches, which are on the host, in one copy."""
+        host = [number for number, each in enumerate(self._flags) if each.device.type == "cpu"]
+        flags = [each if each.device.type == "cpu" else each.to(device) for each in self._flags]
+        if device.type == "cpu" or not host:
+            return flags
+        together = torch.stack([flags[number] for number in host])
+        if device.type == "cuda":
+            together = together.pin_memory()
+        for number, each in zip(host, together.to(device, non_blocking=True).unbind(0), strict=True):
+            flags[number] = each
+        return flags
 
     def find(self, update: int) -> tuple[int, str] | None:
         """Return the first place that was not finite since the last log point, up to an update, and reset.

@@ -272,12 +272,17 @@ class Feed:
             sizes = repeat(self.accumulation) if plan is None else plan.endless()
             yield from self._looking_ahead(micro_batches, sizes)
             return
+        if left == 0:
+            next(micro_batches, None)  # raises if there is no data at all
+            return
         ahead = transfer.draws_ahead and not self.source.stateful
         drawn: list[MicroBatch] = []
         for size, last in _equal(left, self.accumulation) if plan is None else plan.windows():
             window = [*drawn, *islice(micro_batches, size - len(drawn))]
             if len(window) < size:
                 return
+            if ahead:
+                transfer.begin(window[0])  # before the next is drawn, in whose place it may stand
             drawn = list(islice(micro_batches, 1)) if ahead and not last else []
             transfer.following = drawn[0] if drawn else None
             yield Window(window, last)
@@ -291,7 +296,7 @@ class Feed:
         self._state, size = self.source.snapshot(), next(sizes)
         for micro_batch in micro_batches:
             if len(window) == size:
-                self._transfer.following = micro_batch
+                self._transfer.following = micro_batch if self._transfer.draws_ahead else None
                 yield Window(window, False)
                 window, size = [], next(sizes)
             window.append(micro_batch)

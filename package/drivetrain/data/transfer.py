@@ -63,6 +63,7 @@ class Transfer:
         keeps_host: Whether a micro-batch that is moved or cast keeps the original batch, so that its parts
             can be counted without rounding and without waiting for the device.
         following: The first micro-batch of the next window, if it was drawn already.
+        in_parts: Whether windows are run in parts, so that a whole batch must not be copied ahead.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Transfer:
         self._place = place
         self.keeps_host = False
         self.following: MicroBatch | None = None
+        self.in_parts = False
         self._ahead: tuple[MicroBatch, MicroBatch, bool] | None = None
         self.idle = device.type == "cpu" and dtype is None
         cuda = device.type == "cuda"
@@ -105,7 +107,16 @@ class Transfer:
     @property
     def draws_ahead(self) -> bool:
         """Whether copies overlap with steps, so that it helps to draw the next window's first batch early."""
-        return self._stream is not None
+        return self._stream is not None and not self.in_parts
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Start the copy of a window's first micro-batch, unless it was started with the window before."""
+        if self._stream is not None and (self._ahead is None or self._ahead[0] is not micro_batch):
+            self._ahead = (micro_batch, *self.started(micro_batch, self._stream))
+
+    def forget(self) -> None:
+        """Free a copy that was started and is not used."""
+        self._ahead = self.following = None
 
     def moving(self, pairs: Sequence[tuple[MicroBatch, Any]]) -> Iterable[tuple[MicroBatch, Any]]:
         """Return a window's pairs with their micro-batches on the device, each moved when its turn comes.
@@ -183,4 +194,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
     A copy from other memory occupies the host until it is made. torch keeps pinned memory for the next batch.
     """
-    return tensor if tensor.nbytes < _WORTH_PINNING or tensor.is_pinned() else tensor.pin_memory()
+    # Sparse tensors have no bytes of their own, and an expanded one has its elements several times.
+    if tensor.layout is not torch.strided or 0 in tensor.stride() or tensor.nbytes < _WORTH_PINNING:
+        return tensor
+    return tensor if tensor.is_pinned() else tensor.pin_memory()

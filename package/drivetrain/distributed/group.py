@@ -26,7 +26,6 @@ from torch.distributed.rendezvous import rendezvous
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.launch.children import Child, ending, started, wait_for
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
-from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.launch.rendezvous import gather, note_end
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.sockets import closing_sockets_in_forks
@@ -47,6 +46,7 @@ _LETTING_GO = 0.02
 """Seconds that other threads get at the end to take the interpreter's lock."""
 
 _formed = False
+_failed = False
 _bound: torch.device | None = None
 """The GPU that the process group was formed for."""
 _process = 0
@@ -238,10 +238,8 @@ def _end() -> None:
     if os.getpid() != _process:
         return
     note_end()
-    # After a failure NCCL may wait half an hour for collectives that will never end. Left alone, the group
-    # aborts them when the interpreter ends it.
-    if _bound is not None and has_failed():
-        return
+    if hasattr(sys, "last_value"):  # the program ends by an error
+        note_failure()
     disband()
     # A group that some object still holds, such as a wrapped model, is not freed by that. Its threads may
     # still have to free their last tensors, for which they need the interpreter's lock. If they wait for it
@@ -250,15 +248,18 @@ def _end() -> None:
     time.sleep(_LETTING_GO)
 
 
-def has_failed() -> bool:
-    """Return whether the program ends by an error, or by the failure of another rank."""
-    ranks = launched()
-    return hasattr(sys, "last_value") or (ranks is not None and ranks.failure_told)
+def note_failure() -> None:
+    """Note that a run has failed, on this rank or another."""
+    global _failed
+    _failed = True
 
 
 def disband() -> None:
     """End the process group that was formed here, if there is one."""
     global _formed, _bound
-    if _formed and distributed.is_initialized():
+    # After a failure NCCL may wait half an hour for collectives that will never end. Left alone, the group
+    # aborts them when the interpreter ends it.
+    is_left = _failed and _bound is not None
+    if _formed and distributed.is_initialized() and not is_left:
         distributed.destroy_process_group()
     _formed, _bound = False, None

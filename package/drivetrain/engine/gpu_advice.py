@@ -12,7 +12,6 @@ from drivetrain.strategies.precision.base import Precision
 
 _LOG = logger(__name__)
 _AMPERE = (8, 0)
-_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
 
 _told: set[str] = set()
 
@@ -46,8 +45,9 @@ def advice(capability: tuple[int, int], precision: Precision, model: nn.Module, 
         )
     if precision.dtypes.compute.startswith("float8") and not compiled:
         found.append("fp8 without compilation is slower than 'bf16-mixed': give Trainer(compile=True)")
-    weights = [each.weight for each in model.modules() if isinstance(each, _CONVOLUTIONS)]
-    if weights and not torch.backends.cudnn.benchmark and all(each.is_contiguous() for each in weights):
+    weights = [each.weight for each in model.modules() if isinstance(each, nn.Conv2d)]
+    placed = all(each.is_contiguous(memory_format=torch.channels_last) for each in weights)
+    if not placed and not torch.backends.cudnn.benchmark:
         found.append(
             "convolutions are faster with task.to(memory_format=torch.channels_last) and, for batches of one"
             " size, torch.backends.cudnn.benchmark = True; both change the last digits"

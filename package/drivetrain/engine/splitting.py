@@ -104,7 +104,7 @@ class MicroBatches:
         self._whole = 0
         self._buffers = KeptBuffers()
         self._split: tuple[int, int] | None = None  # samples of the newest part, and of its batch
-        engine.transfer.keeps_host = self._weigh is not None
+        engine.transfer.keeps_host, engine.transfer.in_parts = self._weigh is not None, True
         engine.begins_again = self.searches
         self._shares_buffers = self._ranks.size > 1 and any(True for _ in engine.task.buffers())
         if engine.interleaved and engine.updaters:
@@ -251,6 +251,7 @@ class MicroBatches:
         for parameter in self._engine.parameters:
             parameter.grad = None
         self._buffers.put_back()
+        self._engine.transfer.forget()
         self._attempted = []
         random.setstate(streams[0])
         np.random.set_state(streams[1])

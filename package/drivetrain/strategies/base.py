@@ -323,7 +323,10 @@ class Strategy(ABC):
 
     def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
         """Multiply the accumulated gradients of a user's own loop before the update."""
-        torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if isinstance(factor, Tensor) and any(each.device.type == "cpu" for each in gradients):
+            factor = float(factor)  # of offloaded gradients, which no factor on the device can multiply
+        torch._foreach_mul_(gradients, factor)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale; called once before anything reads them."""

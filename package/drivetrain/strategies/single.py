@@ -73,7 +73,7 @@ class SingleDevice(Strategy):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
         self.name = "single"
-        self._device_before: int | None = None
+        self._devices_before: list[int] = []  # of runs inside of one another
         self._sparse: list[nn.Parameter] = []
 
     def supports(self, precision: Precision) -> Support:
@@ -93,14 +93,13 @@ class SingleDevice(Strategy):
     def setup(self) -> None:
         """Make the GPU the current one, which a task's `device="cuda"` and its own kernels mean."""
         if self.device.type == "cuda":
-            self._device_before = torch.cuda.current_device()
+            self._devices_before.append(torch.cuda.current_device())
             torch.cuda.set_device(self.device)
 
     def teardown(self) -> None:
         """Make the GPU of before the current one again."""
-        if self._device_before is not None:
-            torch.cuda.set_device(self._device_before)
-            self._device_before = None
+        if self._devices_before:
+            torch.cuda.set_device(self._devices_before.pop())
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision

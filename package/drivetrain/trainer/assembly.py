@@ -37,6 +37,7 @@ from drivetrain.run.run import Run
 from drivetrain.run.settings import RunSettings, check_strategy_settings, has_run_dir, same_on_all_ranks
 from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.task import TaskModule, known_fit
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
@@ -95,6 +96,8 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
     ranks = engine.ranks
     try:
         with FailureChannel(ranks.rank, ranks.size, describe=lambda: "in the set-up of the run"):
+            if engine.evaluation_precision is not None:  # a process that starts ranks has not asked its GPU
+                check_precision(engine.strategy, engine.evaluation_precision, "evaluation_precision={!r}")
             check_same_call(same_on_all_ranks(settings), task, engine.strategy, verb, **arguments)
             yield engine
             ranks.all_gather(None)  # a rank that has left could not learn of an error on another

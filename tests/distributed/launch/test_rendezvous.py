@@ -1,6 +1,5 @@
 """A run that not all ranks begin says so, instead of waiting in silence."""
 
-import os
 import re
 import threading
 from typing import Any
@@ -37,14 +36,16 @@ def test_a_rank_that_has_ended_is_named_with_what_to_do() -> None:
 def test_a_group_of_gpus_is_left_to_the_interpreter_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """To end it in order would wait for collectives that other ranks never join."""
     ended: list[str] = []
-    monkeypatch.setattr(group, "disband", lambda: ended.append("in order"))
-    monkeypatch.setattr(group, "note_end", lambda: None)
-    monkeypatch.setattr(group, "_process", os.getpid())
+    monkeypatch.setattr(group.distributed, "destroy_process_group", lambda: ended.append("in order"))
+    monkeypatch.setattr(group.distributed, "is_initialized", lambda: True)
     for bound, failed, expected in (("cuda", True, 0), ("cuda", False, 1), (None, True, 1)):
         monkeypatch.setattr(group, "_bound", bound and torch.device(bound, 0))
-        monkeypatch.setattr(group, "has_failed", lambda failed=failed: failed)
+        monkeypatch.setattr(group, "_failed", False)
+        monkeypatch.setattr(group, "_formed", True)
+        if failed:
+            group.note_failure()
         ended.clear()
-        group._end()
+        group.disband()
         assert len(ended) == expected, (bound, failed)
 
 

@@ -251,6 +251,12 @@ class FailureChannel:
 
     def _close(self, is_fine: bool) -> None:
         assert self._line is not None
+        if not is_fine:
+            from drivetrain.distributed.group import (
+                note_failure,  # which a run with one process does not need
+            )
+
+            note_failure()
         self._closed.set()
         self._interrupts.close()
         self._stopping.shared = False

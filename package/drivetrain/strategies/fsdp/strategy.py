@@ -151,8 +151,6 @@ class FSDP(Strategy):
         A task on the meta device is initialised part by part while it is sharded.
         """
         check_values(module.task, self.name, meta=True)
-        if self.config.gather_at_end:
-            check_gathering(module.task)
         if self.config.sync_batchnorm:
             module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]
         task = module.task
@@ -165,6 +163,8 @@ class FSDP(Strategy):
         _check(whole, plan)
         whole |= scalar_names(task)
         precision.convert_module(module)
+        if self.config.gather_at_end:
+            check_gathering(task)
         if values is None:
             module.to(self.device)
             broadcast_module(module, self.world_size)

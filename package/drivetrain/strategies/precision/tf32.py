@@ -52,9 +52,9 @@ def _allowed() -> Iterator[None]:
     # torch's older names set the newer ones too. The reverse does not hold: after a newer name was set, the
     # older ones cannot be read, which the compiler's autotuning does (torch 2.13).
     backends: Any = torch.backends
-    places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
     before = [each.fp32_precision for each in places]
-    older = None
+    older = "highest", True
     with suppress(RuntimeError):  # the user has set a newer name
         older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
     try:
@@ -62,9 +62,8 @@ def _allowed() -> Iterator[None]:
         backends.cudnn.allow_tf32 = True
         yield
     finally:
-        if older is not None:
-            torch.set_float32_matmul_precision(older[0])
-            backends.cudnn.allow_tf32 = older[1]
+        torch.set_float32_matmul_precision(older[0])
+        backends.cudnn.allow_tf32 = older[1]
         for each, value in zip(places, before, strict=True):
             each.fp32_precision = value
 

@@ -23,10 +23,9 @@ Packed = tuple[torch.device, Tensor] | Tensor
 class Offload:
     """A context that moves large saved activations to the host, and back when backward needs them.
 
-    Copies to and from a GPU go through pinned memory, in streams of their own, beside the computation. The
-    host asks for them ahead of the GPU, so that one back is under way before backward comes to it. Parameters
-    and buffers are not moved, as the device keeps them anyway, nor are the 16-bit copies of parameters that
-    autocast makes.
+    Copies to and from a GPU go through pinned memory, in turn with the computation, so that the memory of a
+    tensor that was moved serves the next one. Parameters and buffers are not moved, as the device keeps them
+    anyway, nor are the 16-bit copies of parameters that autocast makes.
 
     Args:
         model: The model that holds the parameters and buffers.
@@ -39,7 +38,6 @@ class Offload:
         self._at_least = at_least
         self._pinned = pinned
         self._resident: set[int] = set()
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -62,36 +60,14 @@ class Offload:
         ):
             return tensor
         host = torch.empty_like(tensor, device="cpu", pin_memory=self._pinned, requires_grad=False)
-        if not self._pinned:
-            return tensor.device, host.copy_(tensor.detach())
-        away, _ = self._beside(tensor.device)
-        away.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(away):
-            host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(away)  # otherwise its memory could be used again before it is copied
-        return tensor.device, host
+        return tensor.device, host.copy_(tensor.detach(), non_blocking=self._pinned)
 
     def unpack(self, packed: Packed) -> Tensor:
         """Return the tensor on its original device."""
         if isinstance(packed, Tensor):
             return packed
         device, tensor = packed
-        if not self._pinned:
-            return tensor.to(device)
-        away, back = self._beside(device)
-        current = torch.cuda.current_stream(device)
-        back.wait_stream(away)
-        with torch.cuda.stream(back):
-            moved = tensor.to(device, non_blocking=True)
-        current.wait_stream(back)
-        moved.record_stream(current)
-        return moved
-
-    def _beside(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Return the stream of copies to the host, and that of copies back."""
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams
+        return tensor.to(device, non_blocking=self._pinned)
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
