@@ -116,7 +116,7 @@ class Gate:
             again = cpu() - before
             # Half as much again is allowed, at the pace that the core has now: other processes slow down what
             # reads much memory by more than the loop.
-            if again > 1.5 * BUDGET["most_seconds_of_a_test"] * max(self.slowness, now, slowness()):
+            if min(used, again) > 1.5 * BUDGET["most_seconds_of_a_test"] * max(self.slowness, now, slowness()):
                 self.over.append(f"{item.nodeid} took {used:.1f} and {again:.1f} CPU seconds")
             used = min(used, again)
         if TESTS in item.path.parents:

@@ -165,6 +165,7 @@ def test_a_run_is_resumed_as_if_no_worker_had_been_ahead(tmp_path: Path, stopped
     assert len(Noted(tmp_path / "note").fetched()) == 36 - 2 * stopped_at
 
 
+@pytest.mark.heavy("three fits, two with workers")
 @pytest.mark.parametrize("hook", ["on_epoch_start", "on_epoch_end"])
 def test_a_dataset_that_a_callback_changes_is_so_in_workers_and_after_a_resume(
     hook: str, tmp_path: Path
