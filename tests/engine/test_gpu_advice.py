@@ -49,12 +49,10 @@ def test_out_of_memory_advice_names_expandable_segments_once_cuda_runs(
     assert "expandable" not in memory_advice.memory_advice(None)
 
 
-@pytest.mark.parametrize("version", ["2.9.1", "2.13.0"])
-def test_deterministic_sets_the_workspace_that_older_torch_asks_for(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+def test_deterministic_sets_the_workspace_that_older_torch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    quiet(max_steps=1, deterministic=True).fit(Regression(), pairs(2))
-    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None) == (":4096:8" if version == "2.9.1" else None)
+    for version, expected in (("2.9.1", ":4096:8"), ("2.13.0", None)):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        quiet(max_steps=1, deterministic=True).fit(Regression(), pairs(2))
+        assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None) == expected

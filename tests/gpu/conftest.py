@@ -13,14 +13,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:  # mark eve
 
 
 @pytest.fixture
-def device() -> str:
-    """The name of the strategy for one device: "cuda", or "cpu" on a machine without a GPU."""
+def device() -> str:  # the name of the strategy for one device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def leaks_nothing() -> Iterator[None]:
-    """Check what a fit must put back: CUDA, NCCL and Triton keep threads and files open for good."""
+def leaks_nothing() -> Iterator[None]:  # CUDA, NCCL and Triton keep threads and files open for good
     before = torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
     yield
     after = torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()

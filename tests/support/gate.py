@@ -113,12 +113,10 @@ class Gate:
         if used > most and not any(item.get_closest_marker(each) for each in MAY_BE_SLOW):
             now, before = slowness(), cpu()
             runtestprotocol(item, nextitem=nextitem, log=False)
-            again = cpu() - before
-            # Half as much again is allowed, at the pace that the core has now: other processes slow down what
-            # reads much memory by more than the loop.
-            if min(used, again) > 1.5 * BUDGET["most_seconds_of_a_test"] * max(self.slowness, now, slowness()):
-                self.over.append(f"{item.nodeid} took {used:.1f} and {again:.1f} CPU seconds")
-            used = min(used, again)
+            used = min(used, cpu() - before)
+            # Half as much again is allowed: other processes slow down what reads much memory.
+            if used > 1.5 * BUDGET["most_seconds_of_a_test"] * max(self.slowness, now, slowness()):
+                self.over.append(f"{item.nodeid} took {used:.1f} CPU seconds, the less of two times")
         if TESTS in item.path.parents:
             self.spent[f"{tier_of(item)} {layer_of(item.path)}"] += used
             self.dearest = sorted([*self.dearest, (used, item.nodeid)], reverse=True)[:400]

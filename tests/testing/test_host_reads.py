@@ -14,7 +14,6 @@ from drivetrain.testing import HostReads, no_host_reads
 X = torch.arange(6.0)
 WAITS: dict[str, Callable[[], object]] = {
     "_local_scalar_dense": lambda: X[0].item(),
-    "_local_scalar_dense ": lambda: bool(X[0]),
     "tolist": lambda: X.tolist(),
     "cpu": lambda: X.cpu(),
     "numpy": lambda: X.numpy(),
@@ -27,7 +26,6 @@ WAITS: dict[str, Callable[[], object]] = {
     "equal": lambda: torch.equal(X, X + 1),
     "repeat_interleave": lambda: X.repeat_interleave(X.long()),
     "lift_fresh": lambda: torch.tensor(2.0),
-    "lift_fresh ": lambda: torch.as_tensor(2.0, dtype=torch.float32),
 }
 NOTHING: dict[str, Callable[[], object]] = {
     "where": lambda: torch.where(X > 2, X, 0),
