@@ -282,7 +282,7 @@ class Feed:
             if len(window) < size:
                 return
             if ahead:
-                transfer.begin(window[0])  # before the next is drawn, in whose place it may stand
+                transfer.begin(window[0])  # before the next is drawn: data may fill the same tensor again
             drawn = list(islice(micro_batches, 1)) if ahead and not last else []
             transfer.following = drawn[0] if drawn else None
             yield Window(window, last)

@@ -1,4 +1,4 @@
-"""What makes a fit on an NVIDIA GPU faster and is not asked for."""
+"""Advice for a fit on an NVIDIA GPU: options that would make it faster."""
 
 from __future__ import annotations
 

@@ -89,6 +89,9 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> list[torch.Event]:
                 devices.add(source.device)
     events = []
     for device in devices:
+        if device.type != "cuda":  # others were never tried with events
+            torch.accelerator.synchronize(device)
+            continue
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))
         events.append(event)

@@ -149,8 +149,8 @@ class Float8(Precision):
     def _convert(self, layers: list[nn.Linear]) -> None:
         config = _library().Float8LinearConfig.from_recipe_name(self.recipe)
         object.__setattr__(config, "emulate", self.emulate)
-        # The inner dimension of a weight's gradient is the batch's number of rows, of which the product needs
-        # a multiple of 16. A last batch, or a part of one, may have any number.
+        # The product for a weight's gradient sums over the batch's rows, and needs a multiple of 16. A last
+        # batch, or a part of one, may have any number.
         object.__setattr__(config, "pad_inner_dim", True)
         for layer in layers:
             if not hasattr(layer, _ADDED):
