@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.indexed import SIZE, Augmented, ByLength, batches, disturb, flat, indices, loader, source
+from tests.support.indexed import (
+    SEED,
+    SIZE,
+    Augmented,
+    ByLength,
+    batches,
+    disturb,
+    flat,
+    indices,
+    loader,
+    source,
+)
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, Subset, TensorDataset
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -151,6 +162,26 @@ def test_a_dataset_can_be_read_in_its_own_order() -> None:
     for options in ({}, {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 3, False)}):
         read = as_source(loader(**options), "predict", 0, in_order=True)
         assert indices(read, epoch=1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+class Reversed(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(SIZE))
+
+
+def test_a_prediction_reads_the_samples_that_a_training_would_read() -> None:
+    everything = range(SIZE)
+    for options in (
+        {"batch_sampler": [[7], [9, 8]]},
+        {"batch_sampler": ByLength()},
+        {"sampler": Reversed(everything)},
+        {"sampler": RandomSampler(everything, num_samples=4)},
+        {"sampler": RandomSampler(everything, replacement=True)},
+    ):
+        predicted = as_source(loader(**options), "predict", SEED, in_order=True, every_sample=True)
+        assert indices(predicted) == indices(source(**options)), options
+    subset = as_source(loader(sampler=SubsetRandomSampler([7, 9, 8, 2])), "predict", SEED, in_order=True)
+    assert indices(subset) == [[2, 7, 8], [9]]  # torch's class shuffles them, so they have no order
 
 
 def test_workers_that_stay_give_the_same_over_epochs_an_early_end_and_a_resume() -> None:

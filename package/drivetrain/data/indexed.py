@@ -48,8 +48,8 @@ class IndexedSource(Source):
         seed: The run's seed.
         every_sample: Read the last, short batch even if the loader drops it: an evaluation counts every
             sample.
-        in_order: Read the dataset in its own order even if the loader shuffles. The user's own batch sampler
-            is then ignored, because its order is unknown.
+        in_order: Read the dataset in its own order even if the loader shuffles; see `unshuffled`. A sampler
+            or batch sampler of the user's own class keeps its order.
         pin_memory: Pin the workers' batches, for copies to an accelerator. The loader's own flag is ignored:
             without an accelerator torch warns of it.
         share: The shard of every round that is read here.
@@ -90,7 +90,7 @@ class IndexedSource(Source):
         sampler = described.sampler if share.size == 1 else undivided(described.sampler, name)
         sampler = unshuffled(sampler) if in_order else sampler
         self._order = Order(name, sampler, size, seed)
-        self._batch_sampler = None if ready or plain or in_order else loader.batch_sampler
+        self._batch_sampler = None if ready or plain else loader.batch_sampler
         if self._batch_sampler is not None and share.size > 1:
             refuse_divided(self._batch_sampler, name)
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)

@@ -115,15 +115,18 @@ class Order:
 
 
 def unshuffled(sampler: Iterable[Any]) -> Iterable[Any]:
-    """Return a sampler of the same samples in the dataset's order, where the sampler's kind allows it.
+    """Return a sampler of the same samples in the dataset's order, if the sampler only shuffles.
 
-    A sampler of the user's own class is returned unchanged.
+    One that draws which samples it gives is returned unchanged, and so is one of the user's own class.
     """
-    if isinstance(sampler, RandomSampler):
-        return SequentialSampler(sampler.data_source)
-    if isinstance(sampler, LengthGroupedSampler):
-        return range(len(sampler))
-    if isinstance(sampler, SubsetRandomSampler):
+    kind = type(sampler)
+    if isinstance(sampler, RandomSampler) and kind.__iter__ is RandomSampler.__iter__:
+        size = len(sampler.data_source)
+        whole = not sampler.replacement and sampler.num_samples == size
+        return SequentialSampler(sampler.data_source) if whole else sampler
+    if kind is LengthGroupedSampler:
+        return range(len(sampler))  # type: ignore[arg-type]
+    if isinstance(sampler, SubsetRandomSampler) and kind.__iter__ is SubsetRandomSampler.__iter__:
         return sorted(int(index) for index in sampler.indices)
     return sampler
 

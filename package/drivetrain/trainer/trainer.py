@@ -360,7 +360,8 @@ class Trainer(RunSettings):
 
         Args:
             task: The task.
-            data: As in `fit`, or an object with `predict_data()`.
+            data: As in `fit`, or an object with `predict_data()`. Only torch's own shuffling is left out; any
+                other sampler or batch sampler gives the samples and their order.
             checkpoint: As in `validate`.
             save_to: A directory to stream the outputs to, one file a batch, so that memory stays flat.
             metrics: Whether to return the values of a validation of the same pass too. The data needs
