@@ -46,6 +46,20 @@ def ended(world_size: int, hook: str, update: int, ranks: set[int], **options: A
     return result.progress.updates, result.stop_reason, asks.asked_at
 
 
+def test_a_signal_asks_for_no_restart_once_another_ranks_death_is_known() -> None:
+    """A launcher signals the ranks that are left; this rank may hear of the death a moment later."""
+    failure = RankFailure("rank 1 was killed")
+    for signalled_first, is_death, code in ((False, True, None), (True, True, None), (True, False, 75)):
+        stopping = Stopping()
+        stopping.signals = {"SIGTERM": 75}
+        if signalled_first:
+            stopping.ask("SIGTERM")
+        stopping.abandon(failure, is_death)
+        stopping.ask("SIGTERM")
+        assert stopping.exit_code == code
+        assert (stopping.asked is None) == (not signalled_first)
+
+
 def test_the_first_boundary_that_nobody_has_passed_is_taken_once_all_have_told() -> None:
     poll = Poll(3)
     assert poll.open(2, "two")

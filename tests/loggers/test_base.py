@@ -1,6 +1,7 @@
 """Loggers from what a user writes, logs of a run that was cut off and resumed, and the history of a fit."""
 
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +122,25 @@ def test_a_table_gives_back_what_was_written(tmp_path, kind):
         {"step": 1, "a": 0.1, "b": math.inf},
         {"step": 2, "histograms": 1e-9, "class/a\nb": 2.0, "class/c\u2028d": 3.0},
     ]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_log_that_is_no_file_ends_a_resumed_run_with_its_name(tmp_path):
+    fit(tmp_path / "run")
+    for name in ("metrics.csv", "metrics.jsonl", "config.json"):
+        path, kept = tmp_path / "run" / name, tmp_path / name
+        path.rename(kept)
+        for make in (os.mkdir,) if name == "config.json" else (os.mkfifo, os.mkdir):
+            make(path)
+            with pytest.raises(ConfigError, match=rf"{name}' is a (pipe|directory)"):
+                fit(tmp_path / "run", resume="auto")
+            path.unlink() if path.is_fifo() else path.rmdir()
+        kept.rename(path)
+    for text in ("{}\n", "step,a\nx,y\n", '{"step": "x"}\n'):
+        path = tmp_path / "table"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read as the history of a run"):
+            read_history(path)
 
 
 def test_a_fit_without_a_table_says_where_a_history_would_come_from():

@@ -5,7 +5,6 @@ A task, data, a strategy and a precision are mappings with a name, `class_path`,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.files import loads, read_text
 
 OBJECTS = ("task", "data", "train_data", "validation_data")
 """Settings that name an object to import."""
@@ -27,6 +27,12 @@ LISTS = ("callbacks", "loggers")
 """The Trainer's arguments that are lists of objects."""
 
 Tree = dict[str, Any]
+
+_MOST_BRACKETS = 10_000
+"""The most lists and mappings in brackets: a YAML parser needs seconds for as many inside each other."""
+
+_LARGEST = 4 << 20
+"""The largest file of settings, in bytes."""
 
 _PLACES = (*OBJECTS, *(f"trainer.{name}" for name in NAMED))
 """Settings that describe an object."""
@@ -118,12 +124,27 @@ def read_value(text: str) -> Any:
     if text.lower() in ("true", "yes", "on", "false", "no", "off"):
         return text.lower() in ("true", "yes", "on")
     if text[:1] in ("[", "{") or "\n" in text:  # jsonargparse parses the YAML that it has written
-        return yaml.safe_load(text)
+        return _parsed(text, yaml.SafeLoader)
     if text in ("", "()"):
         return []
     if "," in text and " " not in text:
         return [each for each in text.strip("()").split(",") if each]
     return text
+
+
+def _parsed(text: str, loader: type[yaml.SafeLoader]) -> Any:
+    """Parse YAML; what would take minutes, or nests too deeply, raises.
+
+    Raises:
+        ConfigError: It has too many lists and mappings, or nests too deeply.
+        yaml.YAMLError: It is not YAML.
+    """
+    if text.count("[") + text.count("{") > _MOST_BRACKETS:
+        raise ConfigError(f"{text[:40]!r}... opens more than {_MOST_BRACKETS} lists and mappings")
+    try:
+        return yaml.load(text, loader)
+    except RecursionError:
+        raise ConfigError(f"{text[:40]!r}... is nested too deeply") from None
 
 
 def _listed(value: Any) -> list[Any]:
@@ -142,17 +163,19 @@ def read_file(path: str) -> Tree:
         ConfigError: No such file, invalid YAML or JSON, or an unknown name (lists the nearest).
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # A shell writes to a pipe of /dev/fd, as in --config <(make_settings); any other may have no writer.
+        is_shells = path == "/dev/stdin" or path.startswith(("/dev/fd/", "/proc/self/fd/"))
+        text = Path(path).read_text(encoding="utf-8") if is_shells else read_text(path, _LARGEST)
         if text.lstrip().startswith("{"):
-            content = json.loads(text, object_pairs_hook=_unique)
+            content = loads(text, object_pairs_hook=_unique)
         else:
-            content = yaml.load(text, _Loader)
+            content = _parsed(text, _Loader)
         return _tree(content)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
-        if isinstance(error, ConfigError):
-            raise ConfigError(f"--config {path}: {error}") from error
         raise ConfigError(f"--config {path} is not valid YAML or JSON: {error}") from error
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.synonyms import foreign, help_with
 
@@ -143,9 +144,10 @@ def local_path(name: str, value: object) -> Path:
     """Check that a value is a path on a local disk, and return it.
 
     Raises:
-        ConfigError: `value` is not a path, or an address such as "s3://bucket/file".
+        ConfigError: `value` is not a path, one that no file can have, or an address such as "s3://bucket/file".
     """
     if isinstance(value, (str, os.PathLike)) and value and "://" not in os.fspath(value):
+        check_path(value)
         return Path(value)
     raise ConfigError(f"{name} must be a path on a local disk, such as 'results', not {value!r}")
 

@@ -13,6 +13,7 @@ from typing import IO
 
 import torch
 
+from drivetrain.core.files import check_path, open_file
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.sockets import closing_sockets_in_forks
 
@@ -80,7 +81,7 @@ def one_at_a_time(path: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         path: The file to make. The lock is "path.lock" beside it, which is not deleted.
     Raises:
-        OSError: The file system has no locks.
+        OSError: The file system has no locks, or the lock is no regular file.
 
     Example:
         ```python
@@ -95,8 +96,9 @@ def one_at_a_time(path: str | os.PathLike[str]) -> Iterator[None]:
         ```
     """
     lock = Path(f"{os.fspath(path)}.lock")
+    check_path(lock)
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a+b") as file:
+    with open_file(lock, "a+b") as file:
         _lock(file)
         try:
             yield

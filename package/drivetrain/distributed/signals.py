@@ -22,6 +22,9 @@ from drivetrain.distributed.failure.last_words import end_now
 
 _LOG = logger(__name__)
 
+AGENT = "TORCHELASTIC_RUN_ID"
+"""An environment variable of the processes of torch's agent, which signals all once one has failed."""
+
 _ECHO = 0.5
 """Signals repeated within this many seconds count once: one may go to the process and to its group."""
 
@@ -87,6 +90,7 @@ class Signals:
         self._raised: signal.Signals | None = None  # raised in the main thread; not to be handled again
         self._restoring = threading.Lock()
         self._hears = False  # the thread is handling a signal that it has read
+        self._has_failed = False
 
     def open(self) -> None:
         """Set the handlers and start the thread."""
@@ -145,7 +149,16 @@ class Signals:
             signal.set_wakeup_fd(-1)
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
-                signal.signal(number, before)
+                is_agents = self._has_failed and number in self._requeues and AGENT in os.environ
+                signal.signal(number, signal.SIG_IGN if is_agents else before)
+
+    def disregard_requeues(self) -> None:
+        """Let signals of `requeues` do nothing from now on: the job has failed, and its launcher sends them.
+
+        Under torch's agent they do nothing after `close` either, so that this process can still print the
+        cause. The agent kills it if it takes long.
+        """
+        self._has_failed = True
 
     @property
     def handled(self) -> tuple[signal.Signals, ...]:
@@ -208,6 +221,8 @@ class Signals:
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()
+        if self._has_failed and number in self._requeues:
+            return
         if self.first is None and self._ask is not None:
             self.first, self._since = number, now
             limit = self._deadline(number)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.core.errors import EXIT_REQUEUE, Preempted, RankFailure
+
+_LAUNCHERS = 2.0
+"""Seconds before the news of a rank's death in which a signal is taken for the launcher's answer to it."""
 
 
 class Stopping:
@@ -44,6 +49,7 @@ class Stopping:
         self.ending: BaseException | None = None
         self.restart_is_pointless = False
         self._asked_after = -1
+        self._asked_at = -math.inf
         self._at: int | None = None
         self._failure: RankFailure | None = None
         self._answered = threading.Event()
@@ -60,9 +66,13 @@ class Stopping:
         return self.restart_is_pointless and self.signals.get(reason) == EXIT_REQUEUE
 
     def ask(self, reason: str) -> None:
-        """Ask all ranks to stop; the channel's thread passes it on. Only the first reason counts."""
-        if self.asked is None:
+        """Ask all ranks to stop; the channel's thread passes it on. Only the first reason counts.
+
+        After a failure nothing is asked: a launcher then signals the ranks that are left.
+        """
+        if self.asked is None and self._failure is None:
             self.held = True
+            self._asked_at = time.monotonic()
             self._asked_after = self.passed
             self.asked = self.reason = reason
 
@@ -106,9 +116,17 @@ class Stopping:
         self._at, self.reason = at, reason
         self._answered.set()
 
-    def abandon(self, failure: RankFailure) -> None:
-        """Give up waiting for an answer: a rank has failed."""
+    def abandon(self, failure: RankFailure, is_death: bool = False) -> None:
+        """Give up waiting for an answer: a rank has failed.
+
+        Args:
+            failure: How.
+            is_death: Whether the rank was killed or stopped. A launcher that sees it first signals the ranks
+                that are left, and that signal asks for no restart.
+        """
         self._failure = failure
+        if is_death and self._at is None and time.monotonic() - self._asked_at < _LAUNCHERS:
+            self.signals = {}
         self._answered.set()
 
     def answer(self) -> str | None:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from drivetrain.loggers.files import FileLogger, naming, replace_text
+from drivetrain.core.files import open_file, read_text
+from drivetrain.loggers.files import LARGEST_TABLE, FileLogger, naming, replace_text
 
 
 @final
@@ -87,7 +88,7 @@ class CSVLogger(FileLogger):
     def _cut(self, rows: Sequence[Sequence[object]]) -> None:
         """Truncate the file to these first rows in place, which needs no room on the disk."""
         content = _table(rows).encode()
-        with self.path.open("rb") as file:
+        with open_file(self.path, "rb") as file:
             is_ours = file.read(len(content)) == content
         if not is_ours:  # written by another program, with other quoting
             replace_text(self.path, content.decode())
@@ -106,8 +107,7 @@ class CSVLogger(FileLogger):
 
     def _read(self) -> tuple[list[str], list[list[str]]]:
         """Return the header and the complete rows, without one that a kill has cut short."""
-        with self.path.open(encoding="utf-8", newline="") as file:
-            text = file.read()
+        text = read_text(self.path, LARGEST_TABLE)
         rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
         return (rows[0], rows[1:]) if rows else ([], [])
 

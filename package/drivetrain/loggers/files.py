@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.files import NotAFileError, open_file
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import local_path
 
 _LOG = logger(__name__)
+
+LARGEST_TABLE = 1 << 30
+"""The largest file of metrics, in bytes, that is read as a whole."""
 
 
 def to_json(value: Any) -> Json:
@@ -63,9 +67,11 @@ def replace_text(path: Path, text: str) -> None:
         OSError: The text could not be written; only the old content is there.
     """
     temporary = path.with_name(f"{path.name}.tmp")
+    if path.is_dir():
+        raise NotAFileError(path, "is a directory")
     with naming(path):
         try:
-            with temporary.open("w", encoding="utf-8", newline="") as file:
+            with open_file(temporary, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
             os.replace(temporary, path)
         except OSError:
@@ -110,7 +116,7 @@ def write_results(values: Mapping[str, float], path: str | os.PathLike[str]) -> 
 
 def set_aside(path: Path) -> None:
     """Rename an earlier run's file: ``metrics.csv`` becomes ``metrics.1.csv``, or the next free number."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
@@ -130,7 +136,7 @@ class Appended:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open_file(path, "ab", buffering=0)
         self._piece = bytearray()
 
     @property

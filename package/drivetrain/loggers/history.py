@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from pathlib import Path
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.files import loads, read_text
 from drivetrain.loggers.base import LoggerSpec, check_loggers
-from drivetrain.loggers.files import FileLogger
+from drivetrain.loggers.files import LARGEST_TABLE, FileLogger
 from drivetrain.loggers.jsonl import HISTOGRAMS
 
 TABLES = {"csv": "metrics.csv", "jsonl": "metrics.jsonl"}
@@ -42,16 +42,26 @@ def read_history(path: Path) -> list[dict[str, float]]:
         that a kill has cut short is left out, and so are histograms.
 
     Raises:
-        ConfigError: There is no such file.
+        ConfigError: There is no such file, or neither logger has written it.
     """
     try:
-        text = path.read_bytes().decode("utf-8")  # with line ends as they are, which a name may have
+        return _rows(read_text(path, LARGEST_TABLE))  # with line ends as they are, which a name may have
     except FileNotFoundError:
         raise ConfigError(f"the history is read from {str(path)!r}, and there is no such file") from None
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, csv.Error) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{str(path)!r} cannot be read as the history of a run ({error!r}): give the metrics.csv or"
+            " metrics.jsonl that a logger has written"
+        ) from error
+
+
+def _rows(text: str) -> list[dict[str, float]]:
     whole = text[: text.rfind("\n") + 1]
     rows: list[dict[str, str]]
     if text.startswith("{"):
-        rows = [json.loads(each) for each in whole.split("\n")[:-1]]
+        rows = [loads(each) for each in whole.split("\n")[:-1]]
     else:
         rows = list(csv.DictReader(io.StringIO(whole, newline="")))
     return [_row(each) for each in rows if not isinstance(each.get(HISTOGRAMS), dict)]

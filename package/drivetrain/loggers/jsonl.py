@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
+from drivetrain.core.files import lines_of
 from drivetrain.core.types import Histogram
 from drivetrain.loggers.files import FileLogger, naming, to_json
 
@@ -75,13 +76,12 @@ class JSONLinesLogger(FileLogger):
             return
         # Counting lines, not bytes, also finds the end when the last line was cut short by a kill.
         kept = end = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                if self._lines < int(state["lines"]):
-                    kept, end = kept + 1, end + len(line)
-                self._lines += 1
+        for line in lines_of(self.path):
+            if not line.endswith(b"\n"):
+                break
+            if self._lines < int(state["lines"]):
+                kept, end = kept + 1, end + len(line)
+            self._lines += 1
         with naming(self.path):
             os.truncate(self.path, end)
         self._lines = kept

@@ -16,6 +16,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from drivetrain.core.files import open_file
 from drivetrain.distributed.launch.process_start import process_age
 from drivetrain.run.ledger_report import NAME, VERSION
 from drivetrain.run.state import RunState
@@ -168,7 +169,7 @@ class Ledger:
             **more,
         }
         data = json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"
-        with self._file.open("a+b") as file:
+        with open_file(self._file, "a+b") as file:
             if file.seek(0, os.SEEK_END) > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":  # a killed process or a full disk has left an incomplete line

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError
+from drivetrain.core.files import check_path, lines_of
 
 KINDS = ("compute", "data", "evaluation", "save", "restore", "set-up", "lost work", "waiting")
 """The kinds of time; every second of a run belongs to one."""
@@ -134,13 +135,12 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
     rows: dict[str, list[_Row]] = {}
     unreadable = 0
     try:
-        with file.open("rb") as lines:
-            for line in filter(bytes.strip, lines):
-                row = _parsed(line)
-                if row is None:
-                    unreadable += 1
-                else:
-                    rows.setdefault(row.attempt, []).append(row)
+        for line in filter(bytes.strip, lines_of(file)):
+            row = _parsed(line)
+            if row is None:
+                unreadable += 1
+            else:
+                rows.setdefault(row.attempt, []).append(row)
     except OSError as error:
         raise DataError(f"{str(file)!r} cannot be read: {error}") from error
     if not rows:
@@ -155,6 +155,7 @@ def find_runs(directory: str | os.PathLike[str]) -> list[Path]:
 
 def _directory(given: str | os.PathLike[str]) -> Path:
     """Return the run directory, given itself or the path of its ledger."""
+    check_path(given)
     path = Path(given)
     return path.parent if path.name == NAME and path.is_file() else path
 

@@ -194,7 +194,7 @@ class Preemption:
     def _ask(self, received: signal.Signals) -> None:
         assert self._run is not None
         self._run.stopping.ask(_reason(received.name))
-        if self._run.is_main:
+        if self._run.is_main and self._run.stopping.asked is not None:
             _say(f"{received.name}: ends after this update, once it is saved; a second signal ends at once")
 
     def _where(self) -> str:

@@ -14,6 +14,7 @@ from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.stages import Stages, most, stages_or_number
 from drivetrain.core.types import Logger
@@ -295,7 +296,7 @@ def check_run_dir(spec: object) -> None:
     """Check that it is a local path, or None.
 
     Raises:
-        ConfigError: It is an address, or no path at all.
+        ConfigError: It is an address, no path at all, or one that no file can have.
     """
     if not isinstance(spec, (str, os.PathLike, type(None))):
         raise ConfigError(f"run_dir must be a path, or None for a new one, not {spec!r}")
@@ -304,6 +305,8 @@ def check_run_dir(spec: object) -> None:
             f"run_dir={spec!r} is an address, and logs are written to a local directory. Keep run_dir local,"
             " and send the checkpoints there: checkpoint=CheckpointConfig(directory=...)"
         )
+    if spec is not None:
+        check_path(spec)
 
 
 def has_run_dir(settings: RunSettings) -> bool:

@@ -19,10 +19,11 @@ from drivetrain.checkpoint import (
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.checkpoint.saving.index import Entry, rank, read_index
-from drivetrain.checkpoint.storage.filesystem import FileSystem, StorageError, os_errors
+from drivetrain.checkpoint.storage.filesystem import FileSystem, StorageError, os_errors, plain_path
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.load import is_weight_file
 from drivetrain.core.errors import CheckpointError, ConfigError, nearest
+from drivetrain.core.files import check_path
 from drivetrain.core.messages import logger
 from drivetrain.distributed.launch.environment import is_started_again, may_start_again
 from drivetrain.distributed.ranks import ALONE, Ranks
@@ -227,13 +228,18 @@ def _is_whole_run(resume: str | os.PathLike[str], directory: str) -> bool:
 def _real(path: str | os.PathLike[str], files: FileSystem) -> str:
     """Return a path with symbolic links resolved; only local paths have them."""
     given = os.fspath(path)
-    return os.path.realpath(given) if files.renames else files.absolute(given)
+    if not files.renames:
+        return files.absolute(given)
+    check_path(given)
+    return os.path.realpath(given)
 
 
 def _check_resume(resume: str | os.PathLike[str]) -> None:
     """Raise for a word or a file of weights that names no checkpoint, with the likely meaning."""
     given = os.fspath(resume)
     files = file_system(given)
+    if files.renames:
+        check_path(plain_path(given))
     with os_errors("read", given):
         kind = files.kind(files.absolute(given))
     word = given.partition(":")[0]

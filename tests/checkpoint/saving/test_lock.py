@@ -3,6 +3,7 @@
 import atexit
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import threading
@@ -188,16 +189,32 @@ def test_a_lock_is_released_by_its_owner_alone(tmp_path: Path) -> None:
     assert content_of(tmp_path / "lock.json")["pid"] == 4321
 
 
+STRANGE: list[dict[str, Any]] = [
+    *({"renewed": each} for each in ("x", math.nan, 10**400, True, -1)),
+    *({"since": math.inf}, {"pid": 2**70}, {"pid": 1.5}, {"started": "x"}, {"host": None}, {"more": 1}),
+]
+
+
 def test_a_removed_lock_file_is_made_again_and_a_strange_one_refused(tmp_path: Path) -> None:
     lock, path = DirectoryLock(str(tmp_path), LOCAL), tmp_path / "lock.json"
     lock.take()
     path.unlink()
     lock.confirm()
     assert content_of(path)["pid"] == os.getpid()
-    path.write_text("{", encoding="utf-8")
-    for each in (lock.confirm, DirectoryLock(str(tmp_path), LOCAL).take):
+    found = content_of(path)
+    strange = ["{", "[" * 60_000, "[]", *(json.dumps({**found, **each}) for each in STRANGE)]
+    for text in strange:
+        path.write_text(text, encoding="utf-8")
+        for each in (lock.confirm, DirectoryLock(str(tmp_path), LOCAL).take):
+            with pytest.raises(
+                ConfigError, match=r"lock\.json' is not a lock that drivetrain wrote.* remove"
+            ):
+                each()
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("gone")) if hasattr(os, "mkfifo") else ():
+        path.unlink() if path.is_file() or path.is_fifo() else path.rmdir()
+        make(path)
         with pytest.raises(ConfigError, match=r"lock\.json' is not a lock that drivetrain wrote.* remove"):
-            each()
+            DirectoryLock(str(tmp_path), LOCAL).take()
     lock.release()
 
 

@@ -22,6 +22,9 @@ def test_a_process_that_hangs_is_ended_with_its_stacks_and_a_code_of_its_own() -
         assert "no progress for 0.3 seconds (update 7, epoch 1)" in text
         assert "stuck_in_a_collective" in text, "the stack of the main thread is shown"
         assert "exit 75" in text
+    for kind in ("plain", "no directory"):
+        cause = "drivetrain: no progress for 0.3 seconds (update 7, epoch 1); exit code 75"
+        assert found[kind].errors[-1] == cause
     undescribed = "\n".join(found["no description"].errors)
     assert "at an unknown place: ZeroDivisionError: division by zero" in undescribed
     assert "stuck_in_a_collective" in undescribed

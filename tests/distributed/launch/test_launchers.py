@@ -51,6 +51,16 @@ def test_torchrun() -> None:
     assert launch("torch.distributed.run", "--standalone", "--nproc-per-node=2") == [DDP, DDP]
 
 
+@pytest.mark.landing
+def test_under_torchrun_the_last_word_is_the_rank_that_was_killed_and_not_its_signal() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LIMIT, "check": False}
+    done = subprocess.run([*command, PROGRAM, '{"kill": true}'], env=undisturbed(), **options)
+    assert done.returncode == 1
+    assert "RankFailure: rank 1 failed first, last heard of " in done.stderr
+    assert "exit code 75" not in done.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 def test_deepspeeds_launcher(port: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.files import check_path, read_text
 
 _LATEST = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -65,6 +66,7 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> Files:
 
 
 def _inner(folder: Path, tag: str | None) -> Path:
+    check_path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {str(folder)!r}")
     if tag is None and not (folder / _LATEST).is_file():
@@ -78,7 +80,7 @@ def _inner(folder: Path, tag: str | None) -> Path:
         )
     if tag is None:
         try:
-            tag = (folder / _LATEST).read_text(encoding="utf-8").strip()
+            tag = read_text(folder / _LATEST).strip()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot read {str(folder / _LATEST)!r}: {error}") from error
     if not tag or Path(tag).name != tag or not (folder / tag).is_dir():

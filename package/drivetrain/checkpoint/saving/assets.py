@@ -18,6 +18,7 @@ from torch import nn
 from drivetrain.checkpoint.format.assets import MAX_ASSET_BYTES, MAX_ASSETS, clash, name_trouble
 from drivetrain.checkpoint.storage.filesystem import os_errors
 from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.files import check_path
 
 
 @runtime_checkable
@@ -89,6 +90,7 @@ def _check_path(given: str | os.PathLike[str], what: str) -> None:
         raise ConfigError(
             f"{what}={text!r} is an address; an asset is read from a local path. Download it first"
         )
+    check_path(text)
     path = Path(text)
     if path.exists():
         return

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from drivetrain.checkpoint.saving.names import check_name
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.validation import by_name, count, flag, one_of
 
@@ -134,6 +135,8 @@ def _check_directory(directory: object) -> None:
             f"CheckpointConfig: directory={directory!r} is not an address, because a Path keeps only one of"
             " two slashes. Give an address as a text, such as 's3://bucket/run'"
         )
+    if "://" not in path:
+        check_path(path)
 
 
 def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[CheckpointConfig, ...]:

@@ -17,12 +17,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
+from typing import Any
 
-from drivetrain.checkpoint.storage.files import delete_if_there, write_atomically, write_file
-from drivetrain.checkpoint.storage.filesystem import SAVING, FileSystem, os_errors, plain_path
+from drivetrain.checkpoint.format.strict_json import parse_json
+from drivetrain.checkpoint.storage.files import HashedReader, delete_if_there, write_atomically, write_file
+from drivetrain.checkpoint.storage.filesystem import (
+    SAVING,
+    DamagedCheckpointError,
+    FileSystem,
+    os_errors,
+    plain_path,
+)
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
+from drivetrain.core.types import Json
 from drivetrain.distributed.failure.silence import activity, machine
 from drivetrain.distributed.launch.process_start import process_started
 
@@ -34,8 +43,10 @@ EXPIRES = 600.0
 RENEWS = 60.0
 """Seconds between two renewals."""
 
-_LARGEST = 1 << 16
-"""The largest lock file, in bytes."""
+_LATEST = 1e11
+"""The largest time, in seconds since 1970 or in ticks since the system's start."""
+
+_LARGEST_PID = 1 << 31
 
 _TRIES = 100
 """The most attempts to take a lock while other jobs that started at the same moment replace it."""
@@ -254,17 +265,13 @@ class DirectoryLock:
     def _read(self, path: str) -> Owner | None:
         """Return the owner in a lock file; None if there is no file."""
         try:
-            source = self._files.open(path)
+            with HashedReader(path, self._files, self._files.open(path)) as reader:
+                return _owner(parse_json(reader.read_json(), "the file"))
         except FileNotFoundError:
             return None
-        content = bytearray(min(source.size, _LARGEST))
-        try:
-            count = source.read_into(memoryview(content))
-        finally:
-            source.close()
-        try:
-            return Owner(**json.loads(content[:count]))
-        except (TypeError, ValueError) as error:
+        except (DamagedCheckpointError, OSError) as error:
+            if isinstance(error, OSError) and self._files.kind(path) in (None, "file"):
+                raise  # the storage does not answer, or the file has just gone
             raise ConfigError(
                 f"{path!r} is not a lock that drivetrain wrote, so it is unknown whether a job is training"
                 f" there: {error}. If none is, remove the file"
@@ -302,6 +309,31 @@ def _put(temporary: str, path: str) -> bool:
     except OSError:  # a disk without hard links, such as FAT; if renaming fails too, that raises
         os.rename(temporary, path)
     return True
+
+
+def _owner(found: Json) -> Owner:
+    """Return the owner in a lock file.
+
+    Raises:
+        DamagedCheckpointError: The file holds something else, or values that no lock has.
+    """
+    if not isinstance(found, dict) or found.keys() != {each.name for each in fields(Owner)}:
+        raise DamagedCheckpointError("it has other fields")
+    owner = Owner(**found)  # type: ignore[arg-type]
+    for name in ("host", "machine", "job", "token"):
+        if not isinstance(found[name], str):
+            raise DamagedCheckpointError(f"{name} is not a text")
+    for name, kinds, bound in (
+        ("pid", int, _LARGEST_PID),
+        ("started", int, _LATEST),
+        ("since", (int, float), _LATEST),
+        ("renewed", (int, float), _LATEST),
+    ):
+        value: Any = found[name]
+        is_number = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < bound
+        if not is_number and not (name == "started" and value is None):
+            raise DamagedCheckpointError(f"{name} is {str(value)[:40]!r}")
+    return owner
 
 
 def _dump(owner: Owner) -> bytes:

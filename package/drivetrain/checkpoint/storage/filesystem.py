@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from urllib.request import url2pathname
 
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.files import descriptor_of_file
 
 Kind: TypeAlias = Literal["file", "directory", "link", "other"]
 """The kind of a directory entry; "other" is a pipe, a device or a socket."""
@@ -344,7 +345,7 @@ class _LocalSource:
 
 
 def _open_no_follow(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+    return descriptor_of_file(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
 def _kind_of(entry: os.DirEntry[str]) -> Kind:

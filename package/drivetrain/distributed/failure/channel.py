@@ -20,7 +20,7 @@ import torch
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.hub import Hub
-from drivetrain.distributed.failure.last_words import end_now, record
+from drivetrain.distributed.failure.last_words import end_now, record, write_now
 from drivetrain.distributed.failure.messages import Cause, Line, Timing, at, connect, is_voluntary, own_hosts
 from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_thread
 from drivetrain.distributed.failure.silence import DIED, Silence, machine
@@ -30,6 +30,7 @@ from drivetrain.distributed.interrupts import Interrupts
 from drivetrain.distributed.launch.children import outlive_parent, started, wait_for
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import launched
+from drivetrain.distributed.signals import AGENT, current
 from drivetrain.distributed.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class FailureChannel:
         """
         assert self._cause is not None
         until = time.monotonic() + self._timing.last
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if AGENT in os.environ:
             while (
                 self.rank not in (0, self._cause.rank) and self._is_connected() and time.monotonic() < until
             ):
@@ -358,7 +359,8 @@ class FailureChannel:
             ):  # at once: a launcher may kill this rank when another has ended
                 record(cause.failure())
         self._decided.set()
-        self._stopping.abandon(cause.failure())
+        self._stopping.abandon(cause.failure(), cause.kind == "lost")
+        self._expect_launcher(cause)
         if not cause.is_interrupt:
             with contextlib.suppress(Exception):  # the system may refuse a thread
                 self._stacks.begin(where, self._reported, self._hub)
@@ -377,6 +379,14 @@ class FailureChannel:
             if self._leaves_in_time(self._timing.freed):
                 return
         self._end(cause)
+
+    def _expect_launcher(self, cause: Cause) -> None:
+        """Prepare for the signal that a launcher sends to the ranks that are left."""
+        signals = current()
+        if signals is not None:
+            signals.disregard_requeues()
+        elif AGENT in os.environ and self._is_reporting() and cause.rank != self.rank:
+            write_now(f"drivetrain: {cause}\n")  # the signal may kill this process before its last lines
 
     def _leaves_in_time(self, seconds: float) -> bool:
         """Return whether the main thread leaves the context by itself; with its own error it has longer."""

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drivetrain.core.files import open_file
 from drivetrain.distributed.failure.messages import at
 from drivetrain.distributed.failure.stacks import stacks
 
@@ -107,7 +108,7 @@ class StackFiles:
             if had is not None or not file.exists():
                 text = (hub.ask(rank) if had is None else had) or _UNASKED
                 title = f"rank {rank}, asked by rank 0 because it did not answer"
-                with open(file, "a" if had is None else "w", encoding="utf-8") as out:
+                with open_file(file, "a" if had is None else "w", encoding="utf-8") as out:
                     out.write(f"{title}\n\n{text}\n")
 
 

@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import IO
 
+from drivetrain.core.files import open_file
 from drivetrain.distributed.failure.silence import activity
 
 _TRIED = 8
@@ -74,7 +75,7 @@ class Stacks:
             error: The error raised here, or None; its traceback comes first.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
+        with open_file(path, "a", encoding="utf-8") as file:
             file.write(f"{title}\n\n")
             if error is not None:
                 file.writelines([*traceback.format_exception(error), "\n"])

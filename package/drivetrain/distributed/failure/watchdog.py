@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 
 from drivetrain.core.errors import RankFailure
+from drivetrain.core.files import open_file
 from drivetrain.distributed.failure import messages as failure_wire
-from drivetrain.distributed.failure.last_words import end_workers, record
+from drivetrain.distributed.failure.last_words import end_workers, record, write_now
 from drivetrain.distributed.failure.place import Phase
 
 EXIT_HANG = 75
@@ -130,23 +132,27 @@ class Watchdog:
         end.daemon = True
         end.start()
         try:
-            text = (
-                f"drivetrain: no progress for {self._timeout:g} seconds ({self._where()}); stacks of all"
-                f" threads follow, then exit {EXIT_HANG}\n"
-            )
+            cause = f"no progress for {self._timeout:g} seconds ({self._where()})"
+            text = f"drivetrain: {cause}; stacks of all threads follow, then exit {EXIT_HANG}\n"
             sys.stderr.write(text)
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-            if self._directory is not None:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                with open(self._directory / "hang-stacks.txt", "w", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    faulthandler.dump_traceback(file=file, all_threads=True)
-            record(RankFailure(f"no progress for {self._timeout:g} s ({self._where()})"))
+            with contextlib.suppress(OSError):  # the cause is the last line all the same
+                self._write_stacks(text)
+            write_now(f"drivetrain: {cause}; exit code {EXIT_HANG}\n")
+            record(RankFailure(cause))
         finally:
             end_workers()
             os._exit(EXIT_HANG)
+
+    def _write_stacks(self, text: str) -> None:
+        if self._directory is None:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with open_file(self._directory / "hang-stacks.txt", "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            faulthandler.dump_traceback(file=file, all_threads=True)
 
     def _where(self) -> str:
         try:

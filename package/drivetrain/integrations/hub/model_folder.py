@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,6 +15,8 @@ from drivetrain.checkpoint.inspection.description import describe, open_checkpoi
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import MODEL
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.files import read_json
 from drivetrain.integrations.hub.card import CardData, model_card
 from drivetrain.integrations.hub.client import REPOSITORY
 
@@ -121,5 +122,8 @@ def _event_files(run_dir: Path | None) -> Iterator[tuple[Path, str]]:
 def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as JSON: {error}") from error
     return found if isinstance(found, dict) else {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.files import read_json
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.integrations.transformers.arguments_values import Values
 from drivetrain.strategies.ddp import DDPConfig
@@ -266,7 +265,7 @@ def _mapping(values: Values, name: str) -> dict[str, Any] | None:
     if not isinstance(spec, (str, os.PathLike)):
         return None if spec is None else dict(spec)
     try:
-        read = json.loads(Path(spec).read_text(encoding="utf-8"))
+        read = read_json(spec)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}={os.fspath(spec)!r} is no JSON file that can be read: {error}") from error
     if not isinstance(read, dict):

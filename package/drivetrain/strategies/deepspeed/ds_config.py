@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.files import read_json
 
 _NAMES = """
 activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet comms_logger
@@ -94,7 +94,7 @@ def read(config: Any) -> dict[str, Any]:
     if isinstance(config, (str, os.PathLike)):
         path = Path(config)
         try:
-            config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+            config = read_json(path, object_pairs_hook=_each_once)
         except (OSError, ValueError) as error:
             raise ConfigError(f"DeepSpeed's configuration {str(path)!r} cannot be read: {error}") from error
     if not isinstance(config, Mapping):
