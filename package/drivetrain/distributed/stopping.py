@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain.core.errors import EXIT_REQUEUE, Preempted, RankFailure
 
 _LAUNCHERS = 2.0
-"""Seconds before the news of a rank's death in which a signal is taken for the launcher's answer to it."""
+"""A launcher signals the other ranks when one has died. Its signal may arrive so many seconds before the news."""
 
 
 class Stopping:
