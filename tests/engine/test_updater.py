@@ -69,6 +69,38 @@ def test_factory_gets_the_trainable_parameters_and_reports_the_rate_of_each_grou
     assert seen == [{"lr/0": 0.1, "lr/1": 0.5}]
 
 
+class Experts(TaskModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.options = {"lr": 0.05, "momentum": 0.9, **options}
+        self.trunk, self.experts = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 1) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        outputs: torch.Tensor = self.experts[expert](torch.tanh(self.trunk(x)))
+        return outputs
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return (outputs - batch["y"]).square().mean()
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("sgd", **self.options)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.1}, {"maximize": True}])
+def test_sgd_with_momentum_takes_first_gradients_that_come_late_or_never(options: dict[str, Any]) -> None:
+    task, plain = Experts(**options), Experts(**options)
+    optimizer = torch.optim.SGD(plain.parameters(), fused=False, **plain.options)
+    data = [{"x": torch.randn(8, 4), "y": torch.randn(8, 1), "expert": each} for each in (0, 0, 1, 0, 1)]
+    for batch in data:
+        plain.loss(plain(batch["x"], batch["expert"]), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    quiet(max_epochs=1).fit(task, data)
+    for found, expected in zip(task.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_torch_schedule_is_not_moved_by_a_skipped_update() -> None:
     seen: list[tuple[bool, float]] = []
     note = LambdaCallback(on_step_end=lambda run: seen.append((run.step.applied, run.learning_rates()["lr"])))

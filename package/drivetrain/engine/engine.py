@@ -44,6 +44,7 @@ from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
+from drivetrain.task.optim.state import start_momenta
 from drivetrain.task.output import StepValues, no_loss, read_output, without_other_graphs
 from drivetrain.task.task import StepModule, TaskModule
 
@@ -176,6 +177,8 @@ class Engine:
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
+        for updater in self.updaters.values():
+            start_momenta(updater.optimizer)
         self.memory.attach_task(self.step_module, self.updaters, self.interleaved, self.progress)
         self.trainable = [p for p in task.parameters() if p.requires_grad]
         self.parameters = self.trainable  # without those that `freeze` has frozen for now

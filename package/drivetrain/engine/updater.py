@@ -18,12 +18,13 @@ from drivetrain.task.optim.build import (
     apply_factor,
     build_optimizer,
     build_schedule,
+    check_sharded,
     remember_base_rates,
-    start_momenta,
 )
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
+from drivetrain.task.optim.state import start_momenta
 from drivetrain.task.optim.torch_schedule import TorchSchedule
 from drivetrain.task.task import TaskModule
 
@@ -81,11 +82,7 @@ class Updater:
         return timed.metric if timed is not None and timed.unit == "validations" else None
 
     def leave_out_frozen(self) -> None:
-        """Take the parameters of the optimizer that require gradients now as those to train.
-
-        Raises:
-            ConfigError: The optimizer cannot begin to train parameters later.
-        """
+        """Take the parameters of the optimizer that require gradients now as those to train."""
         groups = self.optimizer.param_groups
         self.parameters = [each for group in groups for each in group["params"] if each.requires_grad]
         start_momenta(self.optimizer)
@@ -314,6 +311,7 @@ def from_factory(
             "a schedule must be a torch.optim.lr_scheduler.LRScheduler, or a TorchSchedule with one, not a"
             f" {type(scheduler).__name__}"
         )
+    check_sharded(made)
     remember_base_rates(made)
     return made, None if scheduler is None else scheduler.made(made)
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
-from drivetrain import FSDPConfig, LambdaCallback, OptimizerConfig, TaskModule
+from drivetrain import ConfigError, FSDPConfig, LambdaCallback, OptimizerConfig, TaskModule
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.wrapping import units
 from drivetrain.task.blocks import repeated_blocks
+from drivetrain.task.optim.build import build_optimizer
 from drivetrain.testing.strategies.check import check_strategy
 from drivetrain.testing.strategies.tasks import Tokens
 
@@ -262,3 +263,15 @@ def test_scalars_and_ignored_parameters_are_plain_and_the_same_on_all_ranks() ->
     for (kinds, scale), bias in zip(first, ("DTensor", "Parameter"), strict=True):
         assert kinds == {"line.weight": "DTensor", "line.bias": bias, "scale": "Parameter"}
         assert scale != 2.0
+
+
+def test_optimizers_that_torch_cannot_step_on_shards_are_refused_by_name() -> None:
+    def refused() -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(module := nn.Linear(4, 2))
+        for name in ("adafactor", "rprop"):
+            with pytest.raises(ConfigError, match=f"'{name}' cannot train the 2 sharded parameters"):
+                build_optimizer(OptimizerConfig(name), module)
+
+    on_two_ranks(refused)

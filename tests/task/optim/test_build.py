@@ -80,6 +80,7 @@ def test_fused_is_used_where_it_exists_and_only_there():
     assert fused("adamw", fused=False) is False
     assert fused("adamw", foreach=True) is None
     assert fused("adamw", net().to("meta")) is None
+    assert fused("sgd", momentum=0.9, dampening=0.1) is None
 
 
 @pytest.mark.parametrize("name", ["adam", "nadam", "radam", "rmsprop", "muon"])
@@ -119,6 +120,11 @@ def test_refusals_of_optimizer_config():
         "lr": (config(lr=0), "lr", "above 0"),
         "two warm-ups": (config(warmup_steps=5, warmup_ratio=0.1), "exclude one another"),
         "not fused": (config("rmsprop", fused=True), "no fused implementation"),
+        "fused and dampened": (
+            lambda: built("sgd", momentum=0.9, dampening=0.1, fused=True),
+            "of all parameters or of none",
+            "Leave fused at None",
+        ),
         "a group's option": (config(groups=ParameterGroup("head.*", momentum=1)), "'head.*'"),
         "schedule": (config(schedule="cosin"), "'cosine'"),
         "of torch": (config(schedule=torch.optim.lr_scheduler.StepLR), "torch scheduler"),

@@ -89,6 +89,22 @@ def test_state_of_an_optimizer_resumes_bit_for_bit(name, options, dtype):
         assert torch.equal(value, second[0][key])
 
 
+def test_a_parameter_may_get_its_first_gradient_after_a_resume():
+    """torch's fused SGD takes the momenta of all parameters or of none."""
+    ends = []
+    for fused in (False, None):
+        net = Net()
+        update(net, built(net, "sgd", momentum=0.9, fused=False), 1)
+        first = built(net, "sgd", momentum=0.9, fused=False)
+        update(net, first, 2)
+        then = built(net, "sgd", momentum=0.9, fused=fused)
+        load_state_by_name(then, names_of(net), *saved(net, first))
+        net.unused.square().sum().backward()
+        update(net, then, 3)
+        ends.append(torch.cat([each.detach().flatten() for each in net.parameters()]))
+    assert torch.allclose(*ends, rtol=1e-6, atol=1e-7)
+
+
 def test_settings_and_rates_come_back_in_their_own_types():
     net = Net()
     optimizer = built(net, lr=1e-2, betas=(0.8, 0.9), eps=1e-6)

@@ -17,10 +17,12 @@ from drivetrain.task.optim.config import OptimizerConfig, OptimizerFactory, opti
 from drivetrain.task.optim.groups import make_groups, select_parameters, sparse_parameters
 from drivetrain.task.optim.quantized import check_quantized
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, bent_warmup, make_schedule, warmed_up
-from drivetrain.task.optim.state import WEIGHT_UPDATES
 
 # Devices with fused kernels; they are the same for all floating-point dtypes.
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
+
+# Adafactor takes a norm of the whole parameter in place, and Rprop writes to elements by a mask.
+_UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 
 # Half of float16's smallest step, 2**-24: an epsilon below it is rounded to zero, and 0 / 0 is NaN.
 _FLOAT16_UNDERFLOW = 2.0**-25
@@ -77,8 +79,26 @@ def build_optimizer(
             f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     check_quantized(optimizer)
+    check_sharded(optimizer)
     remember_base_rates(optimizer)
     return optimizer
+
+
+def check_sharded(optimizer: Optimizer) -> None:
+    """Check that torch can step an optimizer on its parameters, if they are sharded.
+
+    Raises:
+        ConfigError: It computes something that torch cannot compute of shards.
+    """
+    if not isinstance(optimizer, _UNSHARDED):
+        return
+    shards = sum(_is_sharded(each) for group in optimizer.param_groups for each in group["params"])
+    if shards:
+        raise ConfigError(
+            f"the optimizer {type(optimizer).__name__.lower()!r} cannot train the {shards} sharded"
+            " parameters: it computes what torch cannot compute of shards. Use strategy 'ddp', or under 'fsdp' another"
+            " optimizer, such as 'adamw' or 'muon'"
+        )
 
 
 def _set_float16_eps(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
@@ -106,6 +126,13 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
         return None
     if config.fused is False:
         return False
+    dampened = _is_dampened(config)
+    if config.fused and dampened:
+        raise ConfigError(
+            f"{optimizer_title(config)} with fused=True and dampening cannot take a parameter's first"
+            " gradient after those of others: torch's fused kernel takes the momenta of all parameters or of"
+            " none. Leave fused at None, or leave out dampening"
+        )
     obstacle = next((each for each in parameters if not _can_fuse(factory, each)), None)
     mixed = len({_is_sharded(each) for each in parameters}) > 1  # torch cannot fuse a step over both kinds
     if config.fused:
@@ -116,11 +143,18 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
                 f"parameters on {parameters[0].device.type}. Leave fused at None"
             )
         return True
-    conflicting = any(config.options.get(name) for name in ("foreach", "differentiable"))
+    conflicting = dampened or any(config.options.get(name) for name in ("foreach", "differentiable"))
     # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
     if factory is torch.optim.Adagrad or conflicting or mixed or obstacle is not None:
         return None
     return True if set(parameters).isdisjoint(sparse_parameters(module)) else None
+
+
+def _is_dampened(config: OptimizerConfig) -> bool:
+    """Return whether a first momentum of zero would give other numbers than none; see `start_momenta`."""
+    return any(
+        options.get("dampening") for options in (config.options, *(each.options for each in config.groups))
+    )
 
 
 def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:
@@ -134,35 +168,6 @@ def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:
     # without an error; seen in torch 2.13 and reported as https://github.com/pytorch/pytorch/issues/191763.
     is_sgd = kind is not None and issubclass(kind, torch.optim.SGD)
     return not (is_sgd and parameter.device.type == "cpu" and parameter.itemsize < 4)
-
-
-def start_momenta(optimizer: Optimizer) -> None:
-    """Give the parameters that begin to train now a momentum of zero, where others have one already.
-
-    The fused kernel of torch's SGD takes the momenta of all parameters or of none. Without dampening, a first
-    step from zero makes the gradient the momentum, as a first step from none does.
-
-    Raises:
-        ConfigError: There is dampening.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        if not (group["fused"] and group["momentum"]):
-            continue
-        if group["dampening"]:
-            raise ConfigError(
-                "torch's fused SGD with dampening cannot begin to train parameters in the middle of a fit."
-                " Give OptimizerConfig('sgd', fused=False), or no dampening"
-            )
-        trained = [each for each in group["params"] if each.requires_grad]
-        lacking = [each for each in trained if optimizer.state.get(each, {}).get("momentum_buffer") is None]
-        if len(lacking) == len(trained):
-            continue
-        wide = torch.float32 if group.get(WEIGHT_UPDATES, "nearest") != "nearest" else None
-        for each in lacking:
-            dtype = wide if each.itemsize < 4 else None
-            optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each.detach(), dtype=dtype)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

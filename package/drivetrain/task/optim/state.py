@@ -163,6 +163,27 @@ def load_state_by_name(
                     optimizer.state[parameter] = {
                         slot: _placed(value, slot, parameter, group) for slot, value in slots.items()
                     }
+    start_momenta(optimizer)
+
+
+def start_momenta(optimizer: Optimizer) -> None:
+    """Give every trained parameter of torch's fused SGD a momentum, which is zero at first.
+
+    The fused kernel takes the momenta of all parameters that have a gradient, or of none. A parameter may get
+    its first gradient later than others, as an expert does that the first samples do not use. Without
+    dampening, a first step from zero makes the gradient the momentum, as a first step from none does. With
+    dampening it does not, so such groups are left as they are.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]) or group["dampening"]:
+            continue
+        wide = torch.float32 if group.get(WEIGHT_UPDATES, "nearest") != "nearest" else None
+        for each in group["params"]:
+            if each.requires_grad and optimizer.state.get(each, {}).get("momentum_buffer") is None:
+                dtype = wide if each.itemsize < 4 else None
+                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each.detach(), dtype=dtype)
 
 
 def take_averages(optimizer: Optimizer) -> dict[str, dict[nn.Parameter, Tensor]]:
