@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain.core.errors import EXIT_REQUEUE, Preempted, RankFailure
 
 _LAUNCHERS = 2.0
-"""A launcher signals the other ranks when one has died. Its signal may arrive so many seconds before the news."""
+"""Seconds by which a launcher's signal, which follows the death of a rank, may come before the news of it."""
 
 
 class Stopping:

@@ -272,6 +272,32 @@ def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
     assert [sorted(each) for each in zip(*on_two_ranks(race), strict=True)] == [[False, True]] * 30
 
 
+def test_a_rank_that_sees_another_disk_is_named_before_training(tmp_path: Path) -> None:
+    def begin() -> str:
+        ranks = Ranks.of_job()
+        before, locking._APPEARS = locking._APPEARS, 0.0
+        managers = [
+            CheckpointManager(str(tmp_path / name), CheckpointConfig(), ranks=ranks)
+            for name in ("shared", f"disk of {ranks.rank}")
+        ]
+        managers[0].lock()
+        try:
+            managers[1].lock()
+        except ConfigError as error:
+            return str(error)
+        finally:
+            for each in managers:
+                each.release()
+            ranks.close()
+            locking._APPEARS = before
+        return ""
+
+    for text in on_two_ranks(begin):
+        assert "rank 1 on " in text
+        assert "does not see the lock that rank 0 has written to" in text
+        assert "mount the shared disk" in text
+
+
 def test_the_second_to_replace_the_lock_of_a_dead_job_gives_back_what_it_took(tmp_path: Path) -> None:
     write(tmp_path / "lock.json", owner(renewed=0.0))
     first = DirectoryLock(str(tmp_path), LOCAL)

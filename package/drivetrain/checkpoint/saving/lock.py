@@ -48,6 +48,9 @@ _LATEST = 1e11
 
 _LARGEST_PID = 1 << 31
 
+_APPEARS = 5.0
+"""Seconds that a network disk has to show a new file on another machine."""
+
 _TRIES = 100
 """The most attempts to take a lock while other jobs that started at the same moment replace it."""
 
@@ -142,8 +145,11 @@ class DirectoryLock:
         if found is not None and not found.is_this_process and found.is_alive(self._clock()):
             raise ConfigError(self._refusal(found))
 
-    def take(self) -> None:
+    def take(self) -> str:
         """Take the lock, even from a dead owner.
+
+        Returns:
+            The text in the file that no other job's lock has.
 
         Raises:
             ConfigError: A living job, or another fit of this process, holds it; names it, and what to do.
@@ -156,6 +162,34 @@ class DirectoryLock:
             with suppress(RuntimeError):  # without a thread, each save renews it
                 self._thread.start()
             atexit.register(self.release)
+        return self._token
+
+    def check_seen(self, token: str, rank: int) -> None:
+        """Check that this process sees the lock that another rank has taken.
+
+        Args:
+            token: What `take` returned there.
+            rank: This process.
+
+        Raises:
+            ConfigError: It sees no lock, or another one.
+            CheckpointError: The lock cannot be read.
+        """
+        until = time.monotonic() + _APPEARS
+        while True:
+            with os_errors("read", self.path):
+                found = self._read(self.path)
+            if found is not None and found.token == token:
+                return
+            if time.monotonic() >= until:
+                break
+            time.sleep(0.1)
+        raise ConfigError(
+            f"rank {rank} on {socket.gethostname()} does not see the lock that rank 0 has written to"
+            f" {self.path!r}: the path leads to another disk there. The ranks save a checkpoint together, so"
+            " all need the same directory: mount the shared disk on that machine, or give a run_dir that all"
+            " machines share, or CheckpointConfig(directory='s3://bucket/run')"
+        )
 
     def confirm(self) -> None:
         """Check before a save that the lock is still held; take it again if someone has removed the file.

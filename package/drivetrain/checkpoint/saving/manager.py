@@ -127,11 +127,14 @@ class CheckpointManager:
         """Keep other jobs out of the directory until `release`, or until this process ends; `fit` calls this.
 
         Raises:
-            ConfigError: Another job, or another fit of this process, holds the lock.
+            ConfigError: Another job, or another fit of this process, holds the lock; or a rank sees another
+                directory at this path.
             CheckpointError: The lock cannot be written. Each save tries again.
         """
         lock = self._lock = self._lock or DirectoryLock(self.directory, self.files)
-        self.ranks.first(lock.take)
+        token = self.ranks.first(lock.take)
+        if self.files.renames and not self.ranks.alone:  # a disk, which a machine may not have mounted
+            self.ranks.together(lambda: lock.check_seen(token, self.ranks.rank))
 
     def release(self) -> None:
         """Release the lock, so that other jobs can write to the directory. Save nothing afterwards."""
