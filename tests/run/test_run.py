@@ -68,15 +68,15 @@ class Scores(Callback):  # logs a score of its own at each evaluation: 3, 2, 1, 
 
 def watched(run_dir: Path, **ranks: Any) -> Any:
     """Return what a fit made of the scores: its stop, best checkpoint, rows with rates, and metrics."""
-    plateau = {"metric": "validation/score", "patience": 0, "factor": 0.5, "threshold": 0.0}
+    plateau = {"metric": "validation/score", "mode": "min", "patience": 0, "factor": 0.5, "threshold": 0.0}
     optimizer = OptimizerConfig("sgd", lr=0.1, schedule="reduce_on_plateau", schedule_options=plateau)
     rows: list[tuple[int, dict[str, float], float]] = []
     keep = LambdaCallback(
         on_log=lambda run: rows.append((run.progress.updates, dict(run.logged), run.learning_rates()["lr"]))
     )
     # The one that logs comes after those that watch.
-    callbacks = [EarlyStopping("validation/score", patience=2), keep, Scores()]
-    policy = CheckpointConfig(every=None, by="validation/score", best=1)
+    callbacks = [EarlyStopping("validation/score", "min", patience=2), keep, Scores()]
+    policy = CheckpointConfig(every=None, by="validation/score", mode="min", best=1)
     options = {"log_every": None, "validate_every": "1 epoch", "checkpoint": policy, "run_dir": run_dir}
     trainer = quiet(max_epochs=8, callbacks=callbacks, **options, **ranks)
     result = trainer.fit(Regression(optimizer), pairs(4), pairs(2))

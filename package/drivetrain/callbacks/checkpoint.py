@@ -92,11 +92,15 @@ class CheckpointSaver(Callback):
         """Start the save intervals at the run's progress, and make the assets.
 
         Raises:
-            ConfigError: This run cannot produce a metric that ranks or names checkpoints, or the assets are
-                malformed.
+            ConfigError: This run cannot produce a metric that ranks or names checkpoints, whether more of it
+                is better is unknown, or the assets are malformed.
         """
         for watched in self._all_watched():
             watched.begin(run)
+        self.policies = self.manager.policies = tuple(
+            each.with_direction(None if each.by is None else run.names.direction(each.by))
+            for each in self.policies
+        )
         if run.frozen is not None:
             run.frozen.watch(run.task)
         self._unsaved_tensors = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
+from drivetrain.core.direction import MODES, direction_of, settled
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import by_name, count, flag, number, one_of
 
@@ -30,7 +31,9 @@ class EarlyStopping(Callback):
 
     Args:
         metric: The name of a logged value.
-        mode: "min" if less is better, "max" if more is.
+        mode: "min" if less is better, "max" if more is. "auto" takes it from the metric's own
+            `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); a fit that
+            finds it in neither is refused.
         patience: The number of values without improvement that stops the fit; at least 1.
         threshold: The difference that an improvement must exceed; not negative.
         threshold_mode: "abs" or "rel".
@@ -50,7 +53,7 @@ class EarlyStopping(Callback):
     def __init__(
         self,
         metric: str = "validation/loss",
-        mode: str = "min",
+        mode: str = "auto",
         patience: int = 3,
         threshold: float = 0.0,
         threshold_mode: str = "abs",
@@ -64,7 +67,7 @@ class EarlyStopping(Callback):
             raise ConfigError(
                 f"EarlyStopping(metric=) must be a logged name such as 'validation/loss', not {metric!r}"
             )
-        self.mode = one_of("mode of EarlyStopping", mode, ("min", "max"))
+        self.mode = one_of("mode of EarlyStopping", mode, MODES)
         self.threshold_mode = one_of("threshold_mode of EarlyStopping", threshold_mode, ("abs", "rel"))
         self.patience = count("EarlyStopping(patience=)", patience, at_least=1)
         self.threshold = number("EarlyStopping(threshold=)", threshold, at_least=0)
@@ -72,13 +75,6 @@ class EarlyStopping(Callback):
         for name, target in (("stop_at", stop_at), ("diverged_at", diverged_at)):
             if target is not None:
                 number(f"EarlyStopping({name}=)", target)
-        better = diverged_at if mode == "max" else stop_at
-        worse = stop_at if mode == "max" else diverged_at
-        if better is not None and worse is not None and better >= worse:
-            raise ConfigError(
-                f"early stopping has stop_at={stop_at} and diverged_at={diverged_at} with mode={mode!r}: each"
-                " value would stop the fit. diverged_at is the worse of the two"
-            )
         self.check_finite = flag("EarlyStopping(check_finite=)", check_finite)
         self.strict = flag("EarlyStopping(strict=)", strict)
         self.diverged_at = diverged_at
@@ -88,14 +84,30 @@ class EarlyStopping(Callback):
         self.without_improvement = 0
         self._watched = Watched(metric, "early stopping watches", required=strict)
         self._loaded = False
+        self._direction = mode if mode != "auto" else direction_of(metric)
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        """Check that the two limits, if both are given, leave values between them."""
+        if self._direction is None or self.stop_at is None or self.diverged_at is None:
+            return
+        better, worse = self.stop_at, self.diverged_at
+        if better >= worse if self._direction == "min" else better <= worse:
+            raise ConfigError(
+                f"early stopping has stop_at={better} and diverged_at={worse} with mode={self._direction!r}:"
+                " each value would stop the fit. diverged_at is the worse of the two"
+            )
 
     def on_fit_start(self, run: Run) -> None:
         """Reset after an earlier fit, unless this one resumes from a checkpoint.
 
         Raises:
-            ConfigError: The fit cannot give the metric.
+            ConfigError: The fit cannot give the metric, or whether more of it is better is unknown.
         """
         self._watched.begin(run)
+        known, argument = run.names.direction(self.metric), f"EarlyStopping({self.metric!r}, mode={{}})"
+        self._direction = settled(self.mode, known, self.metric, argument)
+        self._check_limits()
         if not self._loaded:
             self.best = None
             self.without_improvement = 0
@@ -158,17 +170,17 @@ class EarlyStopping(Callback):
         if self.best is None:
             return True
         margin = self.threshold * (abs(self.best) if self.threshold_mode == "rel" else 1.0)
-        return value < self.best - margin if self.mode == "min" else value > self.best + margin
+        return value < self.best - margin if self._direction == "min" else value > self.best + margin
 
     def _diverged(self, value: float) -> bool:
         if self.diverged_at is None:
             return False
-        return value >= self.diverged_at if self.mode == "min" else value <= self.diverged_at
+        return value >= self.diverged_at if self._direction == "min" else value <= self.diverged_at
 
     def _reached(self, value: float) -> bool:
         if self.stop_at is None or not math.isfinite(value):
             return False
-        return value <= self.stop_at if self.mode == "min" else value >= self.stop_at
+        return value <= self.stop_at if self._direction == "min" else value >= self.stop_at
 
     def _reason(self, value: float, of: str) -> str:
         count = f"{self.without_improvement} {of}{'s' if self.without_improvement > 1 else ''}"

@@ -81,6 +81,18 @@ class Updater:
         timed = self.torch_schedule
         return timed.metric if timed is not None and timed.unit == "validations" else None
 
+    def settle_direction(self, direction: Callable[[str], str | None]) -> None:
+        """Let a schedule that watches a value take over whether less or more of it is better.
+
+        Raises:
+            ConfigError: That is unknown, or not what the schedule takes for better.
+        """
+        timed = self.torch_schedule
+        if isinstance(self.schedule, PlateauSchedule):
+            self.schedule.settle_direction(direction(self.schedule.metric))
+        if timed is not None and timed.metric is not None:
+            timed.settle_direction(direction(timed.metric))
+
     def leave_out_frozen(self) -> None:
         """Take the parameters of the optimizer that require gradients now as those to train."""
         groups = self.optimizer.param_groups

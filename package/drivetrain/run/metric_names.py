@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import NamedTuple
 
+from drivetrain.core.direction import direction_of
 from drivetrain.core.errors import ConfigError
+from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import is_loss
 from drivetrain.task.task import TaskModule
 
@@ -44,6 +47,8 @@ class MetricNames:
         self.stages: set[str] = set()
         self._task = task
         self._sources: dict[str, Source | None] = {}  # None for a value that a hook logs
+        self._directions: dict[str, str] = {}
+        self._loaders: tuple[str, ...] = ()
 
     def named(self, values: Mapping[str, float], stage: str, loader: str | None = None) -> dict[str, float]:
         """Return the values of a stage under their full names.
@@ -82,6 +87,40 @@ class MetricNames:
                 )
             full[given] = value
         return full
+
+    def declare(
+        self, metrics: DeclaredMetrics | None, stage: str, loaders: Iterable[str | None] = (None,)
+    ) -> None:
+        """Take over which way each declared metric of a stage is better, as far as the metrics say it."""
+        loaders = tuple(loaders)
+        self._loaders += tuple(each for each in loaders if each is not None)
+        for name, direction in metrics.directions().items() if metrics is not None else ():
+            for loader in loaders:
+                full = self._task.metric_name(stage, loader, name)
+                if full is not None:
+                    self._directions[full] = direction
+
+    def direction(self, name: str) -> str | None:
+        """Return whether less or more of a value is better: "min" or "max", by the metric that gives it, else
+        by its name; None if neither says it.
+        """
+        if name in self._directions:
+            return self._directions[name]
+        source = self._sources.get(name)
+        given = name if source is None else source.name
+        if source is None and stage_in(given) is not None:
+            given = given.partition("/")[2]
+            loader = next((each for each in self._loaders if given.startswith(f"{each}/")), "")
+            given = given[len(loader) :]
+        by_name = direction_of(given)
+        # A metric that computes a mapping gives a value for each of its keys.
+        of_metric = (self._directions[each] for each in self._directions if name.startswith(f"{each}/"))
+        if (found := by_name or next(of_metric, None)) is not None:
+            return found
+        # A misspelt name is for the first evaluation to refuse, which knows all names.
+        usual = {each.rpartition("/")[2]: way for each, way in self._directions.items()} | {"loss": "min"}
+        meant = get_close_matches(given.rpartition("/")[2], usual, n=1, cutoff=0.8)
+        return usual[meant[0]] if meant else None
 
     def check_logged(self, name: str) -> None:
         """Check a name that a hook logs a value under.

@@ -116,6 +116,8 @@ class Run(RunState):
         self.evaluation_feeds = tuple(evaluation_feeds)
         self.train_metrics = train_metrics
         self.evaluation_metrics = evaluation_metrics
+        self.names.declare(train_metrics, "train")
+        self.names.declare(evaluation_metrics, "validation", [loader for loader, _ in self.evaluation_feeds])
         self.nonfinite = NonFinitePolicy(self)
         self.ledger = Ledger(self)
         self.hook: Any = None  # the hook of a callback that is called now, for whoever watches the run

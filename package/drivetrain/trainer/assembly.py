@@ -314,6 +314,8 @@ def _fit_run(
         on_save_error=settings.on_save_error,
         frozen=frozen,
     )
+    for updater in engine.updaters.values():
+        updater.settle_direction(run.names.direction)
     run.nonfinite.begin(settings.on_nonfinite)
     if run.hooks.on_micro_batch_end:
 

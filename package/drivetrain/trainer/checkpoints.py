@@ -139,7 +139,7 @@ def _directory(settings: RunSettings) -> str | os.PathLike[str] | None:
 def _default_policy(settings: RunSettings, task: TaskModule, first_loader: str | None) -> CheckpointConfig:
     """Return the default policy, which ranks by the loss on the first loader."""
     loss = task.metric_name("validation", first_loader, "loss")
-    return CheckpointConfig(asynchronous=settings.checkpoint == "async", by=loss)
+    return CheckpointConfig(asynchronous=settings.checkpoint == "async", by=loss, mode="min")
 
 
 def _manager(root: str, policies: Sequence[CheckpointConfig], ranks: Ranks = ALONE) -> CheckpointManager:
@@ -294,8 +294,9 @@ def _best(entries: Sequence[Entry], settings: RunSettings, by: str, root: str) -
     The metrics that rank are those of the Trainer's policies. With the default policy they come from the
     index, because the run may have had named loaders, or other policies.
     """
-    asked = {name: each.mode for name, each in rankings(chosen_policies(settings.checkpoint)).items()}
+    policies = rankings(chosen_policies(settings.checkpoint))
     recorded = {name: mode for each in entries for name, mode in each.keeper.items()}
+    asked = {name: recorded.get(name) or "" if p.mode == "auto" else p.mode for name, p in policies.items()}
     modes = recorded | asked
     choices = [f"best:{name}" for name in (asked or recorded)]
     if not by and len(choices) > 1:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from drivetrain.checkpoint.saving.names import check_name
+from drivetrain.core.direction import MODES, direction_of, settled
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.validation import by_name, count, flag, one_of
-
-_MODES = ("min", "max")
 
 _OF_RUN = ("asynchronous", "parameters", "directory", "resumable", "name")
 """The fields that all policies of a run share, because one file serves them all."""
@@ -46,8 +45,9 @@ class CheckpointConfig:
         best: The number of keepers; 0 disables them. None keeps one if the fit validates. A number, or
             another `by`, is an error in a fit that cannot give the metric.
         by: The full name of the metric that ranks keepers; None disables them.
-        mode: "min" if the smallest value is best, "max" if the largest. NaN is never best, and of equal
-            values the earlier is better.
+        mode: "min" if the smallest value is best, "max" if the largest. "auto" takes it from the metric's own
+            `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); a fit that
+            finds it in neither is refused. NaN is never best, and of equal values the earlier is better.
         asynchronous: Write in the background: training waits only for a copy of the state to the host's
             memory, and for the previous save if that has not ended. A write error is raised after the next
             update.
@@ -72,7 +72,7 @@ class CheckpointConfig:
     keep_last: int | None = 2
     best: int | None = None
     by: str | None = "validation/loss"
-    mode: str = "min"
+    mode: str = "auto"
     asynchronous: bool = False
     parameters: str | None = None
     directory: str | os.PathLike[str] | None = None
@@ -84,7 +84,7 @@ class CheckpointConfig:
         for name in ("keep_last", "best"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, count(f"CheckpointConfig: {name}", getattr(self, name)))
-        one_of("CheckpointConfig mode", self.mode, _MODES)
+        one_of("CheckpointConfig mode", self.mode, MODES)
         if self.parameters is not None:
             one_of("CheckpointConfig parameters", self.parameters, ("all", "trainable"))
         flag("CheckpointConfig: asynchronous", self.asynchronous)
@@ -117,9 +117,34 @@ class CheckpointConfig:
             return 0
         return 1 if self.best is None else self.best
 
+    def with_direction(self, known: str | None) -> CheckpointConfig:
+        """Return this policy with the mode "min" or "max", if it ranks.
+
+        Args:
+            known: The direction of `by`, as its metric or its name gives it; None if it is unknown.
+
+        Raises:
+            ConfigError: The mode is "auto", and the direction is unknown.
+        """
+        if self.by is None or not self.keepers:
+            return self
+        mode = settled(self.mode, known, self.by, f"CheckpointConfig(by={self.by!r}, mode={{}})")
+        return self if mode == self.mode else replace(self, mode=mode)
+
+    @property
+    def direction(self) -> str:
+        """The mode: "min" or "max", by the name of the metric if it is "auto".
+
+        Raises:
+            ConfigError: The mode is "auto", and the name says nothing.
+        """
+        if self.mode != "auto":
+            return self.mode
+        return self.with_direction(direction_of(str(self.by))).mode
+
     def is_better(self, value: float, other: float) -> bool:
         """Return whether `value` is strictly better than `other`; False if it is NaN."""
-        return value < other if self.mode == "min" else value > other
+        return value < other if self.direction == "min" else value > other
 
 
 def _check_directory(directory: object) -> None:
@@ -168,8 +193,8 @@ def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[C
             )
         if each.by is not None and each.keepers and modes.setdefault(each.by, each.mode) != each.mode:
             raise ConfigError(
-                f"the policies of checkpoint= contradict each other: they rank by {each.by!r} with mode='min'"
-                " and with mode='max'. Give one of them"
+                f"the policies of checkpoint= contradict each other: they rank by {each.by!r} with"
+                f" mode={modes[each.by]!r} and with mode={each.mode!r}. Give one of them"
             )
     return policies
 

@@ -177,7 +177,7 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
     ranked = keepers(entries, policies)
     for by, policy in rankings(policies).items():
         for entry in ranked[by][: policy.keepers]:
-            keeper[entry.name] |= {by: policy.mode} if by in entry.keeper else entry.keeper
+            keeper[entry.name] |= {by: policy.direction} if by in entry.keeper else entry.keeper
     flagged = [
         replace(
             entry,
@@ -208,7 +208,7 @@ def keepers(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> d
         entries: The entries, oldest first.
         policies: The policies.
     """
-    found = {by: rank(entries, by, policy.mode) for by, policy in rankings(policies).items()}
+    found = {by: rank(entries, by, policy.direction) for by, policy in rankings(policies).items()}
     for ranked in list(found.values())[:1]:
         ranked += [each for each in entries if each.keeper and found.keys().isdisjoint(each.keeper)]
     return found

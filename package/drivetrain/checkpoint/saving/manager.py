@@ -158,7 +158,7 @@ class CheckpointManager:
         """
         self._open()
         for name, policy in self._rankings(by).items():
-            ranked = rank(self._entries, name, policy.mode)
+            ranked = rank(self._entries, name, policy.direction)
             return self._path(ranked[0].name) if ranked else None
         return None
 
@@ -261,7 +261,9 @@ class CheckpointManager:
         for by in keeper if not isinstance(keeper, bool) else ():
             policies |= self._rankings(by)
         best = {
-            by: policy.mode for by, policy in policies.items() if not math.isnan(_ranking_value(by, metrics))
+            by: policy.direction
+            for by, policy in policies.items()
+            if not math.isnan(_ranking_value(by, metrics))
         }
         ranking = [each.by for each in self.policies if each.by is not None]
         known = {by: float(metrics[by]) for by in ranking if by in metrics}

@@ -91,6 +91,11 @@ class DeclaredMetrics:
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
+    def directions(self) -> dict[str, str]:
+        """Return "max" or "min" for each metric that has `higher_is_better`, as torchmetrics' have."""
+        higher = {name: getattr(each, "higher_is_better", None) for name, each in self._metrics.items()}
+        return {name: "max" if each else "min" for name, each in higher.items() if isinstance(each, bool)}
+
     def copies(self) -> DeclaredMetrics:
         """Return a fresh, reset copy, for another loader."""
         copied = {name: copy.deepcopy(metric) for name, metric in self._metrics.items()}

@@ -19,6 +19,7 @@ from drivetrain.callbacks import (
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.checkpoint.saving.names import check_name
+from drivetrain.core.direction import direction_of
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
@@ -238,6 +239,8 @@ def _row(thing: Any, table: Mapping[str, Row], argument: str) -> Row | None:
 
 def _policy(given: Any, note: Note) -> CheckpointConfig:
     """Return the policy of a ModelCheckpoint."""
+    if given.save_top_k:
+        warn_of_default_mode(given, given.monitor)
     options = vars(given)  # its intervals have no public names
     steps, time = options["_every_n_train_steps"], options["_train_time_interval"]
     every: Every | None = Every("1 epoch")
@@ -299,7 +302,19 @@ def _name(given: Any, note: Note) -> str | None:
     return text or None
 
 
+def warn_of_default_mode(given: Any, monitor: str | None) -> None:
+    """Warn if an object has the default mode of Lightning and of torch, "min", and more of its value is
+    better: its program would keep the worst, stop or lower the rate while it improves.
+    """
+    if given.mode == "min" and monitor is not None and direction_of(monitor) == "max":
+        _LOG.warning(
+            f"{type(given).__name__} watches {monitor!r} with mode='min', which is the default, and takes the"
+            " lowest value for the best. Give it mode='max' unless that is meant"
+        )
+
+
 def _early_stopping(given: Any, note: Note) -> EarlyStopping:
+    warn_of_default_mode(given, given.monitor)
     if not given.check_finite:
         note(
             "callbacks",

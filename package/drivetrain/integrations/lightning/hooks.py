@@ -19,6 +19,7 @@ from drivetrain.data.batch import map_tensors
 from drivetrain.distributed.processes import once_per_machine
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.placeholder import has_zero_weight
+from drivetrain.integrations.lightning.arguments_objects import warn_of_default_mode
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
 from drivetrain.integrations.lightning.logs import Entry, Logs
 from drivetrain.integrations.lightning.manual import Manual
@@ -254,6 +255,9 @@ class ModuleHooks(ModuleState, Callback):
     def on_fit_start(self, run: Run) -> None:
         """Call `on_fit_start` and `on_train_start`."""
         self._begin(run)
+        for each in self.schedules:
+            if each.reduce_on_plateau:
+                warn_of_default_mode(each.scheduler, each.monitor)
         engine = run.engine
         updaters = engine.updaters.values()
         norm = next((each.max_grad_norm for each in updaters if each.max_grad_norm is not None), None)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.callbacks import Callback, EmptyCache, MemoryReport, NonFiniteDetector, Throughput, XLAReport
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.core.direction import direction_of
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import NAME, logger
@@ -369,7 +370,13 @@ def validation_name(metric: str) -> str:
 
 def _mode(values: Values) -> str:
     metric, greater = values["metric_for_best_model"] or "loss", values["greater_is_better"]
-    return "max" if (not metric.endswith("loss") if greater is None else greater) else "min"
+    if greater is None:  # a name that says nothing is taken as transformers does
+        theirs = "min" if metric.endswith("loss") else "max"
+        known = direction_of(metric) or theirs
+        if known != theirs:
+            values.notes["greater_is_better"] = f"not given, and less of {metric!r} is better, by its name"
+        return known
+    return "max" if greater else "min"
 
 
 def _publish(values: Values) -> Callback | None:

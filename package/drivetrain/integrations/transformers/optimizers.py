@@ -45,7 +45,7 @@ class TransformersOptimizer:
         schedule_options: Options of the schedule.
         warmup_steps: Updates of the warm-up; below 1, their share of all.
         metric: What "reduce_lr_on_plateau" watches.
-        mode: "min" if less of it is better, "max" if more is.
+        mode: "min" if less of it is better, "max" if more is; "auto" as in `PlateauSchedule`.
 
     Raises:
         ConfigError: A name or an option that is unknown or cannot be used here; says what to use.
@@ -62,7 +62,7 @@ class TransformersOptimizer:
     schedule_options: Mapping[str, Any] = field(default_factory=dict)
     warmup_steps: float = 0
     metric: str = "validation/loss"
-    mode: str = "min"
+    mode: str = "auto"
 
     def __post_init__(self) -> None:
         """Check the names and options."""

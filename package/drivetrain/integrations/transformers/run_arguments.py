@@ -86,7 +86,9 @@ def arguments_of(run: Run) -> TrainingArguments:
         metric_for_best_model=None
         if ranked is None or ranked.by is None
         else to_transformers(ranked.by, loaders),
-        greater_is_better=None if ranked is None else ranked.mode == "max",
+        greater_is_better=None
+        if ranked is None or ranked.by is None
+        else ranked.with_direction(run.names.direction(ranked.by)).mode == "max",
         report_to="none",
         use_cpu=engine.device.type == "cpu",
     )

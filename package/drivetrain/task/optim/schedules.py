@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
+from drivetrain.core.direction import MODES, direction_of, settled
 from drivetrain.core.errors import CheckpointError, ConfigError, nearest
 from drivetrain.core.registry import Registry
 from drivetrain.core.validation import check_names, count, keywords, number, one_of
@@ -220,7 +221,8 @@ class PlateauSchedule:
         warmup: Updates of the linear warm-up, which multiplies the rate.
         total: Not used.
         metric: The full name of an evaluation's value to watch; a callback may log it during the evaluation.
-        mode: "min" when less is better, "max" when more is.
+        mode: "min" when less is better, "max" when more is. "auto" takes it from the metric's own
+            `higher_is_better`, else from a well-known name; a fit that finds it in neither is refused.
         patience: Evaluations without improvement that are tolerated; the next one lowers the rate.
         factor: The factor that lowers the rate; between 0 and 1.
         threshold: The least difference from the best value that counts as an improvement.
@@ -239,7 +241,7 @@ class PlateauSchedule:
         total: int | None = None,
         *,
         metric: str = "validation/loss",
-        mode: str = "min",
+        mode: str = "auto",
         patience: int = 10,
         factor: float = 0.1,
         threshold: float = 1e-4,
@@ -249,7 +251,8 @@ class PlateauSchedule:
     ) -> None:
         self.metric = metric
         self._warmup = warmup
-        self._sign = 1.0 if one_of("mode", mode, ("min", "max")) == "min" else -1.0
+        self._mode = one_of("mode", mode, MODES)
+        self._direction = mode if mode != "auto" else direction_of(metric)
         self._patience = count("patience", patience)
         self._factor = number("factor", factor, above=0, below=1)
         self._threshold = number("threshold", threshold, at_least=0)
@@ -267,6 +270,18 @@ class PlateauSchedule:
             return (update + 1) / (self._warmup + 1) * self._ratio
         return self._ratio
 
+    def settle_direction(self, known: str | None) -> None:
+        """Take over whether less or more of the metric is better.
+
+        Args:
+            known: The direction by the metric or its name; None if it is unknown.
+
+        Raises:
+            ConfigError: The mode is "auto", and the direction is unknown.
+        """
+        argument = f"schedule_options={{{{'metric': {self.metric!r}, 'mode': {{}}}}}}"
+        self._direction = settled(self._mode, known, self.metric, argument)
+
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation; return whether the rate was lowered.
 
@@ -274,8 +289,11 @@ class PlateauSchedule:
             metrics: The evaluation's metrics by their full names; the same on every rank.
 
         Raises:
-            ConfigError: The watched metric is missing; lists the metrics that are there.
+            ConfigError: The watched metric is missing; lists the metrics that are there. Or whether more of
+                it is better is unknown.
         """
+        if self._direction is None:
+            self.settle_direction(None)
         if self.metric not in metrics:
             raise ConfigError(
                 f"the schedule 'reduce_on_plateau' watches {self.metric!r}, which this evaluation did not "
@@ -301,7 +319,8 @@ class PlateauSchedule:
         if self._best is None:
             return True
         margin = self._threshold * abs(self._best) if self._relative else self._threshold
-        return self._sign * value < self._sign * self._best - margin
+        less = self._direction == "min"
+        return value < self._best - margin if less else value > self._best + margin
 
     def state_dict(self) -> dict[str, float | int | None]:
         """Return the current ratio, the best value and the counts, as plain numbers for JSON."""

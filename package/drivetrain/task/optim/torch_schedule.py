@@ -9,9 +9,10 @@ from typing import Any, final
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from drivetrain.core.direction import MODES
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every, steps_or_epochs
-from drivetrain.core.validation import by_name, flag
+from drivetrain.core.validation import by_name, flag, one_of
 
 _VALIDATIONS = "validations"
 
@@ -42,16 +43,20 @@ class TorchSchedule:
         metric: The full name of the value that its `step` is given, such as "validation/loss". After a
             validation it is a value of that validation; after updates or epochs, the latest of its name.
         required: Whether it is an error if the value was not logged; if not, that step is left out.
+        mode: Whether less ("min") or more ("max") of the value is better, for a `ReduceLROnPlateau`, whose
+            own mode must be the same. "auto" checks its mode, which torch sets to "min", against the metric's
+            `higher_is_better` or its well-known name.
 
     Raises:
         ConfigError: An interval of another unit, a metric that is no name, a ReduceLROnPlateau without a
-            metric, or a metric for a scheduler that takes none.
+            metric or of another mode, or a metric for a scheduler that takes none.
     """
 
     scheduler: Any
     every: str | int | Every | None = None
     metric: str | None = None
     required: bool = True
+    mode: str = "auto"
 
     def __post_init__(self) -> None:
         if self.every is not None:
@@ -62,6 +67,7 @@ class TorchSchedule:
                 f"TorchSchedule(metric={self.metric!r}) takes a value's name, such as 'validation/loss'"
             )
         flag("TorchSchedule(required=)", self.required)
+        one_of("TorchSchedule(mode=)", self.mode, MODES)
         kind = self.scheduler if isinstance(self.scheduler, type) else type(self.scheduler)
         kind = getattr(self.scheduler, "func", kind)  # of a functools.partial
         is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
@@ -103,7 +109,36 @@ class TorchSchedule:
         check_stateful(found)
         if getattr(found, "optimizer", optimizer) is not optimizer:
             raise ConfigError(f"the schedule {what} is one of another optimizer than that beside it")
+        if isinstance(found, ReduceLROnPlateau) and self.mode not in ("auto", found.mode):
+            raise ConfigError(
+                f"TorchSchedule(mode={self.mode!r}) with a ReduceLROnPlateau(mode={found.mode!r}): give both"
+                " the same mode"
+            )
         return replace(self, scheduler=found)
+
+    def settle_direction(self, known: str | None) -> None:
+        """Check that a ReduceLROnPlateau lowers the rate when the value gets no better.
+
+        Args:
+            known: The direction by the value's metric or name, "min" or "max"; None if unknown.
+
+        Raises:
+            ConfigError: Its mode is the default of torch, and may be wrong.
+        """
+        if not isinstance(self.scheduler, ReduceLROnPlateau) or self.metric is None:
+            return
+        mode, metric = str(self.scheduler.mode), self.metric
+        if self.mode == "auto" and mode == "min" and known != "min":
+            more = (
+                f"more of {metric!r} is better"
+                if known
+                else f"whether more of {metric!r} is better is unknown"
+            )
+            raise ConfigError(
+                f"a ReduceLROnPlateau(mode='min'), which is torch's default, watches {metric!r}, and {more}."
+                " Give the scheduler mode='max'; or, if less is better,"
+                f" TorchSchedule(..., metric={metric!r}, mode='min')"
+            )
 
     def is_due(self, unit: str, number: int) -> bool:
         """Return whether a step is due; see `step`."""
