@@ -33,7 +33,10 @@ _PHRASES = {
     "false_discovery": "error",
     "exact_match": "accuracy",
 }
-_ENDS = {"accuracy": "max", "precision": "max", "recall": "max", "perplexity": "min", "loss": "min"}
+
+ENDS = {"accuracy": "max", "precision": "max", "recall": "max", "perplexity": "min", "loss": "min"}
+"""The words that names end with even without a separator, as in "valloss"."""
+
 _STAGE = re.compile(r"^(validation|valid|val|dev|evaluation|eval|test|train|training)(?=[a-z])")
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+\d*|[A-Z]+\d*|\d+")
 
@@ -64,7 +67,7 @@ def _direction_of_part(part: str) -> str | None:
         directions += [each for each in found if each is not None]
     if not directions:
         return None
-    if plain.startswith(("neg_", "negative_")):  # as scikit-learn names an error whose sign it turns
+    if plain.startswith(("neg_", "negative_")):  # scikit-learn's name of an error with its sign turned
         return "max" if directions[-1] == "min" else "min"
     return directions[-1]
 
@@ -76,7 +79,7 @@ def _direction_of_word(word: str) -> str | None:
             return "min"
         if each in _MORE or each.startswith(("rouge", "bleu")):
             return "max"
-    return next((way for end, way in _ENDS.items() if word.endswith(end)), None)
+    return next((way for end, way in ENDS.items() if word.endswith(end)), None)
 
 
 def settled(mode: str, known: str | None, name: str, argument: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from drivetrain.core.direction import direction_of
+from drivetrain.core.direction import ENDS, direction_of
 from drivetrain.core.errors import ConfigError
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import is_loss
@@ -118,7 +118,7 @@ class MetricNames:
         if (found := by_name or next(of_metric, None)) is not None:
             return found
         # A misspelt name is for the first evaluation to refuse, which knows all names.
-        usual = {each.rpartition("/")[2]: way for each, way in self._directions.items()} | {"loss": "min"}
+        usual = {each.rpartition("/")[2]: way for each, way in self._directions.items()} | ENDS
         meant = get_close_matches(given.rpartition("/")[2], usual, n=1, cutoff=0.8)
         return usual[meant[0]] if meant else None
 
