@@ -24,6 +24,7 @@ from drivetrain.distributed.launch.environment import ProcessEnvironment
 from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, choose
 from drivetrain.strategies.checks import check_gathering
 from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.deepspeed.strategy import check_dtypes
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
@@ -153,6 +154,26 @@ def test_option_refusals() -> None:
             "scale": (mine(compute_dtype=low, loss_scaling=True), "and compute in torch.bfloat16"),
         },
     )
+
+
+def test_dtypes_that_zero_cannot_concatenate_are_refused_by_name() -> None:
+    def of(dtype: torch.dtype, stage: int = 2, precision: str = "32", trained: bool = True) -> Any:
+        model = nn.ModuleDict({"line": nn.Linear(2, 2), "other": nn.Linear(2, 2, dtype=dtype)})
+        model["other"].requires_grad_(trained)
+        return lambda: check_dtypes(model, stage, as_precision(precision))
+
+    names = "float32 ('line.weight')"
+    assert_refused(
+        StrategyError,
+        {
+            "complex": (of(torch.complex64, precision="bf16-mixed"), names, "complex64 ('other.weight')"),
+            "float64": (of(torch.float64), names, "float64 ('other.weight')", "use strategy 'ddp'"),
+            "stage 3": (of(torch.bfloat16, stage=3), names, "bfloat16 ('other.weight')"),
+        },
+    )
+    of(torch.bfloat16)()
+    of(torch.complex64, trained=False)()
+    of(torch.float64, precision="bf16-mixed")()  # all are converted first
 
 
 def test_compile_refusals() -> None:

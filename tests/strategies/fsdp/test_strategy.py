@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
-from drivetrain import ConfigError, FSDPConfig, LambdaCallback, OptimizerConfig, TaskModule
+from drivetrain import ConfigError, FSDPConfig, LambdaCallback, OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.wrapping import units
 from drivetrain.task.blocks import repeated_blocks
 from drivetrain.task.optim.build import build_optimizer
+from drivetrain.task.task import StepModule
 from drivetrain.testing.strategies.check import check_strategy
 from drivetrain.testing.strategies.tasks import Tokens
 
@@ -273,5 +275,22 @@ def test_optimizers_that_torch_cannot_step_on_shards_are_refused_by_name() -> No
         for name in ("adafactor", "rprop"):
             with pytest.raises(ConfigError, match=f"'{name}' cannot train the 2 sharded parameters"):
                 build_optimizer(OptimizerConfig(name), module)
+
+    on_two_ranks(refused)
+
+
+def test_a_block_with_trained_parameters_of_two_dtypes_is_refused_by_name() -> None:
+    def refused() -> None:
+        task = Regression()
+        task.extra = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        strategy = fsdp(2)
+        strategy.setup()
+        try:
+            with pytest.raises(
+                StrategyError, match=r"float32 \('line.weight'\) and complex64 \('extra'\).*ignored="
+            ):
+                strategy.prepare(StepModule(task), None, as_precision("32"))
+        finally:
+            strategy.teardown()
 
     on_two_ranks(refused)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE
@@ -178,6 +179,8 @@ class DeepSpeed(Strategy):
             broadcast_module(module, self.world_size)
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
         check_dimensions(task, otherwise="" if self.config.stage else ", or use strategy 'ddp'")
+        if self.config.stage:
+            check_dtypes(task, self.config.stage, precision)
         deepspeed = library(self.device.type)
         connect(deepspeed)
         self._before = OriginalModules(module)
@@ -352,3 +355,27 @@ class DeepSpeed(Strategy):
         scaler = getattr(self._zero, "loss_scaler", None)
         if getattr(scaler, "dynamic", False) and "scaler" in state:
             load_scaler_state(scaler, state["scaler"])
+
+
+def check_dtypes(task: nn.Module, stage: int, precision: Precision) -> None:
+    """Check that DeepSpeed can concatenate the trained parameters.
+
+    If one is float64 or complex, the flat tensor is, and all parameters become parts of it. Stage 3 takes one
+    dtype. A precision of 16 bits converts all but complex ones first.
+
+    Raises:
+        StrategyError: It cannot; names one parameter of each dtype.
+    """
+    by_dtype: dict[torch.dtype, str] = {}
+    for name, each in task.named_parameters():
+        if each.requires_grad:
+            by_dtype.setdefault(each.dtype, name)
+    mixed = len(by_dtype) > 1 and precision.compute_dtype is None
+    if (mixed and (stage == 3 or torch.float64 in by_dtype)) or any(each.is_complex for each in by_dtype):
+        listed = " and ".join(
+            f"{str(dtype).removeprefix('torch.')} ({clean_name(name)!r})" for dtype, name in by_dtype.items()
+        )
+        raise StrategyError(
+            f"{type(task).__name__} has trained parameters of {listed}, which DeepSpeed would concatenate to"
+            " one tensor of one dtype. Give all of them float32, freeze the others, or use strategy 'ddp'"
+        )
