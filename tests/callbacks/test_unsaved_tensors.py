@@ -69,7 +69,7 @@ def test_a_tensor_that_changes_is_named_however_it_is_kept(tmp_path: Path) -> No
         task = Touched(touch)
         task.kept = begin
         (text,) = told(task, tmp_path / name, max_epochs=1)
-        assert text.startswith("training changes tensors that no checkpoint holds: 'kept' of Touched,"), name
+        assert text.startswith("training changes tensors that no checkpoint holds: 'kept' of Touched."), name
 
 
 def test_caches_buffers_views_of_weights_and_numbers_are_not_named(tmp_path: Path) -> None:
@@ -81,9 +81,10 @@ def test_caches_buffers_views_of_weights_and_numbers_are_not_named(tmp_path: Pat
     def change_buffers(task: Any) -> None:
         if task.calls == 1:
             task.register_buffer("kept", torch.zeros(2))
-            task.register_buffer("unsaved", torch.zeros(2), persistent=False)
+            task.register_buffer("written", torch.zeros(2), persistent=False)
+            task.alias = [task.kept]
         task.kept += 1
-        task.unsaved = torch.zeros(2) + task.calls
+        task.written.copy_(torch.arange(2))  # as strategies do that give all ranks the buffers of rank 0
 
     def look(task: Any) -> None:
         task.view, task.detached = task.line.weight[:, :2], [task.line.weight.detach()]
@@ -91,6 +92,46 @@ def test_caches_buffers_views_of_weights_and_numbers_are_not_named(tmp_path: Pat
 
     for touch in (mask, look, change_buffers):
         assert told(Touched(touch), tmp_path / touch.__name__, every="2 steps") == [], touch.__name__
+
+
+class Average:  # of the user's, and no module
+    def __init__(self, module: nn.Module) -> None:
+        self.shadow = {name: each.detach().clone() for name, each in module.named_parameters()}
+
+    def add(self, module: nn.Module) -> None:
+        for name, each in module.named_parameters():
+            self.shadow[name].lerp_(each.detach(), 0.1)
+
+
+def test_buffers_objects_and_hidden_modules_are_named_where_the_checkpoint_lacks_them(tmp_path: Path) -> None:
+    class Lacking(Touched):
+        def __init__(self) -> None:
+            super().__init__(lambda task: task.add())
+            self.line.register_buffer("mean", torch.zeros(2), persistent=False)
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_state_dict_post_hook(
+                lambda module, state, prefix, _: state.pop(prefix + "scale") and None
+            )
+            self.average, self.hidden, self.unused = Average(self.line), [nn.Linear(2, 2)], Average(self.line)
+            self.stored, self.left_out = torch.zeros(2), torch.zeros(2)
+            self.numbers = torch.zeros(2)
+
+        def add(self) -> None:
+            self.average.add(self.line)
+            states = self.line.mean, self.hidden[0].bias, self.stored, self.left_out, self.numbers
+            with torch.no_grad():
+                for number, each in enumerate(states, 1):
+                    each += self.calls * number
+
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features) * self.scale
+
+        def get_extra_state(self) -> Any:
+            return {"stored": self.stored.clone(), "numbers": self.numbers.tolist()}
+
+    (text,) = told(Lacking(), tmp_path, max_epochs=1)
+    named = set(re.findall("'([a-z._]+)'", text.partition(" of Lacking")[0]))
+    assert named == {"line.mean", "average", "hidden", "left_out", "scale"}
 
 
 class WithExtra(Recurrent):

@@ -182,11 +182,11 @@ class CheckpointSaver(Callback):
     def _save(self, run: Run, resume: Sequence[str], keeper: Sequence[str]) -> None:
         progress = run.progress
 
-        held: set[str] = set()
+        written: list[Snapshot] = []
 
         def snapshot() -> Snapshot:
             taken = snapshot_to_save(run, self.policies[0].resumable)
-            held.update(taken.tensors["model"])
+            written.append(taken)
             taken.assets = self._assets
             return taken
 
@@ -210,8 +210,8 @@ class CheckpointSaver(Callback):
                 bad = error
         if bad is not None:
             run.nonfinite.end(bad)
-        if held and run.is_main and self._unsaved_tensors is not None:
-            self._unsaved_tensors.warn(run.task, held)
+        if written and run.is_main and self._unsaved_tensors is not None:
+            self._unsaved_tensors.warn(run.task, written[0])
 
     def _attempt(self, run: Run, act: Callable[[], str | None]) -> None:
         """Run a manager's operation, and report what it committed or could not write.

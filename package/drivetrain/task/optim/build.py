@@ -96,8 +96,8 @@ def check_sharded(optimizer: Optimizer) -> None:
     if shards:
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__.lower()!r} cannot train the {shards} sharded"
-            " parameters: it computes what torch cannot compute of shards. Use strategy 'ddp', or under 'fsdp' another"
-            " optimizer, such as 'adamw' or 'muon'"
+            " parameters: it computes what torch cannot compute of shards. Use strategy 'ddp', or"
+            " under 'fsdp' another optimizer, such as 'adamw' or 'muon'"
         )
 
 
