@@ -16,6 +16,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
+from drivetrain.data.fingerprint import Fingerprint, matches, of_samples
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.shard import Everywhere
 from drivetrain.data.skipped_batches import BAD
@@ -94,6 +95,9 @@ class Feed:
         self._measure = measure or Measure()
         self._limit = None if limit is None else _whole(limit, source)
         self._state: dict[str, Any] | None = None
+        self._next: MicroBatch | None = None  # the batch after the last window yielded, if it was drawn
+        self._expected: list[Fingerprint] | None = None
+        self._left_early = False  # whether the last epoch was left before its data ended
         self._compare: Compare | None = None
         self._begun_at = (0, 0)
         self._waits_for: int | None = None  # a batch's number, counted from `_begun_at`
@@ -265,10 +269,16 @@ class Feed:
         left = self.source.count(position) if self.source.exact else None
         if left is not None and limit is not None:
             left = min(left, limit)
+        if self._left_early and self.source.stateful and not position:
+            # A run that resumes here loads the state too, so both continue from the same state.
+            self.source.ranks.in_turn(self.source.reload)
+        self._left_early = True
         micro_batches = self.micro_batches(epoch, position, limit, until, done, move=False)
         plan, transfer = self.plan, self._transfer
         transfer.following = None
         if left is None:
+            if self._expected is not None and (limit is None or limit > 0):
+                micro_batches = self._as_expected(micro_batches, position)
             sizes = repeat(self.accumulation) if plan is None else plan.endless()
             yield from self._looking_ahead(micro_batches, sizes)
             return
@@ -293,15 +303,17 @@ class Feed:
         # Without a length, only asking for the next batch shows whether a window is the last. The data's
         # state is taken before that, because it must not count a batch that no update has used.
         window: list[MicroBatch] = []
-        self._state, size = self.source.snapshot(), next(sizes)
+        self._state, size, self._next = self.source.snapshot(), next(sizes), None
         for micro_batch in micro_batches:
             if len(window) == size:
                 self._transfer.following = micro_batch if self._transfer.draws_ahead else None
+                self._next = micro_batch
                 yield Window(window, False)
                 window, size = [], next(sizes)
             window.append(micro_batch)
             if len(window) == size:
                 self._state = self.source.snapshot()
+        self._next = None
         if window:
             self._state, self._transfer.following = self.source.snapshot(), None
             yield Window(window, True)
@@ -311,18 +323,56 @@ class Feed:
         """Return the data's state as of the last window yielded; all processes must call it."""
         return self.source.gathered(self._state if self._state is not None else self.source.snapshot())
 
-    def restore(self, state: dict[str, Any] | None, position: int) -> None:
-        """Restore the result of `snapshot`.
+    def continuation(self) -> dict[str, Any] | None:
+        """Return how the data was read and what it gives next; all processes must call it.
+
+        It belongs to the last window yielded, as `snapshot`. Data that is read by index has none.
+        """
+        if self.source.exact:
+            return None
+        following = self._next
+        known = following is not None and not following.is_placeholder and not following.bad
+        samples = of_samples(following.batch, following.samples) if known and following is not None else None
+        return self.source.gathered({"settings": self.source.settings(), "next": samples})
+
+    def restore(
+        self, state: dict[str, Any] | None, position: int, continuation: dict[str, Any] | None = None
+    ) -> None:
+        """Restore the result of `snapshot`; all processes must call it.
+
+        The first batch is then compared with the one that came next when the state was saved.
 
         Args:
             state: The data's state.
             position: The run's position in its epoch.
+            continuation: The result of `continuation`; None in older checkpoints.
 
         Raises:
-            CheckpointError: The state is of data that was divided differently.
+            CheckpointError: The state is of data that was divided differently, or that has no state and was
+                read with other settings.
         """
-        check_division(self.source, state, position)
-        self.source.restore(state)
+        source = self.source
+        check_division(source, state, position)
+        before = source.own_part(continuation)
+        if position and before is not None and not source.exact:
+            source.check_settings(before["settings"])
+            self._expected = before["next"]
+        if source.stateful and state is not None:
+            # One at a time: some packages keep the state in memory that a machine's ranks share.
+            source.ranks.in_turn(lambda: source.restore(state))
+
+    def _as_expected(self, micro_batches: Iterator[MicroBatch], position: int) -> Iterator[MicroBatch]:
+        """Warn if the data does not continue where the checkpoint was saved."""
+        expected, self._expected = self._expected or [], None
+        first = next(micro_batches, None)
+        found: list[Fingerprint] = []
+        if first is not None and not first.is_placeholder:
+            found = of_samples(first.batch, first.samples)
+        pairs = list(zip(expected, found, strict=False))  # the batch size may have changed
+        other = next(((one, now) for one, now in pairs if not matches(one, now)), None)
+        if expected and (not found or other is not None):
+            self.source.report_other_order(position, other)
+        return iter(()) if first is None else chain((first,), micro_batches)
 
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         weigh, count_tokens, cut = self._measure.weight, self._measure.tokens, self._cut
@@ -357,6 +407,7 @@ class Feed:
                 self._waits_for = number
         finally:
             self._waits_for = None
+        self._left_early = False
         if number == 0 and position == 0:
             raise self._empty(epoch)
 
@@ -383,6 +434,7 @@ class Feed:
                 self._waits_for = number
         finally:
             self._waits_for = None
+        self._left_early = False
         if number == 0 and position == 0:
             raise self._empty(epoch)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from drivetrain.core.types import Batch
+from drivetrain.data.batch import map_tensors
 
 Fingerprint: TypeAlias = tuple[str | int | float, ...]
 """Kinds, shapes and some of the values, in order."""
@@ -36,6 +40,21 @@ def fingerprint(value: Any) -> Fingerprint:
         else:
             texts.append(repr(leaf)[:100] if isinstance(leaf, (str, bytes)) else type(leaf).__name__)
     return tuple(numbers or texts)
+
+
+def of_samples(batch: Batch, count: int, most: int = 4) -> list[Fingerprint]:
+    """Return the fingerprints of a batch's first samples, which a batch of another size may have too.
+
+    Args:
+        batch: The batch.
+        count: Its number of samples.
+        most: The maximum number of fingerprints.
+    """
+    return [fingerprint(map_tensors(partial(_row, index, count), batch)) for index in range(min(count, most))]
+
+
+def _row(index: int, count: int, tensor: Tensor) -> Tensor:
+    return tensor[index] if tensor.ndim and tensor.shape[0] == count else tensor
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from drivetrain.data.sample_stream import SampleStream
 from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.split_source import AlreadySplit, SplitSource
+from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.ranks import ALONE, Ranks
 
 
@@ -76,7 +77,17 @@ def as_source(
         "accumulation": accumulation,
     }
     if not isinstance(data, AlreadySplit):
-        return _source(data, name, seed, share=share, **options)
+        source = _source(data, name, seed, share=share, **options)
+        source.ranks = ranks
+        return source
+    if data.divided_for_one is not None and launched() is not None:
+        raise DataError(
+            f"the {name} data was given as already split before this program's ranks were started, and"
+            f" drivetrain.world_size() had returned 1 at {data.divided_for_one}: rank 0 would have the part"
+            " of a job of one process. Ask for the world size where the ranks are connected, in train_data()"
+            " of a data object or in __iter__. Or start the program with `drivetrain launch"
+            f" --devices {share.size}` or torchrun, where it is right from the first line"
+        )
     own = _source(data.data, name, seed, reader=share.rank, **options)
     return own if share.size == 1 else SplitSource(own, share, ranks)
 
@@ -220,7 +231,7 @@ def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[
         DataError: There are no loaders, or one cannot be read.
     """
     if isinstance(data, AlreadySplit) and isinstance(data.data, Mapping):
-        data = {key: AlreadySplit(each) for key, each in data.data.items()}
+        data = {key: AlreadySplit(each, data.divided_for_one) for key, each in data.data.items()}
     if not isinstance(data, Mapping):
         return [(None, as_source(data, name, seed, **options))]
     if not data:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import default_collate
 
-from drivetrain.core.types import Batch, Stateful
+from drivetrain.core.types import Batch
+from drivetrain.data.sources import has_state
 
 
 class SampleStream:
@@ -29,8 +31,11 @@ class SampleStream:
         self.dataset = dataset
         self.batch_size = batch_size
         self._collate = collate or default_collate
-        if isinstance(dataset, Stateful):
+        if has_state(dataset):
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.dataset) / self.batch_size)  # a TypeError if it has no length
 
     def __iter__(self) -> Iterator[Batch]:
         samples = iter(self.dataset)

@@ -9,25 +9,30 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from drivetrain.core.errors import DataError
+from torch.utils.data import DataLoader
+
+from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
 from drivetrain.core.types import Batch, Stateful
 from drivetrain.data.batch import batch_size
-from drivetrain.data.fingerprint import fingerprint
+from drivetrain.data.fingerprint import Fingerprint, as_text, fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
+from drivetrain.data.repeats import CHECKED_AT, Repeats
 from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.skipped_batches import BadBatchSkipper
 from drivetrain.data.window_plan import WindowPlan
 from drivetrain.data.workers.ends import WorkerEnded, how_ended, note_on, raised_in_worker, workers_of
 from drivetrain.data.workers.pool import LookAhead
 from drivetrain.data.workers.signals import aside, end, watch_workers, workers_ignoring_signals
+from drivetrain.distributed.ranks import ALONE, Ranks
 
 _LOG = logger(__name__)
 
@@ -45,6 +50,7 @@ class Source(ABC):
         stateful: Whether it is resumed by its own state rather than by the position.
         one_shot: Whether it is an iterator, which can be read once.
         share: The shard of every round that is read here.
+        ranks: The processes that read the data.
         batch_size: The number of samples of a whole batch of one process, if known.
         samples_per_epoch: The number of samples of an epoch, if positions count them and every batch is of
             `batch_size`.
@@ -59,6 +65,7 @@ class Source(ABC):
     stateful: bool = False
     one_shot: bool = False
     share: Share = WHOLE
+    ranks: Ranks = ALONE
     batch_size: int | None = None
     samples_per_epoch: int | None = None
     is_split: bool = False
@@ -137,8 +144,35 @@ class Source(ABC):
         """Gather the state of all processes' data from this one's; all processes call it."""
         return state
 
+    def own_part(self, gathered: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return this process's value of a result of `gathered`."""
+        return gathered
+
     def restore(self, state: dict[str, Any] | None) -> None:
         """Restore the result of `gathered`, before `batches` is called with the matching position."""
+
+    def reload(self) -> None:
+        """Restore the current state, as a resume between two epochs does."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, by name, that a resume within an epoch must have again."""
+        return {}
+
+    def check_settings(self, before: dict[str, Any]) -> None:
+        """Check a checkpoint's `settings` against the current ones.
+
+        Raises:
+            CheckpointError: They differ.
+        """
+
+    def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
+        """Report that the data does not continue where the checkpoint was saved.
+
+        Args:
+            position: The position in its epoch.
+            differs: A sample that came next when the checkpoint was saved, and the one that came now; None
+                if no batch came.
+        """
 
     def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:
         """Return an error that names the batch that could not be made."""
@@ -192,7 +226,8 @@ class IterableSource(Source):
 
     Each batch is drawn under a random stream of (seed, epoch, number), so that augmentation in this process
     resumes exactly. If the iterable has `state_dict` and `load_state_dict`, they skip the batches that were
-    already used. Otherwise the batches are drawn again, and a warning says so.
+    already used. Otherwise the batches are drawn again, and a warning says so. A `state_dict` that takes
+    arguments is for a loader of its own package, and is not used.
 
     Every update calls `state_dict` and copies the result, even if no checkpoint is due. Whether a window is
     the last of its epoch shows only when the next batch is drawn, which moves the state. Whether the window
@@ -211,7 +246,12 @@ class IterableSource(Source):
         self._data = data
         self._seed = seed
         self.exact = False
-        self.stateful = isinstance(data, Stateful)
+        self.stateful = has_state(data)
+        workers = getattr(data, "num_workers", 0)
+        self._workers = workers if isinstance(data, DataLoader) else 0
+        self._repeats = Repeats() if self._workers > 1 and share.rank == 0 else None
+        self._length_checked = share.rank > 0
+        self._changed: str | None = None
         self._restored = False
         self._used_up = False
         self._begun: weakref.ref[Any] | None = None
@@ -230,19 +270,16 @@ class IterableSource(Source):
                 " that can be iterated again (a list, a DataLoader, an object with __iter__), or"
                 " max_epochs=1"
             )
-        if self.stateful and epoch and not self._restored and not position:
-            # A run that resumes here does the same, so both continue from the same state.
-            self.restore(self.snapshot())
         number = 0 if not self._restored else position
         # A state from the end of an epoch may say "used up", which the next iteration resets.
         once_more = self._restored and not position
         if position and not self._restored:
             _LOG.warning(
                 f"the {self.name} data cannot be resumed from its middle: its first {position} batches are"
-                " drawn again and dropped. Give it state_dict and load_state_dict, or use a dataset with a"
-                " length"
+                f" drawn again and dropped, which is right if they come in the same order. {self._help()}"
             )
-        self._restored = False
+        is_whole, self._restored = not number, False
+        repeats, self._repeats = (self._repeats, None) if not position else (None, self._repeats)
         iterator = self._begin(epoch, number)
         stream = batch_stream(self._seed, epoch)
         while True:
@@ -257,14 +294,130 @@ class IterableSource(Source):
                     once_more, iterator = False, self._begin(epoch, number)
                     continue
                 self._used_up = True
+                if repeats is not None:
+                    self._report_repeats(repeats, at_end=True)
+                if is_whole:
+                    self._check_length(number)
                 return
             except Exception as error:
                 raise self._failed(error, iterator, number, epoch) from error
             once_more = False
             seed_after(seed)
+            if repeats is not None:
+                repeats.note(number % self._workers, batch)
+                if number + 1 in CHECKED_AT and self._report_repeats(repeats, number + 1 == CHECKED_AT[-1]):
+                    repeats = None
             number += 1
             if number > position:
                 yield batch, 1, None
+
+    def _report_repeats(self, repeats: Repeats, at_end: bool) -> bool:
+        """Warn if the workers gave the same samples; return whether no more needs to be noted."""
+        found = repeats.found(at_end)
+        if found is not None:
+            _LOG.warning(
+                f"the {self.name} data gives the same samples in several of its {self._workers} workers:"
+                f" {found[0]} of {found[1]} samples that were compared. Each worker reads a copy of the whole"
+                " stream. Divide it in __iter__ by torch.utils.data.get_worker_info(), or use num_workers=1"
+            )
+        return at_end or found is not None
+
+    def _check_length(self, number: int) -> None:
+        length = None if self._length_checked else self._length()
+        self._length_checked = True
+        # Each worker's last batch may be short, so that there are more, or left out.
+        if length is None or abs(number - length) < max(self._workers, 1):
+            return
+        what = f"the {self.name} data ended after {number} batches, and its length is {length}"
+        if number < length:
+            _LOG.warning(
+                f"{what}: {length - number} batches of the epoch are missing, which counts as complete. If"
+                " the stream broke off, let it raise an error instead of ending; otherwise correct its"
+                " __len__, which the schedule relies on"
+            )
+        else:
+            _LOG.warning(f"{what}: correct its __len__, which the schedule relies on")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the loader's batch size and workers."""
+        sizes = {name: getattr(self._data, name, None) for name in ("batch_size", "num_workers")}
+        return {name: value for name, value in sizes.items() if isinstance(value, int) and value}
+
+    def check_settings(self, before: dict[str, Any]) -> None:
+        """Refuse a resume that would draw other batches than those that were used.
+
+        Raises:
+            CheckpointError: The settings differ, and the data has no state.
+        """
+        now = self.settings()
+        name = next((each for each in (*before, *now) if before.get(each) != now.get(each)), None)
+        if name is None:
+            return
+        none = {"num_workers": 0}.get(name)
+        was, given = before.get(name, none), now.get(name, none)
+        self._changed = f"It was saved with {name}={was} and now has {name}={given}. Use the former"
+        if self.stateful:
+            return
+        raise CheckpointError(
+            f"the checkpoint's {self.name} data was read with {name}={was} and this run's has {name}={given}."
+            " It has no state, so that its used batches are drawn again, and with another"
+            f" {name} they would hold other samples. Use {name}={was} until the end of the epoch, or resume"
+            f" from a checkpoint at the end of an epoch. To change it at any time: {self._help()}"
+        )
+
+    def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
+        """Warn that samples are lost or come twice, and say what would help."""
+        what = "no batch comes after them now"
+        if differs is not None:
+            what = f"a sample {as_text(differs[0])} came next when the checkpoint was saved, and now"
+            what += f" comes {as_text(differs[1])}"
+        if self.stateful:
+            lacks = self._changed or (
+                "Its state_dict lacks something, such as the samples of a shuffle buffer or the state of a"
+                " random generator. Put it into the state, shuffle by a seed and without a buffer"
+            )
+            _LOG.warning(
+                f"the {self.name} data does not continue where the checkpoint was saved after {position}"
+                f" batches, although its state was loaded: {what}. Samples of this epoch are lost or come"
+                f" twice, unless only their augmentation differs. {lacks}, or resume from a checkpoint at the"
+                " end of an epoch"
+            )
+            return
+        _LOG.warning(
+            f"the {self.name} data came in another order when its first {position} batches were drawn again:"
+            f" {what}. Samples of this epoch are lost, and others come twice, unless only their augmentation"
+            f" differs. {self._order_help()}; read it in the batches of the checkpoint; or resume from the"
+            f" end of an epoch. {self._help()}"
+        )
+
+    def _order_help(self) -> str:
+        owners = (self._data, getattr(self._data, "dataset", None))
+        told = any(callable(getattr(each, "set_epoch", None)) for each in owners)
+        seed = "from the epoch that its set_epoch is given and nothing else"
+        if not told:
+            seed = "with a constant, and the epoch if you give it set_epoch(epoch)"
+        if self._workers and getattr(self._data, "persistent_workers", False):
+            seed += ", with persistent_workers=False: workers that live on do not see set_epoch"
+        return f"Seed its shuffle {seed}"
+
+    def _help(self) -> str:
+        """Say how the data can be resumed without drawing batches again."""
+        indexed = "use a dataset with an index (__len__ and __getitem__)"
+        dataset = getattr(self._data, "dataset", None)
+        for each in (self._data, dataset):
+            if isinstance(each, Stateful) and not has_state(each):
+                return (
+                    f"The state_dict of {type(each).__name__} takes arguments: pass the loader of its package"
+                    f" that has a state_dict() without any, such as a StreamingDataLoader, or {indexed}"
+                )
+        if has_state(dataset):
+            return (
+                f"{type(dataset).__name__} has a state, which a {type(self._data).__name__} does not store."
+                " If the state is complete, which it may not be with a shuffle buffer, pass the dataset"
+                " itself with Trainer(batch_size=...), or a loader with a state_dict(), such as torchdata's"
+                f" StatefulDataLoader. Otherwise {indexed}"
+            )
+        return f"Give it state_dict() and load_state_dict(state), or {indexed}"
 
     @property
     def advice(self) -> str:
@@ -328,9 +481,13 @@ class IterableSource(Source):
 
     def count(self, position: int = 0) -> int | None:
         """Return the number of batches, or rounds, left, if the iterable has a length."""
+        length = self._length()
+        return None if length is None else rounds(max(0, length - position), self.share)
+
+    def _length(self) -> int | None:
         try:
-            return rounds(max(0, len(self._data) - position), self.share)  # type: ignore[arg-type]
-        except TypeError:
+            return len(self._data)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
             return None
 
     def snapshot(self) -> dict[str, Any] | None:
@@ -339,6 +496,24 @@ class IterableSource(Source):
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Restore the iterable's own state."""
-        if isinstance(self._data, Stateful) and state is not None:
-            self._data.load_state_dict(copy.deepcopy(state))
+        if self.stateful and state is not None:
+            self._data.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._restored = True
+
+    def reload(self) -> None:
+        """Restore the iterable's current state."""
+        self.restore(self.snapshot())
+
+
+def has_state(data: object) -> bool:
+    """Return whether data has a state that can be stored without knowing more about it."""
+    if not isinstance(data, Stateful):
+        return False
+    try:
+        inspect.signature(data.state_dict).bind()
+        inspect.signature(data.load_state_dict).bind({})
+    except TypeError:
+        return False
+    except ValueError:  # a function without a signature, such as one of an extension module
+        pass
+    return True

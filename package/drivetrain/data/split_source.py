@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, to_host
-from drivetrain.data.fingerprint import fingerprint
+from drivetrain.data.fingerprint import Fingerprint, fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
+from drivetrain.data.repeats import CHECKED_AT, Repeats
 from drivetrain.data.shard import Share
 from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.workers.pool import LookAhead
+from drivetrain.distributed.processes import asked_alone
 from drivetrain.distributed.ranks import Ranks
+
+_LOG = logger(__name__)
 
 _PARTS = "of_each_rank"
 """The key in a checkpoint for the states of divided data."""
@@ -27,9 +32,12 @@ class AlreadySplit:
 
     Attributes:
         data: This process's part.
+        divided_for_one: Where the program asked for the world size before its ranks were started; None if it
+            did not, or if this was made after that.
     """
 
     data: Any
+    divided_for_one: str | None = None
 
     @property
     def batch_size(self) -> Any:
@@ -52,7 +60,7 @@ def already_split(data: Any) -> AlreadySplit:
         data: A DataLoader, a Dataset, a list of batches, any other iterable of batches, or for evaluation a
             mapping of names to these.
     """
-    return AlreadySplit(data)
+    return AlreadySplit(data, asked_alone())
 
 
 class SplitSource(Source):
@@ -72,6 +80,7 @@ class SplitSource(Source):
         self.batch_size = own.batch_size
         self._own = own
         self.ranks = ranks
+        self._repeats: Repeats | None = Repeats()
         self._placeholder: Batch | None = None
         self.one_shot = own.one_shot
         found = ranks.all_gather((own.count(), own.exact, own.stateful))
@@ -104,6 +113,8 @@ class SplitSource(Source):
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
         """Yield this process's batches from a round on, then placeholders until all processes have ended."""
         own: Iterator[Any] = self._own.batches(epoch, self._own.start(epoch, position))
+        repeats, self._repeats = (self._repeats, None) if not position else (None, self._repeats)
+        number = 0
         while True:
             batch, _, samples = next(own, (None, 0, 0))
             ended = batch is None
@@ -115,6 +126,13 @@ class SplitSource(Source):
             going, total, unknown, lacking, having = self.ranks.total(
                 [not ended, samples or 0, samples is None, lacks, has]
             )
+            if repeats is not None:
+                if has:
+                    repeats.note(0, batch)
+                number += 1
+                if not going or number == CHECKED_AT[-1]:
+                    self._report_repeats(repeats)
+                    repeats = None
             if not going:
                 return
             if lacking and having:  # otherwise no process has a batch to lend, and no step is run
@@ -133,6 +151,18 @@ class SplitSource(Source):
             self.needs_evidence = False
             yield SharedBatch(
                 batch, 1, None if ended else samples, ended, None if unknown else int(total), evidence
+            )
+
+    def _report_repeats(self, repeats: Repeats) -> None:
+        """Warn if several processes were given the same samples; all processes call it."""
+        found = Repeats.joined(self.ranks.all_gather(repeats.sketch())).found(at_end=True)
+        if found is not None and self.share.rank == 0:
+            _LOG.warning(
+                f"the {self.name} data is given as already split, but {found[0]} of {found[1]} samples that"
+                " were compared came on several ranks. Was it divided before the ranks were started, so that"
+                " rank 0 has the whole? Divide it in __iter__ or in train_data() of a data object, or start"
+                " the program with `drivetrain launch` or torchrun, which set RANK and WORLD_SIZE before its"
+                " first line"
             )
 
     def _borrow(self, batch: Batch | None) -> None:
@@ -158,10 +188,30 @@ class SplitSource(Source):
         """Return the states of all parts, by rank."""
         return {_PARTS: self.ranks.all_gather(state)}
 
+    def own_part(self, gathered: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return this process's value, if as many processes gathered it as there are now."""
+        parts = [] if gathered is None else gathered.get(_PARTS, [])
+        return parts[self.share.rank] if len(parts) == self.share.size else None
+
     def restore(self, state: dict[str, Any] | None) -> None:
         """Restore the state of this process's part."""
-        if state is not None and len(state[_PARTS]) == self.share.size:
-            self._own.restore(state[_PARTS][self.share.rank])
+        self._own.restore(self.own_part(state))
+
+    def reload(self) -> None:
+        """Restore the current state of this process's part."""
+        self._own.reload()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of this process's part."""
+        return self._own.settings()
+
+    def check_settings(self, before: dict[str, Any]) -> None:
+        """Check the settings of this process's part."""
+        self._own.check_settings(before)
+
+    def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
+        """Report that this process's part does not continue where it was."""
+        self._own.report_other_order(position, differs)
 
 
 def check_division(source: Source, state: Any, position: int) -> None:

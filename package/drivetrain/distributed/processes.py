@@ -17,6 +17,8 @@ from drivetrain.core.files import check_path, open_file
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.sockets import closing_sockets_in_forks
 
+_asked_alone: str | None = None
+
 _NO_LIMIT = timedelta(days=365)
 """For waiting on a download: torch's own limit is half an hour."""
 
@@ -40,10 +42,22 @@ def world_size() -> int:
 
     A program without a launcher is one process until a Trainer or an Engine starts the others.
     """
+    global _asked_alone
     if _is_grouped():
         return torch.distributed.get_world_size()
     found = detect(os.environ)
-    return 1 if found is None else found.world_size
+    if found is not None:
+        return found.world_size
+    if _asked_alone is None:
+        caller = sys._getframe(1)
+        if not caller.f_globals.get("__name__", "").startswith("drivetrain."):
+            _asked_alone = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+    return 1
+
+
+def asked_alone() -> str | None:
+    """Return where the program called `world_size` first, while it is one process; None if it did not."""
+    return None if _is_grouped() or detect(os.environ) is not None else _asked_alone
 
 
 def _is_grouped() -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.distributed.processes import local_rank
 from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 if TYPE_CHECKING:
@@ -184,6 +185,19 @@ class Ranks:
             raise error
         result: T = value
         return result
+
+    def in_turn(self, act: Callable[[], object]) -> None:
+        """Run `act` on every rank, on one rank of a machine at a time; return once all have finished.
+
+        Raises:
+            Exception: As `together`.
+        """
+        if self.alone:
+            act()
+            return
+        own = local_rank()
+        for turn in range(max(self._of_each(own)) + 1):
+            self.together(act if turn == own else lambda: None)
 
     def together(self, act: Callable[[], T]) -> list[T]:
         """Run `act` on every rank and return all results, once all ranks have finished.

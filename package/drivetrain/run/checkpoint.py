@@ -59,6 +59,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
         "validated": run.validated,
         "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
         "data": run.train_feed.snapshot() if run.train_feed is not None else None,
+        "data_continues": run.train_feed.continuation() if run.train_feed is not None else None,
         "samples_per_update": run.train_feed.samples_per_update if run.train_feed is not None else None,
     }
     if engine.splitter is not None:
@@ -206,7 +207,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True) -> None:
         take_over = restore_imported if IMPORTED in tree else _take_over
         take_over(run, snapshot, tree)
         if run.train_feed is not None and data and IMPORTED not in tree:
-            run.train_feed.restore(tree["data"], run.progress.position)
+            run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
             if run.is_main:
                 _note_other_size(tree.get("samples_per_update"), run.train_feed.samples_per_update)
 
