@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import queues
@@ -18,7 +17,6 @@ from drivetrain.data.fingerprint import Fingerprint, fingerprint, matches
 from drivetrain.data.rank_rounds import Slice
 from drivetrain.data.skipped_batches import Raised
 from drivetrain.data.workers.signals import IgnoreSignals
-from drivetrain.distributed.launch.children import end_with
 
 
 class IndexBatch(list[Any]):
@@ -169,13 +167,8 @@ class WorkerStart:
 
     def __init__(self, then: Callable[[int], Any] | None) -> None:
         self.then = IgnoreSignals(then)
-        # Linux watches the thread that has started a process.
-        is_main = threading.current_thread() is threading.main_thread()
-        self.parent = os.getpid() if is_main else None
 
     def __call__(self, worker: int) -> None:
-        if self.parent is not None:
-            end_with(self.parent)
         # In this process alone. Otherwise a batch that cannot be pickled, or for which there is no shared
         # memory, is reported on standard error and then waited for without end.
         queues.Queue._on_queue_feeder_error = staticmethod(_cannot_send)  # type: ignore[attr-defined]

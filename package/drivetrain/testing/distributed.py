@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from drivetrain.distributed.launch.children import environment_of
+from drivetrain.distributed.launch.children import end_with, environment_of
 from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.distributed.sockets import release_port, reserve_port
 
@@ -53,12 +54,16 @@ def run_distributed(
     """
     context: Any = multiprocessing.get_context(_START_METHOD)
     port = reserve_port()
+    is_main = threading.current_thread() is threading.main_thread()  # whose end Linux takes for its process's
+    parent = os.getpid() if is_main else None
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
     for rank in range(world_size):
         receiver, sender = context.Pipe()
         environment = environment_of(rank, world_size, port, threads=None)
-        process = context.Process(target=_child, args=(sender, environment, function, arguments, timeout))
+        process = context.Process(
+            target=_child, args=(sender, environment, function, arguments, timeout, parent)
+        )
         with without_garbage_collection():
             process.start()
         sender.close()
@@ -123,8 +128,11 @@ def _child(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     timeout: float,
+    parent: int | None,
 ) -> None:
     resume_garbage_collection()
+    if parent is not None:
+        end_with(parent)
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:

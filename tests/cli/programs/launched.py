@@ -1,5 +1,6 @@
 """What launchers start; the first argument says what it does."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -36,6 +37,8 @@ elif what == "wait":
     name = Path(f"rank-{os.environ['RANK']}")
     name.with_suffix(".new").write_text(str(os.getpid()), encoding="ascii")
     name.with_suffix(".new").rename(name)
+    if os.environ["RANK"] == "1":
+        ctypes.PyDLL(None).sleep(3600)  # keeps the interpreter's lock
     while True:
         time.sleep(0.05)
 else:

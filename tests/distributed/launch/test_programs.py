@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.running import LIMIT, PROGRAMS, run, run_all
+from tests.distributed.running import LIMIT, PROGRAMS, run_all
 from tests.support.forked import JOB
 from tests.support.refusals import assert_refused
 
@@ -80,8 +80,13 @@ def test_a_rank_that_fails_ends_the_program_and_is_named() -> None:
 @real
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's end of a parent's children")
 def test_ranks_end_when_rank_0_is_killed() -> None:
-    then = "if rank == 0: until('here'); kill()\nPath('here').touch(); time.sleep(600)"
-    assert run("ranks.py", then=then).code == -signal.SIGKILL
+    """Also a rank that can run none of its threads, and that would otherwise report the death itself."""
+    waits = "if rank == 0: until('here'); kill()\nPath('here').touch(); "
+    found = run_all(
+        "ranks.py", {"waits": {"then": f"{waits}time.sleep(600)"}, "stuck": {"then": f"stuck({waits!r})"}}
+    )
+    assert [each.code for each in found.values()] == [-signal.SIGKILL] * 2
+    assert re.search("rank 0 has ended, and process .*, another rank, was killed$", found["stuck"].errors[-1])
 
 
 def test_a_program_that_cannot_be_run_again_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

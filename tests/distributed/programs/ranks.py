@@ -1,5 +1,6 @@
 """A program that becomes two ranks; the option `then` is what they do."""
 
+import ctypes
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.group import join, leave
 from drivetrain.distributed.launch.programs import ensure_ranks
 
@@ -37,6 +39,13 @@ def begins():  # begin a run and end it, as every run does; a group that one ran
     member = join(2, "cpu")
     member.ranks.all_gather(rank)
     leave(member)
+
+
+def stuck(before):  # keeps the interpreter's lock in the failure channel, in which a rank may outlive rank 0
+    join(2, "cpu")
+    with FailureChannel(rank, 2):
+        exec(before)
+        ctypes.PyDLL(None).sleep(600)
 
 
 def end_at_once():

@@ -29,6 +29,7 @@ from typing import Any
 from torch.utils.data import DataLoader, dataloader
 
 from drivetrain.data.workers.ends import workers_of
+from drivetrain.distributed.launch.children import end_with
 from drivetrain.distributed.signals import handled, ignore_signals, signals_blocked
 
 _running: dict[int, weakref.ref[Any]] = {}
@@ -52,10 +53,14 @@ class IgnoreSignals:
         self.then = then
         self.numbers = handled()
         self.starter = os.getpid()
+        # Linux watches the thread that has started a process.
+        self.is_main = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
         if os.getpid() != self.starter:  # a process, not a thread
             ignore_signals(self.numbers)
+            if self.is_main:
+                end_with(self.starter)  # a stuck worker would not notice the end of its parent
         if self.then is not None:
             self.then(worker)
 

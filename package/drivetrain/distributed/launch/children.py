@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from drivetrain.distributed.failure.silence import activity
 
 PARENT = "DRIVETRAIN_PARENT"
-"""An environment variable of a started process: its parent's pid, and "main" if a main thread started it."""
+"""An environment variable of a started process: its parent's pid, and "main" if a thread started it that
+lasts as long as the process, as a main thread does."""
 
 LAUNCHER = "DRIVETRAIN_LAUNCHER"
 """The same, in a process that `drivetrain launch` has started."""
@@ -55,6 +57,71 @@ class Child:
         """Send a signal, if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+_GUARD = """
+import os, select, signal, sys, time
+above, *pids = map(int, sys.argv[2:])
+def opened(pid):
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+end, numbers = opened(above), {opened(each): each for each in pids}
+ranks = numbers.keys() - {-1}
+if os.getppid() != above:
+    end = -1
+while ranks and end >= 0:
+    ended = select.select([end, *ranks], [], [])[0]
+    ranks -= set(ended)
+    if end in ended:
+        break
+until = time.monotonic() + float(sys.argv[1])
+while ranks and time.monotonic() < until:
+    ranks -= set(select.select([*ranks], [], [], max(0, until - time.monotonic()))[0])
+for each in ranks:
+    try:
+        signal.pidfd_send_signal(each, signal.SIGKILL)
+        number = numbers[each]
+        sys.stderr.write(f"drivetrain: rank 0 has ended, and process {number}, another rank, was killed\\n")
+    except OSError:
+        pass
+"""
+"""A program that ends with the ranks, or kills those that outlive the process that started them."""
+
+
+class Guard:
+    """A small process that kills ranks which outlive this process, on Linux; elsewhere it does nothing.
+
+    A rank watches its parent in a thread, which cannot run while a call, such as a regular expression that
+    backtracks, keeps the interpreter's lock. Linux itself could kill the rank, but without the seconds in
+    which it reports that its parent has died. The guard holds the ranks by pidfd, so that it never signals
+    another process that has got the same number.
+
+    Args:
+        children: The ranks that this process has started.
+    """
+
+    def __init__(self, children: Iterable[Child]) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if hasattr(os, "pidfd_open"):
+            words = [str(_LAST_WORDS), str(os.getpid()), *(str(each.pid) for each in children)]
+            nowhere: Any = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
+            with suppress(OSError):  # the ranks still watch by themselves
+                # In a new session: Ctrl-C signals all processes of a terminal's program.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _GUARD, *words],
+                    cwd="/",
+                    start_new_session=True,
+                    **nowhere,
+                )
+
+    def end(self) -> None:
+        """End the guard: the ranks have ended."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
 started: dict[int, Child] = {}
@@ -138,9 +205,13 @@ def children_of(pid: int) -> list[int]:
     return [int(each) for each in found.stdout.split()]
 
 
-def parent_mark() -> str:
-    """Return the value of `PARENT` for a process that is started now."""
-    is_main = threading.current_thread() is threading.main_thread()
+def parent_mark(lasts: bool = False) -> str:
+    """Return the value of `PARENT` for a process that is started now.
+
+    Args:
+        lasts: Whether this thread, if it is not the main one, ends only after that process.
+    """
+    is_main = lasts or threading.current_thread() is threading.main_thread()
     return f"{os.getpid()} {'main' if is_main else 'thread'}"
 
 
@@ -194,6 +265,7 @@ def end_with_launcher() -> None:
     mark = os.environ.pop(LAUNCHER, None)  # not for this process's own children, which may outlive it
     if mark is None:
         if "TORCHELASTIC_RUN_ID" in os.environ and _is_torchrun(os.getppid()):
+            end_with(os.getppid())  # its agent starts the ranks in the main thread
             _look_after(os.getppid(), 0.0)
         return
     number, thread = mark.split()

@@ -19,6 +19,7 @@ from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure.messages import Cause
 from drivetrain.distributed.launch.children import (
     Child,
+    Guard,
     end_all,
     end_with_parent,
     ending,
@@ -66,6 +67,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
         stream.flush()  # otherwise each fork would write what is still buffered
     children: list[Child] = []
     pipes: list[int] = []
+    guard: Guard | None = None
     try:
         with _changed(environment_of(0, world_size, port, threads=1)):
             for rank in range(1, world_size):
@@ -73,10 +75,13 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
                 children.append(child)
                 pipes.append(pipe)
                 started[rank] = child
+            guard = Guard(children)
             return _as_rank_0(function, children, pipes)
     finally:
         release_port(port)
         end_all(children, grace=0)
+        if guard is not None:
+            guard.end()
         for each in children:
             started.pop(each.rank, None)
         for pipe in pipes:

@@ -19,6 +19,7 @@ from drivetrain.distributed.failure.messages import is_consequence
 from drivetrain.distributed.launch.children import (
     PARENT,
     Child,
+    Guard,
     end_all,
     end_with_launcher,
     end_with_parent,
@@ -200,6 +201,7 @@ class _Launched:
         self.exit_code: int | None = None
         self._ending = threading.Event()
         self._grouped = False
+        self._guard = Guard(children)
         atexit.register(self._finish)
         threading.Thread(target=self._watch, name="drivetrain-ranks", daemon=True).start()
 
@@ -247,6 +249,7 @@ class _Launched:
             late = wait_for(self.children, _GRACE if raised else _PATIENCE)
         finally:  # also after Ctrl-C
             end_all(self.children)
+            self._guard.end()
         failed = self._failed()
         error = getattr(sys, "last_value", None)
         if failed is None or (error is not None and (self.failure_told or not is_consequence(error))):
