@@ -22,6 +22,7 @@ from drivetrain.task.optim.build import (
     remember_base_rates,
 )
 from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.optim.given import apply_changes, changes, described, fresh_values, given_settings
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
 from drivetrain.task.optim.state import start_momenta
@@ -46,6 +47,7 @@ class Updater:
         schedule: The factor of the base rate as a function of the update, or None when it is always 1.
         torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
+        given: The settings that the user gave, as texts by name; see `note_given`.
     """
 
     def __init__(
@@ -62,6 +64,37 @@ class Updater:
         self.schedule = schedule
         self.torch_schedule = torch_schedule
         self.max_grad_norm = max_grad_norm
+        self.given: dict[str, str] = {}
+        self._fresh: dict[str, Any] = {}
+
+    def note_given(self, config: OptimizerConfig | None) -> None:
+        """Note the settings that the user gave, before a checkpoint or a schedule changes them."""
+        self.given = given_settings(self.optimizer, config, self.torch_schedule)
+        self._fresh = fresh_values(self.optimizer, self.torch_schedule)
+
+    def take_given(self, before: Mapping[str, str], override: bool) -> str:
+        """Settle what the user gives now and gave to the run that a checkpoint is of.
+
+        Args:
+            before: `given` of that run.
+            override: Whether the settings of now are used.
+
+        Returns:
+            A text of the changes; empty if there are none.
+
+        Raises:
+            ConfigError: There are some, and nothing overrides.
+        """
+        changed = changes(before, self.given)
+        text = described(changed)
+        if changed and not override:
+            raise ConfigError(
+                f"the optimizer of this run has other settings than that of the checkpoint: {text}. To go on"
+                " with those of now, fit(..., resume=..., override=['optimizer']); to go on with those of the"
+                " checkpoint, give them again"
+            )
+        apply_changes(changed, self._fresh, self.optimizer, self.torch_schedule)
+        return text
 
     @property
     def scheduler(self) -> Any:
@@ -273,6 +306,7 @@ def build_updaters(
         else:
             optimizer, scheduler = made_by(spec, task, weight_updates)
             updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm)
+        updaters[name].note_given(spec if isinstance(spec, OptimizerConfig) else None)
     return updaters
 
 

@@ -14,7 +14,7 @@ from drivetrain.checkpoint.format.tree import pack, unpack, well_formed
 from drivetrain.checkpoint.formats import origin_of
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state
-from drivetrain.core.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import host_state
 from drivetrain.core.types import Json, Stateful
@@ -58,6 +58,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
         "metrics": run.metrics,
         "validated": run.validated,
         "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
+        "given": {name: updater.given for name, updater in engine.updaters.items()},
         "data": run.train_feed.snapshot() if run.train_feed is not None else None,
         "data_continues": run.train_feed.continuation() if run.train_feed is not None else None,
         "samples_per_update": run.train_feed.samples_per_update if run.train_feed is not None else None,
@@ -118,17 +119,24 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
 
 
 @named_place("as it takes over a checkpoint")
-def restore(run: Run, snapshot: Snapshot, address: str) -> None:
+def restore(run: Run, snapshot: Snapshot, address: str, override: bool = False) -> None:
     """Restore a checkpoint's state when a fit begins, and call the callbacks.
 
+    Args:
+        run: The run.
+        snapshot: The state.
+        address: The checkpoint.
+        override: As for `restore_run`.
+
     Raises:
+        ConfigError: As `restore_run`.
         CheckpointError: It does not fit this run, or is past its end; says what differs.
     """
     before, run.last_checkpoint = run.last_checkpoint, address
     try:
-        restore_run(run, snapshot)
+        restore_run(run, snapshot, override=override)
         _refuse_past_end(run, address)
-    except CheckpointError:  # the error must not advise to resume from this checkpoint
+    except (CheckpointError, ConfigError):  # the error must not advise to resume from this checkpoint
         run.last_checkpoint = before
         raise
     run.engine.set_rates()
@@ -183,15 +191,17 @@ def _states_for(rank: int, size: int, saved: list[Any]) -> list[Any]:
     return saved[rank::size]
 
 
-def restore_run(run: Run, snapshot: Snapshot, data: bool = True) -> None:
+def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: bool = False) -> None:
     """Restore a run's state.
 
     Args:
         run: The run.
         snapshot: The saved state.
         data: Whether to restore the position in the data, too.
+        override: Whether the optimizers have the settings that the user gives now, where they have changed.
 
     Raises:
+        ConfigError: The settings have changed, and nothing overrides them.
         CheckpointError: The checkpoint does not fit the task, its optimizers or the run; says what differs.
         OSError: A logger could not continue its file, and save errors are not tolerated.
     """
@@ -206,6 +216,10 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True) -> None:
         _check_frozen(run, snapshot)
         take_over = restore_imported if IMPORTED in tree else _take_over
         take_over(run, snapshot, tree)
+        for name, before in tree.get("given", {}).items():  # older checkpoints do not have it
+            text = run.engine.updaters[name].take_given(before, override)
+            if text and data and run.is_main:
+                _LOG.info(f"the optimizer goes on with settings that have changed: {text}")
         if run.train_feed is not None and data and IMPORTED not in tree:
             run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
             if run.is_main:
@@ -263,7 +277,7 @@ def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
     """
     progress, timing = run.progress, dict(run.timing)
     now = replace(progress)
-    restore_run(run, snapshot, data=False)
+    restore_run(run, snapshot, data=False, override=True)
     lost = now.updates - progress.updates
     read = ("micro_batches", "samples", "tokens", "bad_batches", "epoch", "epoch_batches", "position")
     for name in (*read, "seconds"):

@@ -410,7 +410,13 @@ def with_defaults(
     return [*first, *states, *([saver] if saver else []), *late]
 
 
-def start_from(settings: RunSettings, run: Run, saver: CheckpointSaver | None, resume: str | None) -> None:
+def start_from(
+    settings: RunSettings,
+    run: Run,
+    saver: CheckpointSaver | None,
+    resume: str | None,
+    override: bool = False,
+) -> None:
     """Restore a checkpoint if one is asked for, then set rates and intervals to the run's progress."""
     from drivetrain.run.checkpoint import restore, snapshot_run
     from drivetrain.trainer.checkpoints import find_checkpoint, report_start
@@ -419,7 +425,7 @@ def start_from(settings: RunSettings, run: Run, saver: CheckpointSaver | None, r
         asks = resume is not None or may_start_again()
         found = find_checkpoint(settings, run, saver, resume) if asks else None
         if found is not None:
-            restore(run, found[1], found[0])
+            restore(run, found[1], found[0], override)
         if asks:
             report_start(settings, run, resume)
     # Values that cannot be stored are found now, not at a save.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,7 +205,13 @@ class Trainer(RunSettings):
 
     @by_name
     def fit(
-        self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
+        self,
+        task: TaskModule,
+        train_data: Any,
+        validation_data: Any = None,
+        *,
+        resume: str | None = None,
+        override: Sequence[str] = (),
     ) -> FitResult:
         """Train.
 
@@ -215,6 +221,9 @@ class Trainer(RunSettings):
             validation_data: The same, or a mapping of named loaders; None for none.
             resume: "auto" for the newest good checkpoint of `run_dir` or a fresh start, a path to resume from
                 there, None for a fresh start.
+            override: What a resume takes from this program where it differs from the checkpoint's run:
+                `["optimizer"]`, the settings of optimizers and schedules, such as the rate, the weight decay
+                and betas. Without it a difference is an error.
 
         Raises:
             ConfigError: Arguments, task and data do not fit together.
@@ -225,8 +234,10 @@ class Trainer(RunSettings):
             KeyboardInterrupt: Likewise by Ctrl-C; once more ends it at once.
         """
         if self._has_to_fork():
-            return self._forked(lambda: self.fit(task, train_data, validation_data, resume=resume))
-        with self._begin(task, train_data, validation_data, resume) as (trainer, run, saver):
+            return self._forked(
+                lambda: self.fit(task, train_data, validation_data, resume=resume, override=override)
+            )
+        with self._begin(task, train_data, validation_data, resume, override) as (trainer, run, saver):
             for _ in train_steps(run):
                 pass
         best = saver.best_checkpoints() if saver else {}
@@ -254,7 +265,13 @@ class Trainer(RunSettings):
 
     @by_name
     def steps(
-        self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
+        self,
+        task: TaskModule,
+        train_data: Any,
+        validation_data: Any = None,
+        *,
+        resume: str | None = None,
+        override: Sequence[str] = (),
     ) -> Generator[StepResult, None, None]:
         """Train as `fit` does, but yield after every update, for your own loop body.
 
@@ -262,12 +279,17 @@ class Trainer(RunSettings):
         the run in order. If only one of several ranks leaves, it first finishes the update that the others
         have begun, and the loops of all ranks end. Arguments and errors are those of `fit`.
         """
-        return left_with_program(self._steps(task, train_data, validation_data, resume))
+        return left_with_program(self._steps(task, train_data, validation_data, resume, override))
 
     def _steps(
-        self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None
+        self,
+        task: TaskModule,
+        train_data: Any,
+        validation_data: Any,
+        resume: str | None,
+        override: Sequence[str],
     ) -> Generator[StepResult, None, None]:
-        with self._begin(task, train_data, validation_data, resume, body=True) as (_, run, _):
+        with self._begin(task, train_data, validation_data, resume, override, body=True) as (_, run, _):
             run.loop = train_steps(run)
             try:
                 yield from observed_loop(run.loop)
@@ -276,18 +298,25 @@ class Trainer(RunSettings):
 
     @contextmanager
     def _begin(
-        self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None, body: bool = False
+        self,
+        task: TaskModule,
+        train_data: Any,
+        validation_data: Any,
+        resume: str | None,
+        override: Sequence[str],
+        body: bool = False,
     ) -> Iterator[tuple[Trainer, Run, CheckpointSaver | None]]:
         """Build a fit, start it from its checkpoint, and run the block, its loop, inside its error boundary.
 
         Yields the settings, the run, and its saver unless checkpoints are off.
         """
+        overrides = _overrides(override, resume)
         trainer, resume = observed(self, (task, (train_data, validation_data)), resume)
         trainer, resume = as_tried(trainer, "fit"), resume if trainer.try_out is None else None
         with Preemption(self.preemption) as preemption:
             run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
             with boundary(trainer, run):
-                start_from(trainer, run, saver, resume)
+                start_from(trainer, run, saver, resume, overrides)
                 preemption.attach(run, is_resumable(trainer))
                 yield trainer, run, saver
 
@@ -452,3 +481,16 @@ class Trainer(RunSettings):
         plan = make_plan(self, task, train_data, validation_data)
         print(plan)
         return plan
+
+
+def _overrides(given: object, resume: object) -> bool:
+    """Return whether a resume takes over the optimizer's settings of now.
+
+    Raises:
+        ConfigError: There is no resume, or it names something else.
+    """
+    if not isinstance(given, (list, tuple)) or any(each != "optimizer" for each in given):
+        raise ConfigError(f"override must be a list such as ['optimizer'], not {given!r}")
+    if given and resume is None:
+        raise ConfigError(f"override={given!r} is for a resume: give resume='auto', or leave it out")
+    return bool(given)

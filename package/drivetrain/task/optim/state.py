@@ -153,7 +153,7 @@ def load_state_by_name(
     for group, settings in pairs:
         for key, value in settings.items():
             if key != "parameters" and key not in _NOT_SETTINGS:
-                group[key] = _restored(group.get(key), value)
+                group[key] = restored_setting(group.get(key), value)
     optimizer.state.clear()
     with torch.no_grad():
         for group, _ in pairs:
@@ -246,13 +246,18 @@ def _setting(key: str, value: object) -> Json:
     return _scalar(f"setting {key}", value)
 
 
-def _restored(present: object, value: Any) -> Any:
+def is_setting(name: str) -> bool:
+    """Return whether an entry of a group is a setting that a checkpoint stores."""
+    return name not in _NOT_SETTINGS
+
+
+def restored_setting(present: object, value: Any) -> Any:
     """Return a setting from JSON, in the type that the optimizer has now."""
     if isinstance(present, Tensor):
         return present.fill_(value)  # in place: a captured graph may hold this tensor
     if isinstance(value, list) and not isinstance(present, list):
         old = present if isinstance(present, tuple) and len(present) == len(value) else (None,) * len(value)
-        return tuple(_restored(before, after) for before, after in zip(old, value, strict=True))
+        return tuple(restored_setting(before, after) for before, after in zip(old, value, strict=True))
     return value
 
 

@@ -1,0 +1,119 @@
+"""The settings of an optimizer and its schedule as the user gave them, and their change in a resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.optim.state import is_setting, restored_setting
+
+if TYPE_CHECKING:
+    from drivetrain.task.optim.torch_schedule import TorchSchedule
+
+_OF_SCHEDULE = ("schedule", "schedule_options", "warmup_steps", "warmup_ratio", "warmup_power")
+_RATE = "initial_lr"
+
+
+def given_settings(
+    optimizer: Optimizer, config: OptimizerConfig | None, timed: TorchSchedule | None
+) -> dict[str, str]:
+    """Return the settings of an optimizer that was just made, and of its schedule, as texts to compare.
+
+    The settings of groups are under "0 lr", "0 weight_decay", "1 lr", ...
+    """
+    found = {
+        f"{number} {'lr' if name == _RATE else name}": _text(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if is_setting(name) and name != "lr"
+    }
+    if config is not None:
+        found |= {name: _text(getattr(config, name)) for name in _OF_SCHEDULE}
+    if timed is not None:
+        found |= {f"scheduler {name}": _text(value) for name, value in _plain_state(timed.scheduler).items()}
+        found["scheduler every"] = str(timed.every)
+    return found
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return what both have and differs: the values before and now, by name."""
+    return {name: (before[name], now[name]) for name in now if before.get(name, now[name]) != now[name]}
+
+
+def apply_changes(
+    changed: Mapping[str, tuple[str, str]],
+    fresh: Mapping[str, Any],
+    optimizer: Optimizer,
+    timed: TorchSchedule | None,
+) -> None:
+    """Set what has changed, after an optimizer and its schedule have taken over a checkpoint's state.
+
+    A new base rate changes the rate now in proportion, so that a schedule goes on from where it is.
+
+    Args:
+        changed: The result of `changes`.
+        fresh: The result of `fresh_values` before the state was taken over.
+        optimizer: The optimizer.
+        timed: Its torch schedule, or None.
+    """
+    for name, (before, _) in changed.items():
+        first, _, setting = name.partition(" ")
+        value: Any = fresh.get(name)
+        if first == "scheduler" and timed is not None and setting != "every":
+            setattr(timed.scheduler, setting, value)
+        elif first.isdigit():
+            group = optimizer.param_groups[int(first)]
+            if setting == "lr":
+                old, rate = float(before), group["lr"]
+                now = value if not old or float(rate) == old else float(rate) * value / old
+                group["lr"] = restored_setting(rate, now)
+                setting = _RATE
+            group[setting] = restored_setting(group.get(setting), value)
+
+
+def fresh_values(optimizer: Optimizer, timed: TorchSchedule | None) -> dict[str, Any]:
+    """Return the values behind `given_settings`, under the same names."""
+    found: dict[str, Any] = {
+        f"{number} {'lr' if name == _RATE else name}": value.item() if isinstance(value, Tensor) else value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if is_setting(name) and name != "lr"
+    }
+    if timed is not None:
+        found |= {f"scheduler {name}": value for name, value in _plain_state(timed.scheduler).items()}
+    return found
+
+
+def described(changed: Mapping[str, tuple[str, str]]) -> str:
+    """Return changes as a text: "lr was 0.1 and is 0.01"; of groups with the same change, one."""
+    parts = {
+        f"{name.partition(' ')[2] if name[0].isdigit() else name} was {before} and is now {now}"
+        for name, (before, now) in changed.items()
+        if name != "scheduler base_lrs"
+    }
+    return "; ".join(sorted(parts))
+
+
+def _plain_state(scheduler: Any) -> dict[str, Any]:
+    """Return the numbers of a scheduler's state; they are its arguments as long as it has not stepped."""
+    state = scheduler.state_dict()
+    return {name: value for name, value in state.items() if name != "_last_lr" and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, Counter))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(list(value) if isinstance(value, tuple) else value)

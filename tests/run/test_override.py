@@ -1,0 +1,64 @@
+"""A resume whose optimizer or schedule has other settings: refused, or taken over where it is asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from drivetrain import ConfigError, LambdaCallback, OptimizerConfig, TorchSchedule
+
+
+def configured(**changed: Any) -> OptimizerConfig:
+    options = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.9, 0.99), "decay_all": True, **changed}
+    return OptimizerConfig("adamw", **options)
+
+
+def stepped(lr: float = 0.1, gamma: float = 0.5) -> Any:
+    def make(parameters: Any) -> Any:
+        optimizer = SGD(parameters, lr=lr)
+        return optimizer, TorchSchedule(StepLR(optimizer, 1, gamma), every="1 epoch")
+
+    return make
+
+
+def fit(folder: Path, optimizer: Any, **resume: Any) -> dict[str, Any]:
+    """Return the settings of a fit's optimizer at its end, two epochs on in a resume."""
+    groups: list[dict[str, Any]] = []
+    keeps = LambdaCallback(
+        on_fit_end=lambda run: groups.extend(run.engine.updaters["default"].optimizer.param_groups)
+    )
+    options = {"checkpoint": True, "run_dir": folder, "callbacks": [keeps], "max_epochs": 3 if resume else 1}
+    quiet(**options).fit(Regression(optimizer), pairs(4), **resume)
+    return groups[0]
+
+
+def test_a_resume_with_other_settings_is_refused_or_overrides(tmp_path: Path) -> None:
+    ours, torchs = tmp_path / "ours", tmp_path / "torch's"
+    fit(ours, configured())
+    fit(torchs, stepped())
+    changed = {"lr": 1e-3, "weight_decay": 0.5, "betas": (0.5, 0.9)}
+
+    def resumed(folder: Path, optimizer: Any, **options: Any) -> Any:
+        return lambda: fit(folder, optimizer, resume="auto", **options)
+
+    table: dict[str, tuple[Any, ...]] = {
+        name: (resumed(ours, configured(**{name: value})), f"{name} was", "override=['optimizer']")
+        for name, value in {**changed, "schedule": "linear"}.items()
+    }
+    table["gamma"] = (resumed(torchs, stepped(gamma=0.1)), "gamma was 0.5 and is now 0.1")
+    table["rate"] = (resumed(torchs, stepped(lr=0.2)), "lr was 0.1 and is now 0.2")
+    table["part"] = (resumed(ours, configured(), override=["data"]), "['optimizer']")
+    table["fresh"] = (
+        lambda: quiet(max_epochs=1).fit(Regression(), pairs(4), override=["optimizer"]),
+        "resume",
+    )
+    assert_refused(ConfigError, table)
+
+    group = resumed(ours, configured(**changed), override=["optimizer"])()
+    assert {name: group[name] for name in changed} == changed
+    group = resumed(torchs, stepped(lr=0.4, gamma=0.25), override=["optimizer"])()
+    assert group["lr"] == pytest.approx(0.4 * 0.5 * 0.25**2)  # the first epoch had the old factor
