@@ -29,7 +29,14 @@ from drivetrain.data.repeats import CHECKED_AT, Repeats
 from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.skipped_batches import BadBatchSkipper
 from drivetrain.data.window_plan import WindowPlan
-from drivetrain.data.workers.ends import WorkerEnded, how_ended, note_on, raised_in_worker, workers_of
+from drivetrain.data.workers.ends import (
+    WorkerEnded,
+    how_ended,
+    lacks_shared_memory,
+    note_on,
+    raised_in_worker,
+    workers_of,
+)
 from drivetrain.data.workers.pool import LookAhead
 from drivetrain.data.workers.signals import aside, end, watch_workers, workers_ignoring_signals
 from drivetrain.distributed.ranks import ALONE, Ranks
@@ -453,10 +460,15 @@ class IterableSource(Source):
         """Return the error for a batch that could not be read."""
         ended = how_ended(iterator, error) or note_on(error)
         raised = None if ended else raised_in_worker(iterator, error)
+        advice = None if ended else lacks_shared_memory(error)
         if raised is not None:
             which, what = raised
-            return DataError(f"the {self.name} data raised at batch {number} of epoch {epoch}{which}: {what}")
-        return self.failure(WorkerEnded(ended) if ended else error, number, epoch)
+            failure = DataError(
+                f"the {self.name} data raised at batch {number} of epoch {epoch}{which}: {what}"
+            )
+        else:
+            failure = self.failure(WorkerEnded(ended) if ended else error, number, epoch)
+        return failure if advice is None else DataError(f"{failure}; {advice}")
 
     def close(self) -> None:
         """End the loader's workers."""

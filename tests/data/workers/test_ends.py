@@ -1,12 +1,15 @@
 """What is said of a loader's worker that is gone, and of data that never comes: real signals, real sleeps."""
 
+import errno
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +109,7 @@ def test_a_worker_over_an_iterable_that_is_gone_or_raises_is_named_in_one_line()
         assert signal.getsignal(signal.SIGCHLD) is not worker_signals._handle_sigchld
 
 
-def test_what_torch_says_of_a_worker_is_explained() -> None:
+def test_what_torch_says_of_a_worker_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each of its three ways; the last does not say how, unless the system has told it first."""
     killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     assert "(pid 7) was killed by signal SIGKILL: most often by the system" in str(note_on(killed))
@@ -120,6 +123,10 @@ def test_what_torch_says_of_a_worker_is_explained() -> None:
     full = RuntimeError("unable to write to file </torch_7>: No space left on device in shared memory")
     assert "Enlarge /dev/shm" in str(lacks_shared_memory(full))
     assert lacks_shared_memory(RuntimeError("No space left on device")) is None
+    lock = OSError(errno.ENOSPC, "No space left on device")  # of a semaphore
+    assert lacks_shared_memory(lock) is None
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=1 << 26))
+    assert "/dev/shm has 0 of 64 MiB free now" in str(lacks_shared_memory(lock))
 
 
 def ends(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import signal
@@ -125,10 +126,23 @@ def _shared_memory() -> str:
     return f". /dev/shm has {usage.free >> 20} of {usage.total >> 20} MiB free now"
 
 
+def _is_full() -> bool:
+    try:
+        return shutil.disk_usage("/dev/shm").free < 1 << 20
+    except OSError:
+        return False
+
+
 def lacks_shared_memory(error: BaseException) -> str | None:
-    """Return advice if a worker found no room for its batch in shared memory; None for other errors."""
+    """Return advice if shared memory had no room for a worker's batch, or for the locks of its queue.
+
+    Returns None for other errors.
+    """
     text = str(error)
-    if "shared memory" in text and ("No space left" in text or "Cannot allocate" in text):
+    is_batch = "shared memory" in text and ("No space left" in text or "Cannot allocate" in text)
+    # A semaphore is a file in /dev/shm, and the system's error does not name it.
+    is_lock = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    if is_batch or (is_lock and _is_full()):
         return f"{_ADVICE['SIGBUS']}{_shared_memory()}"
     return None
 

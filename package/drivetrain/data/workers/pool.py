@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.core.errors import DataError
 from drivetrain.data.keyed_batches import IndexBatch
-from drivetrain.data.workers.ends import WorkerEnded, how_ended, makers, note_on
+from drivetrain.data.workers.ends import WorkerEnded, how_ended, lacks_shared_memory, makers, note_on
 from drivetrain.data.workers.signals import aside, end, starting, watch_workers
 
 
@@ -128,8 +128,10 @@ class Workers:
         traceback.clear_frames(error.__traceback__)
         indices = next(iter(self._asked.under_way), None)
         ended = how_ended(self._iterator, error) or note_on(error)
+        advice = lacks_shared_memory(error)  # before the workers, which hold some of it, are ended
         self.close()
-        return self._failure(WorkerEnded(ended) if ended else error, indices)
+        failure = self._failure(WorkerEnded(ended) if ended else error, indices)
+        return failure if ended or advice is None else DataError(f"{failure}; {advice}")
 
     def read(self, epoch: int, position: int) -> Iterator[tuple[Any, IndexBatch]]:
         """Yield the workers' result for each index batch of an epoch from a position on, with that batch.
