@@ -1,13 +1,28 @@
-"""Finding the parameters that a step did not use."""
+"""Finding the parameters that a step did not use, on all ranks or on some."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.distributed.collective_order import CollectiveOrder
+from drivetrain.distributed.ranks import Ranks
+
+
+def part_order(ranks: Ranks) -> CollectiveOrder:
+    """Return a check that all ranks run the same parts of a model, for strategies that exchange them."""
+    return CollectiveOrder(
+        ranks,
+        "the ranks run different parts of the model in the same step",
+        "Weights and gradients are exchanged in one order, so a rank would take those of one part for"
+        " another's. Let all ranks run the same blocks and use the same parameters. Draw what is left out"
+        " (LayerDrop, early exit) from a seed that all ranks share, or add the sum of the unused outputs or"
+        " parameters to the loss, times zero. Or use strategy 'ddp' with"
+        " DDPConfig(find_unused_parameters=True)",
+    )
 
 
 def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: str) -> None:
@@ -49,7 +64,9 @@ class UsedParameters:
     """
 
     def __init__(self, task: nn.Module) -> None:
-        self._names = {each: name for name, each in task.named_parameters() if each.requires_grad}
+        self._names: dict[Tensor, str] = {
+            each: name for name, each in task.named_parameters() if each.requires_grad
+        }
         self._used: set[Tensor] = set()
         self._handles: list[Any] = [
             each.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
@@ -68,12 +85,25 @@ class UsedParameters:
             ConfigError: Some have not; the message names them.
         """
         self.stop()
-        unused = [name for each, name in self._names.items() if each not in self._used]
-        if unused:
-            more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
-            raise ConfigError(
-                f"the first update used {len(self._names) - len(unused)} of {len(self._names)} trainable"
-                f" parameters; these got no gradient: {', '.join(unused[:8])}{more}. DeepSpeed would update"
-                " them with a gradient of zero, so momentum and weight decay would change them. Freeze"
-                " them or use them, or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"
-            )
+        check_all_used(self._names, self._used)
+
+
+def check_all_used(names: Mapping[Tensor, str], used: Collection[Tensor]) -> None:
+    """Check that an update of DeepSpeed's has used all parameters.
+
+    Args:
+        names: The names of the trained parameters.
+        used: Those that have got a gradient.
+
+    Raises:
+        ConfigError: Some have not; the message names them.
+    """
+    unused = [name for each, name in names.items() if each not in used]
+    if unused:
+        more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
+        raise ConfigError(
+            f"this update used {len(names) - len(unused)} of {len(names)} trainable"
+            f" parameters; these got no gradient: {', '.join(unused[:8])}{more}. DeepSpeed would update"
+            " them with a gradient of zero, so momentum and weight decay would change them. Freeze"
+            " them or use them, or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"
+        )

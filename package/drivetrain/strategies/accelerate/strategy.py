@@ -34,6 +34,7 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.ddp import settle_buckets
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
+from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
@@ -85,6 +86,7 @@ class Accelerate(Strategy):
         self._names: list[str] = []
         self._whole: list[nn.Parameter] = []
         self._before: list[OriginalModules] = []
+        self._order: ShardOrder | None = None
         self._synchronized = True
         self._unlearned = False
         self._may_leave_out = False
@@ -157,6 +159,9 @@ class Accelerate(Strategy):
     def teardown(self) -> None:
         """Leave the process group, and restore accelerate's global state."""
         self._wrapped, self._before = None, []
+        if self._order is not None:
+            self._order.close()
+            self._order = None
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -190,6 +195,9 @@ class Accelerate(Strategy):
         if before is not None:
             shard(module, accelerator)
             self._before.append(before)
+            if self.world_size > 1:
+                self._order = self._order or ShardOrder(self.ranks)
+                self._order.add(module)
             self._has_buffers = any(True for _ in module.buffers())
         self._note(module)
         if make_optimizers is not None and self._parameters and not self.sharded:
@@ -263,6 +271,8 @@ class Accelerate(Strategy):
         if last == self._synchronized:
             return
         self._synchronized = last
+        if self._order is not None:
+            self._order.synchronize(last)
         if self.sharded:
             sharded: Any = model
             sharded.set_requires_gradient_sync(last)
@@ -288,8 +298,12 @@ class Accelerate(Strategy):
 
     def _backward_to_shards(self, loss: Tensor, root: Tensor | None, inputs: Sequence[Tensor] | None) -> None:
         self._has_run = True
+        if self._order is not None:
+            self._order.begin_backward()
         with gradients_of(inputs, self._parameters):
             loss.backward(root)  # type: ignore[no-untyped-call]
+        if self._order is not None:
+            self._order.end_backward()
         if inputs is None and self._synchronized and self._whole:
             average_gradients(self._whole, self.world_size)
 

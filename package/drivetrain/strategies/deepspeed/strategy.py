@@ -38,6 +38,7 @@ from drivetrain.strategies.deepspeed.errors import check_by_deepspeed, translate
 from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
 from drivetrain.strategies.deepspeed.norms import WideNorms
 from drivetrain.strategies.deepspeed.optimizer import configured
+from drivetrain.strategies.deepspeed.order import ZeroOrder
 from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
 from drivetrain.strategies.deepspeed.unshard import OriginalModules, full_shapes
 from drivetrain.strategies.meta_device import Materialization, on_meta
@@ -95,6 +96,7 @@ class DeepSpeed(Strategy):
         self._engine: Any = None
         self._zero: Any = None
         self._used: UsedParameters | None = None
+        self._order: ZeroOrder | None = None
         self._state: ZeroState | None = None
         self._before: OriginalModules | None = None
         self._norms: WideNorms | None = None
@@ -197,6 +199,9 @@ class DeepSpeed(Strategy):
         optimizers = self._optimizers(module, make_optimizers)  # raises if nothing is trained
         optimizer = next(iter(optimizers.values()), None)
         members = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
+        if self.config.stage:
+            in_backward = bool(settings.get("managed_gradient_accumulation", True))
+            self._order = ZeroOrder(module, self.ranks, self.config.stage, in_backward)
         with quiet(), translated_errors():
             self._engine, zero, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=settings, dist_init_required=False
@@ -205,7 +210,9 @@ class DeepSpeed(Strategy):
         if self._zero is not None:
             self._state = ZeroState(task, zero, optimizer, members, stored)
             self._state.put(exact)  # DeepSpeed has started from rounded values
-        self._used = UsedParameters(task) if optimizers else None
+        if self._order is not None and self.sharded:
+            self._order.watch_forwards()
+        self._used = UsedParameters(task) if optimizers and self._plain else None
         self._norms = WideNorms(module)
         return Prepared(self._engine, optimizers)
 
@@ -301,6 +308,9 @@ class DeepSpeed(Strategy):
         if self._norms is not None:
             self._norms.remove()
             self._norms = None
+        if self._order is not None:
+            self._order.close()
+            self._order = None
         if engine is not None:
             with quiet():
                 engine.destroy()
@@ -317,6 +327,8 @@ class DeepSpeed(Strategy):
         """Run backward of the share of the loss by DeepSpeed's engine."""
         if inputs is not None:
             raise StrategyError(f"backward to only some parameters is not supported: {self.no_generators}")
+        if self._order is not None:
+            self._order.begin_backward(self._last)
         self._engine.backward(loss if share is None else loss * share, scale_wrt_gas=False)
         if self._used is not None and self._last:
             self._used.check()
@@ -336,6 +348,8 @@ class DeepSpeed(Strategy):
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Let DeepSpeed make the update; return False if a scaled gradient overflowed."""
+        if self._order is not None:
+            self._order.check()
         self._engine.step()
         if self._norm is not None:
             self._norm.fill_(self._zero._global_grad_norm)

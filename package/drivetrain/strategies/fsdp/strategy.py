@@ -33,6 +33,7 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.checks import check_dimensions, check_gathering, check_values
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
 from drivetrain.strategies.loss_scale import LossScale
@@ -82,6 +83,7 @@ class FSDP(Strategy):
         self._has_run = False
         self._data_ranks = ALONE
         self._sharded: list[OriginalModules] = []
+        self._order: ShardOrder | None = None
         self._synchronized = True
         self._has_buffers = False
         if device == "cpu" and self.config.sync_batchnorm:
@@ -138,7 +140,9 @@ class FSDP(Strategy):
 
     def teardown(self) -> None:
         """Leave the process group."""
-        self._sharded = []
+        if self._order is not None:
+            self._order.close()
+        self._sharded, self._order = [], None
         if self._member is not None:
             forget_meshes()  # otherwise a fork of this process would free their groups
             leave(self._member)
@@ -177,6 +181,9 @@ class FSDP(Strategy):
         self._synchronized = True
         self._has_buffers = self.config.broadcast_buffers and any(True for _ in module.buffers())
         self._sharded.append(before)
+        if self.world_size > 1:
+            self._order = self._order or ShardOrder(self.ranks)
+            self._order.add(module)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def retrain(self, model: nn.Module) -> nn.Module:
@@ -304,6 +311,8 @@ class FSDP(Strategy):
         last = last or self.config.reduce_each_micro_batch
         if last != self._synchronized:  # torch walks all modules to set it
             self._synchronized = last
+            if self._order is not None:
+                self._order.synchronize(last)
             sharded: Any = model
             sharded.set_requires_gradient_sync(last)
             sharded.set_is_last_backward(last)
@@ -316,8 +325,12 @@ class FSDP(Strategy):
         root = None
         if share is not None or self._scale is not None:
             loss, root = self._root(loss, share)
+        if self._order is not None:
+            self._order.begin_backward()
         with gradients_of(inputs, self._parameters):
             loss.backward(root)  # type: ignore[no-untyped-call]
+        if self._order is not None:
+            self._order.end_backward()
         if inputs is None and self._synchronized and self._ignored:
             average_gradients(self._ignored, self.world_size)
 
