@@ -118,6 +118,17 @@ def test_a_state_dict_is_found_where_programs_put_it(tmp_path: Path) -> None:
         load_weights(tmp_path / "sharded")
 
 
+def test_weights_that_share_storages_take_the_space_of_the_storages(tmp_path: Path) -> None:
+    """Also where their names alternate."""
+    wholes = [torch.arange(100.0), torch.arange(100.0) + 100]
+    state = {f"{index}.{number}": each[index:] for index in range(20) for number, each in enumerate(wholes)}
+    torch.save(state, tmp_path / "views.pt")
+    read = load_weights(str(tmp_path / "views.pt"))
+    assert list(read) == list(state)
+    assert all(torch.equal(read[name], each) for name, each in state.items())
+    assert len({each.untyped_storage().data_ptr() for each in read.values()}) == 2
+
+
 def test_another_programs_file_is_imported_but_no_run_resumed_from_it(tmp_path: Path) -> None:
     path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "args": pathlib.Path("x")})
     import_weights(path, tmp_path / "ours")

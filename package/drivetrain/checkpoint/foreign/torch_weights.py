@@ -86,7 +86,10 @@ def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
         names = clean_names(state, repr(path))
         if not found.is_checkpoint and all(name.startswith("module.") for name in names):  # by DDP
             names = {name.removeprefix("module."): old for name, old in names.items()}
-        tensors = {name: archive.read(state[old]) for name, old in names.items()}
+        # Tensors that share a storage one after the other: the archive then reads the storage once for all.
+        by_storage = sorted(names, key=lambda name: state[names[name]].storage.key)
+        read = {name: archive.read(state[names[name]]) for name in by_storage}
+        tensors = {name: read[name] for name in names}
         content = archive.content
     hparams = content.get(_HPARAMS, {})
     is_lightning = isinstance(hparams, dict) and found.key == "state_dict"
