@@ -99,7 +99,7 @@ def test_from_checkpoint_gives_a_task_with_its_arguments_and_weights(kind: str, 
     assert type(again) is type(task)
     assert again.hparams == task.hparams
     assert weights(again) == weights(task)
-    assert again.training
+    assert not again.training
 
 
 def test_from_checkpoint_keeps_the_dtype_and_a_state_that_is_no_tensor(trained: Any) -> None:

@@ -339,6 +339,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "on_train_epoch_end": "on_epoch_end",
         "on_validation_epoch_start on_validation_start": _EVALUATES,
         "on_validation_model_eval on_validation_model_train on_validation_model_zero_grad": _NO_MODES,
+        "backward": "none: the engine runs loss.backward() on what training_step returns. A factor of the loss belongs into `loss`, what changes gradients in a callback's on_before_optimizer_step, and other passes in a loop of your own with drivetrain.Engine",
         "optimizer_step": "none: the engine makes the update. A warm-up is OptimizerConfig(warmup_steps=...); what changes gradients belongs in a callback's on_before_optimizer_step",
         "optimizer_zero_grad": "none: the engine frees the gradients after each update",
         "predict_dataloader": "the data of trainer.predict(task, data)",
@@ -351,7 +352,6 @@ SYNONYMS: dict[str, dict[str, str]] = {
     },
     # Methods that Lightning calls too, and that a class may have for a purpose of its own.
     "common hook": {
-        "backward": "the engine's, which runs it on the loss that training_step returns",
         "compute_loss": "loss(outputs, batch)",
         "create_optimizer create_optimizer_and_scheduler create_scheduler": "configure_optimizers()",
         "evaluation_loop prediction_loop": "none: there is one loop; the step is validation_step(batch)",

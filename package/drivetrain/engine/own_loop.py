@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Batch
@@ -40,7 +41,14 @@ def prepare_module(
 
     def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
         assert make_optimizer is not None
-        return {DEFAULT: made_by(make_optimizer, model, weight_updates)[0]}
+        optimizer, schedule = made_by(make_optimizer, model, weight_updates)
+        if schedule is not None:
+            raise ConfigError(
+                "Engine.prepare was given a function that returns (optimizer, schedule), and in a loop of"
+                " your own you step the schedule. Let it return the optimizer, make the schedule of the"
+                " optimizer that prepare returns, and call schedule.step() after engine.step(optimizer)"
+            )
+        return {DEFAULT: optimizer}
 
     making = make_optimizers if make_optimizer else None
     prepared = strategy.prepare(StepModule(model), making, precision)

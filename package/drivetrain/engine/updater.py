@@ -160,7 +160,8 @@ class Updater:
     def rates(self) -> dict[str, float]:
         """Return the learning rate now, by group where groups differ."""
         prefix = "lr" if self.name == DEFAULT else f"lr/{self.name}"
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups  # the rate is None where the optimizer finds its own
+        rates = [float(group["lr"]) for group in groups if group["lr"] is not None]
         if len(set(rates)) == 1:
             return {prefix: rates[0]}
         return {f"{prefix}/{index}": rate for index, rate in enumerate(rates)}

@@ -143,7 +143,8 @@ class TaskModule(nn.Module):
         )
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return metrics by name: objects with `update`, `compute` and `reset`, such as torchmetrics'.
+        """Return metrics by name: objects with `update`, `compute` and `reset`, such as torchmetrics', or its
+        `MetricCollection`.
 
         Default: none.
         """
@@ -384,6 +385,8 @@ class TaskModule(nn.Module):
     def from_checkpoint(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
         """Rebuild a task from a checkpoint: its recorded constructor arguments, then its weights.
 
+        The task is in evaluation mode, so that dropout is off in predictions. A fit sets training mode again.
+
         Args:
             path: A checkpoint, or a run directory (its newest good checkpoint).
             overrides: Constructor arguments that replace the recorded ones, or that a file cannot hold.
@@ -410,6 +413,8 @@ class TaskModule(nn.Module):
         extras = read_extras(stored.path) if has_extras(task) else {}
         kept = read_frozen(stored.path, task)
         load_module_state(task, stored.tensors, extras, where=stored.path, adopt_dtypes=True, kept=kept)
+        object.__setattr__(task, _LOADED, [each for each in task.modules() if each.training])
+        task.eval()
         return task
 
     def load_weights(
@@ -453,6 +458,20 @@ _OF_FIT: dict[str, tuple[type, str]] = {
     "progress": (Progress, "the progress of the fit"),
 }
 """The attributes that tell a task of its fit: their types and descriptions."""
+
+
+_LOADED = "_trains_after_load"
+"""The attribute of a task from a checkpoint that lists the modules which were in training mode when made."""
+
+
+def train_loaded(task: TaskModule) -> None:
+    """Set the modules of a task from a checkpoint to the modes that its constructor chose, unless the program
+    has called `train()` since.
+    """
+    modules = task.__dict__.pop(_LOADED, ())
+    if not any(each.training for each in task.modules()):
+        for each in modules:
+            each.training = True
 
 
 @contextmanager

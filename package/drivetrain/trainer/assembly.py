@@ -27,7 +27,7 @@ from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.gpu_advice import advise
-from drivetrain.engine.metrics.declared import DeclaredMetrics
+from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
 from drivetrain.engine.updater import check_watched
 from drivetrain.loggers.base import build_loggers
@@ -39,7 +39,7 @@ from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import as_compile
-from drivetrain.task.task import TaskModule, known_fit
+from drivetrain.task.task import TaskModule, known_fit, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
 from drivetrain.trainer.try_out import overfitting
@@ -230,6 +230,7 @@ def build_fit(
     """
     began = fit_began()
     task = check_task(task)
+    train_loaded(task)
     with setting_up(settings, task, "fit", resume=resume) as engine:
         # Now that the ranks are connected: a data object may ask for their number, or wait for one of them.
         engine.closing.enter_context(begun("fit", task, train_data, validation_data))
@@ -263,7 +264,7 @@ def _fit_run(
     feed = train_feed(settings, engine, task, train_data, changes)
     totals = planned_totals(settings, feed, engine.strategy.world_size)
     engine.closing.enter_context(known_fit(task, totals, engine.progress))
-    declared = task.metrics()
+    declared = declared_by(task)
     train_metrics = (
         DeclaredMetrics(declared, engine.device, engine.data_ranks)
         if declared and settings.train_metrics
@@ -335,7 +336,7 @@ def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[s
     A task that keeps its metrics returns those of training again: an evaluation in the middle of a log
     interval must not reset them.
     """
-    metrics = task.metrics()
+    metrics = declared_by(task)
     made = DeclaredMetrics(metrics, engine.device, engine.data_ranks)
     shared = any(each is of_training.get(name) for name, each in metrics.items())
     return made.copies() if shared else made
@@ -535,7 +536,7 @@ def _evaluation_run(
     loaders = [*data.values()] if isinstance(data, Mapping) else [data]
     check_evaluation_size(loaders, stage, settings.evaluation_batch_size)
     engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
-    declared = task.metrics() if metrics else None
+    declared = declared_by(task) if metrics else None
     feeds = evaluation_feeds(settings, engine, task, data, stage, declared=declared)
     if not feeds:
         raise ConfigError(

@@ -117,7 +117,7 @@ def test_refusals_of_optimizer_config():
         "an option of ours": (config(warmup=10), "'warmup_steps'"),
         "no lr": (config(lambda groups: None), "takes no lr"),
         "no weight decay": (config("rprop", weight_decay=0.1), "'rprop' has no weight decay"),
-        "lr": (config(lr=0), "lr", "above 0"),
+        "lr": (config(lr=-1), "lr", "at least 0"),
         "two warm-ups": (config(warmup_steps=5, warmup_ratio=0.1), "exclude one another"),
         "not fused": (config("rmsprop", fused=True), "no fused implementation"),
         "fused and dampened": (

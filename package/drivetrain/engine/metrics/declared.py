@@ -42,6 +42,15 @@ def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict
     return {**returned, **declared}
 
 
+def declared_by(task: Any) -> Any:
+    """Return what a task's `metrics` returns, a module of several, such as torchmetrics' MetricCollection, as
+    a mapping: its metrics by their names.
+    """
+    metrics = task.metrics()
+    items: Any = getattr(metrics, "items", None)
+    return dict(items()) if isinstance(metrics, torch.nn.Module) and callable(items) else metrics
+
+
 class DeclaredMetrics:
     """A task's declared metrics for one purpose: updated together, computed to named floats, reset.
 

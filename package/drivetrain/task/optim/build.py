@@ -73,7 +73,8 @@ def build_optimizer(
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{optimizer_title(config)} refuses its settings: {error}") from error
+        finds = " lr=None is for an optimizer that finds its own rate." if config.lr is None else ""
+        raise ConfigError(f"{optimizer_title(config)} refuses its settings: {error}.{finds}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"

@@ -54,7 +54,8 @@ class OptimizerConfig:
             ``(param_groups, lr=..., **options)``. The rows are "sgd", "adam", "adamw", "adafactor", "muon"
             and every class of torch.optim by its lower-case name; with torchao also "adamw8bit", "adamw4bit"
             and "adamwfp8".
-        lr: The base learning rate.
+        lr: The base learning rate; 0 trains nothing. None for an optimizer that finds its own, such as the
+            Adafactor of transformers; it has no schedule then.
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
             two dimensions are left out. The default is 0, whatever the optimizer's default is.
         schedule: A row of `SCHEDULES`, or a function from the update's number (from 0) to the factor of `lr`.
@@ -77,7 +78,7 @@ class OptimizerConfig:
     """
 
     name: str | OptimizerFactory
-    lr: float
+    lr: float | None
     weight_decay: float
     schedule: str | Schedule
     warmup_steps: int
@@ -96,7 +97,7 @@ class OptimizerConfig:
     def __init__(
         self,
         name: str | OptimizerFactory = "adamw",
-        lr: float = 1e-3,
+        lr: float | None = 1e-3,
         *,
         weight_decay: float = 0.0,
         schedule: str | Schedule = "constant",
@@ -117,7 +118,7 @@ class OptimizerConfig:
         clip = None if max_grad_norm is None else number("max_grad_norm", max_grad_norm, above=0)
         values = {
             "name": name,
-            "lr": number("lr", lr, above=0),
+            "lr": None if lr is None else number("lr", lr, at_least=0),
             "weight_decay": number("weight_decay", weight_decay, at_least=0),
             "schedule": schedule,
             "warmup_steps": count("warmup_steps", warmup_steps),
@@ -205,6 +206,13 @@ def _check_schedule(config: OptimizerConfig) -> None:
             "another: give one"
         )
     schedule: object = config.schedule
+    if config.lr is None:
+        scaled = any(each.lr_scale is not None for each in config.groups)
+        if schedule != "constant" or config.warmup_steps or config.warmup_ratio or scaled:
+            raise ConfigError(
+                "lr=None leaves the rate to the optimizer, and a schedule, a warm-up or lr_scale multiplies a"
+                " rate. Give lr, or leave them out"
+            )
     if config.warmup_power != 1 and not (config.warmup_steps or config.warmup_ratio):
         raise ConfigError(
             f"warmup_power={config.warmup_power:g} without a warm-up: give warmup_steps or warmup_ratio"

@@ -69,8 +69,8 @@ def apply_changes(
         elif first.isdigit():
             group = optimizer.param_groups[int(first)]
             if setting == "lr":
-                old, rate = float(before), group["lr"]
-                now = value if not old or float(rate) == old else float(rate) * value / old
+                old, rate = 0.0 if before == "None" else float(before), group["lr"]
+                now = value if not (old and value) or float(rate) == old else float(rate) * value / old
                 group["lr"] = restored_setting(rate, now)
                 setting = _RATE
             group[setting] = restored_setting(group.get(setting), value)

@@ -57,15 +57,17 @@ class ParameterGroup:
             raise ConfigError(f"lr and lr_scale {of} exclude one another: give one of them")
         set_field = object.__setattr__  # the class is frozen
         set_field(self, "pattern", pattern)
-        set_field(self, "lr", None if lr is None else number(f"lr {of}", lr, above=0))
+        set_field(self, "lr", None if lr is None else number(f"lr {of}", lr, at_least=0))
         set_field(self, "lr_scale", None if lr_scale is None else number(f"lr_scale {of}", lr_scale, above=0))
         decay = None if weight_decay is None else number(f"weight_decay {of}", weight_decay, at_least=0)
         set_field(self, "weight_decay", decay)
         set_field(self, "options", dict(options))
 
-    def rate(self, base: float) -> float:
+    def rate(self, base: float | None) -> float | None:
         """Return the base learning rate of these parameters, given the optimizer's."""
-        return self.lr if self.lr is not None else base * (1.0 if self.lr_scale is None else self.lr_scale)
+        if self.lr is not None:
+            return self.lr
+        return base if self.lr_scale is None or base is None else base * self.lr_scale
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def make_groups(
     selected: Sequence[NamedParameter],
     rules: Sequence[ParameterGroup],
     *,
-    lr: float,
+    lr: float | None,
     weight_decay: float,
     decay_all: bool,
     decayed: Collection[str] | None = None,
@@ -215,7 +217,7 @@ def make_groups(
         decay = weight_decay if decays(each) else 0.0
         if rule is not None and rule.weight_decay is not None:
             decay = rule.weight_decay
-        settings = {"lr": lr if rule is None else rule.rate(lr), "weight_decay": decay}
+        settings: dict[str, Any] = {"lr": lr if rule is None else rule.rate(lr), "weight_decay": decay}
         key = (index, int(decay == 0.0))
         group = groups.setdefault(key, {"params": [], **settings, **(rule.options if rule else {})})
         group["params"].append(parameter)

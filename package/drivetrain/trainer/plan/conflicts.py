@@ -16,7 +16,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.config import OptimizerConfig
-from drivetrain.task.task import TaskModule
+from drivetrain.task.task import TaskModule, train_loaded
 from drivetrain.trainer.assembly import every
 from drivetrain.trainer.plan.counts import Epoch, Firings
 from drivetrain.trainer.plan.optimizers import Built
@@ -110,6 +110,7 @@ def validation_conflicts(
 
 
 def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
+    train_loaded(task)
     evaluating = [name or "the task" for name, module in task.named_modules() if not module.training]
     if evaluating:
         yield (

@@ -190,7 +190,7 @@ def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[s
     history: dict[int, list[float]] = {}
     for update in sorted(each for each in points if each < horizon):
         updater.set_rate(update)
-        history[update] = [float(group["lr"]) for group in updater.optimizer.param_groups]
+        history[update] = [float(group["lr"] or 0.0) for group in updater.optimizer.param_groups]
     ended = updates is not None and not isinstance(updater.schedule, PlateauSchedule)
     found: dict[str, Rate] = {}
     for index, (name, start) in enumerate(starts.items()):
