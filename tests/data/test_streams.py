@@ -73,6 +73,18 @@ class Buffered(Numbers):
         self.at, self.buffer = state["at"], list(state["buffer"])
 
 
+class ItsOwnIterator(Numbers):  # `iter` begins anew and returns the stream, as in litData
+    def __iter__(self) -> Iterator[Any]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == 24:
+            raise StopIteration
+        self.at += 1
+        return sample(self.at - 1)
+
+
 class ForItsLoader(Numbers):
     """Its state is its own loader's, as that of the `StreamingDataset` of MosaicML and of litData."""
 
@@ -122,6 +134,10 @@ def test_a_resume_that_loses_samples_says_so(kind: Any, batch_size: int | None, 
 def test_a_resume_that_loses_none_does_not_say_it() -> None:
     seen, said = in_parts(Buffered(whole=True), Buffered(whole=True), batch_size=4)
     assert (seen, said) == (list(range(24)), "")
+
+
+def test_a_stream_that_is_its_own_iterator_goes_on_after_each_batch() -> None:
+    assert fit(ItsOwnIterator(), batch_size=5) == list(range(24))
 
 
 def test_a_stream_with_the_state_of_its_own_loader_is_drawn_again() -> None:

@@ -269,9 +269,11 @@ class Feed:
         left = self.source.count(position) if self.source.exact else None
         if left is not None and limit is not None:
             left = min(left, limit)
+        state = None
         if self._left_early and self.source.stateful and not position:
             # A run that resumes here loads the state too, so both continue from the same state.
-            self.source.ranks.in_turn(self.source.reload)
+            state = self.source.snapshot()
+            self.source.ranks.in_turn(lambda: self.source.reload(state))
         self._left_early = True
         micro_batches = self.micro_batches(epoch, position, limit, until, done, move=False)
         plan, transfer = self.plan, self._transfer
@@ -280,7 +282,8 @@ class Feed:
             if self._expected is not None and (limit is None or limit > 0):
                 micro_batches = self._as_expected(micro_batches, position)
             sizes = repeat(self.accumulation) if plan is None else plan.endless()
-            yield from self._looking_ahead(micro_batches, sizes)
+            self.source.seed_epoch(epoch)
+            yield from self._looking_ahead(micro_batches, sizes, state)
             return
         if left == 0:
             next(micro_batches, None)  # raises if there is no data at all
@@ -298,12 +301,13 @@ class Feed:
             yield Window(window, last)
 
     def _looking_ahead(
-        self, micro_batches: Iterator[MicroBatch], sizes: Iterator[int]
+        self, micro_batches: Iterator[MicroBatch], sizes: Iterator[int], state: dict[str, Any] | None
     ) -> Generator[Window, None, None]:
         # Without a length, only asking for the next batch shows whether a window is the last. The data's
         # state is taken before that, because it must not count a batch that no update has used.
         window: list[MicroBatch] = []
-        self._state, size, self._next = self.source.snapshot(), next(sizes), None
+        self._state = self.source.snapshot() if state is None else state
+        size, self._next = next(sizes), None
         for micro_batch in micro_batches:
             if len(window) == size:
                 self._transfer.following = micro_batch if self._transfer.draws_ahead else None

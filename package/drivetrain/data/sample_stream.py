@@ -38,6 +38,8 @@ class SampleStream:
         return math.ceil(len(self.dataset) / self.batch_size)  # a TypeError if it has no length
 
     def __iter__(self) -> Iterator[Batch]:
-        samples = iter(self.dataset)
+        # A generator, because `islice` calls `iter` for each batch, which would begin some datasets anew:
+        # those that return themselves, such as litData's.
+        samples = (each for each in self.dataset)
         while batch := list(islice(samples, self.batch_size)):
             yield self._collate(batch)

@@ -158,8 +158,11 @@ class Source(ABC):
     def restore(self, state: dict[str, Any] | None) -> None:
         """Restore the result of `gathered`, before `batches` is called with the matching position."""
 
-    def reload(self) -> None:
-        """Restore the current state, as a resume between two epochs does."""
+    def reload(self, state: dict[str, Any] | None) -> None:
+        """Restore a `snapshot` of this process, as a resume between two epochs does."""
+
+    def seed_epoch(self, epoch: int) -> None:
+        """Seed what the data draws from the host's generators as it begins an epoch."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, by name, that a resume within an epoch must have again."""
@@ -415,7 +418,7 @@ class IterableSource(Source):
             if isinstance(each, Stateful) and not has_state(each):
                 return (
                     f"The state_dict of {type(each).__name__} takes arguments: pass the loader of its package"
-                    f" that has a state_dict() without any, such as a StreamingDataLoader, or {indexed}"
+                    " that has a state_dict() without any, such as a StreamingDataLoader"
                 )
         if has_state(dataset):
             return (
@@ -443,7 +446,7 @@ class IterableSource(Source):
             if callable(set_epoch):
                 set_epoch(epoch)
         # Loaders with workers draw the workers' seeds here, which must not depend on what ran before.
-        seed_batch(self._seed, epoch, -1)
+        self.seed_epoch(epoch)
         try:
             with workers_ignoring_signals(self._data):
                 iterator = iter(self._data)
@@ -512,9 +515,13 @@ class IterableSource(Source):
             self._data.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._restored = True
 
-    def reload(self) -> None:
-        """Restore the iterable's current state."""
-        self.restore(self.snapshot())
+    def reload(self, state: dict[str, Any] | None) -> None:
+        """Restore the iterable's state."""
+        self.restore(state)
+
+    def seed_epoch(self, epoch: int) -> None:
+        """Seed what a loader draws as it begins, also if its first `state_dict` makes it begin."""
+        seed_batch(self._seed, epoch, -1)
 
 
 def has_state(data: object) -> bool:

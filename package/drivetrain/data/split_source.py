@@ -197,9 +197,13 @@ class SplitSource(Source):
         """Restore the state of this process's part."""
         self._own.restore(self.own_part(state))
 
-    def reload(self) -> None:
-        """Restore the current state of this process's part."""
-        self._own.reload()
+    def reload(self, state: dict[str, Any] | None) -> None:
+        """Restore a state of this process's part."""
+        self._own.reload(state)
+
+    def seed_epoch(self, epoch: int) -> None:
+        """Seed what this process's part draws as it begins an epoch."""
+        self._own.seed_epoch(epoch)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of this process's part."""
