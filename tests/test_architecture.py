@@ -46,6 +46,7 @@ _execution_engine  # torch: a callback at the end of a backward
 _get_default_store _world _op_dispatcher _remove_autograd_hooks  # torch: stores and groups, DDP
 _dynamo _inductor _compiled_call_impl  # torch: compiled modules, their errors and options
 _C _current_graph_task_id  # torch: whether a forward is recomputed, inside a backward
+_autograd _top_saved_tensors_default_hooks _current_autograd_node  # torch: the same, by checkpoint
 _iterator _on_queue_feeder_error  # torch and Python: the ends of a loader's workers
 _computed _defaults _reductions _to_sync _update_count  # torchmetrics: a metric's states
 _models _optimizers _shared_state  # accelerate: what it has prepared, and its singletons

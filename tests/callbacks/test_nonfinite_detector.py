@@ -59,11 +59,13 @@ def batches(bad: int = -1, mark: int = INPUT) -> Any:
 BATCHES = batches()
 
 
-def message(task: TaskModule, data: Any = BATCHES, ignore: Any = (), **options: Any) -> str:
+def message(
+    task: TaskModule, data: Any = BATCHES, ignore: Any = (), validation: Any = None, **options: Any
+) -> str:
     options.setdefault("log_every", "4 steps")
     trainer = quiet(max_epochs=1, callbacks=[NonFiniteDetector(ignore)], **options)
     with pytest.raises(NonFiniteError) as caught:
-        trainer.fit(task, data)
+        trainer.fit(task, data, validation)
     hooks = [each for module in task.modules() for each in (module._forward_hooks, module._forward_pre_hooks)]
     assert not any(hooks), "hooks are left"
     return str(caught.value)
@@ -76,6 +78,9 @@ def test_the_forward_that_broke_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     # A module whose outputs may be infinite, such as a mask, is left out.
     assert "first in the forward of 'middle.1.2' (Linear)" in message(Deep(BreaksForward), ignore=["mid*.1"])
     monkeypatch.setattr("drivetrain.callbacks.nonfinite_detector._KEPT", 2)
+    with monkeypatch.context() as patch:  # a log point of a validation discards nothing
+        patch.setattr(Deep, "validation_step", lambda self, batch: torch.zeros(()), raising=False)
+        assert where in message(Deep(BreaksForward), validation=BATCHES, validate_every="1 steps")
     text = message(Deep(BreaksForward), log_every="8 steps")  # a long interval keeps the first bad place
     assert "at update 3 on rank 0" in text
     assert where in text

@@ -88,6 +88,25 @@ def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):
         assert bool(json.loads(out)["validation"]["times"]) == ("ready" not in data or "--validation" in data)
 
 
+def test_plan_makes_no_weights_unless_the_constructor_reads_them(drive, here):
+    (here / "large.py").write_text(
+        "import torch, shapes\n"
+        "class Large(shapes.Shapes):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.large = torch.nn.Linear(2**20, 2**20)\n"  # 4 TB
+        "class Reads(shapes.Shapes):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale = float(next(self.parameters()).sum())\n",
+        encoding="utf-8",
+    )
+    for name, parameters in (("Large", "1,099,512,"), ("Reads", "trainable")):
+        line = f"--task large.{name} --data shapes.Data --trainer.max_epochs 1"
+        code, out, _ = drive("plan", line)
+        assert (code, parameters in out) == (0, True)
+
+
 def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):
     line = f"{SHAPES} --trainer.run_dir run --checkpoint nowhere"
     code, _, err = drive("validate", line)

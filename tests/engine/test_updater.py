@@ -10,7 +10,14 @@ from tests.support.tasks import Duel, Regression, pairs, quiet, variant
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from drivetrain import CheckpointError, ConfigError, LambdaCallback, OptimizerConfig, TaskModule
+from drivetrain import (
+    CheckpointError,
+    ConfigError,
+    LambdaCallback,
+    OptimizerConfig,
+    ParameterGroup,
+    TaskModule,
+)
 
 
 def rates(task: TaskModule, resume: str | None = None, **options: Any) -> list[float]:
@@ -67,6 +74,43 @@ def test_factory_gets_the_trainable_parameters_and_reports_the_rate_of_each_grou
     quiet(max_steps=1, callbacks=[note]).fit(task, pairs())
     assert [id(each) for each in given[0]] == [id(task.line.weight), id(task.line.bias)]
     assert seen == [{"lr/0": 0.1, "lr/1": 0.5}]
+
+
+def named(*groups: ParameterGroup) -> OptimizerConfig:
+    return OptimizerConfig("adamw", lr=0.1, schedule="linear", groups=groups)
+
+
+def two(**name: str) -> Any:
+    def make(parameters: list[nn.Parameter]) -> Any:
+        groups = [{"params": part, **name} for part in (parameters[:2], parameters[2:])]
+        groups[0] |= dict.fromkeys(name, "the *first*")
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda n: 0.5**n])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("configured", "names"),
+    [
+        (named(), {"lr"}),
+        (named(ParameterGroup("line.*", weight_decay=0.0)), {"lr"}),
+        (named(ParameterGroup("more.*", lr=0.3)), {"lr", "lr/more"}),
+        (named(ParameterGroup("line*", lr=1.0), ParameterGroup("*", lr=2.0)), {"lr/line", "lr/1"}),
+        (two(), {"lr/line", "lr/more"}),
+        (two(name="second"), {"lr/the_first", "lr/second"}),
+    ],
+)
+def test_names_of_rates_say_the_group_and_stay_when_rates_become_equal(
+    configured: Any, names: set[str]
+) -> None:
+    task = Regression(configured)
+    task.more = nn.Linear(1, 1)
+    seen = [{*quiet(max_steps=3).plan(task, pairs()).rates}]
+    note = LambdaCallback(on_log=lambda run: seen.append({*run.learning_rates()}))
+    quiet(max_steps=3, log_every="1 steps", callbacks=[note]).fit(task, pairs())
+    assert len(seen) > 3
+    assert all(each == names for each in seen)
 
 
 class Experts(TaskModule):

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Adds the learning rate of every optimizer and parameter group to each log point.
 
-    Names are those of `Run.learning_rates`: "lr" when there is one, else "lr/<optimizer>" or "lr/<group>".
+    Names are those of `Run.learning_rates`: "lr" for parameters without a rate of their own, "lr/encoder" for
+    ``ParameterGroup("encoder.*", lr=...)``, and "lr/<optimizer>" or "lr/<optimizer>/<group>" with several
+    optimizers. They stay the same through a run.
     """
 
     def on_log(self, run: Run) -> None:

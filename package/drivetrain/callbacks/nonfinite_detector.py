@@ -164,8 +164,11 @@ class NonFiniteDetector(Callback):
         self._fold()
 
     def on_log(self, run: Run) -> None:
-        """Discard the findings, except the last update's: its gradient may not be finite."""
-        if run.stage == "train":
+        """Discard the findings, except the last update's: its gradient may not be finite.
+
+        A log point of a validation alone has not read the losses of the updates before it.
+        """
+        if any(run.names.stage_of(name) == "train" for name in run.logged):
             del self._seen[:-1]
             kept = {update for update, *_ in self._seen}
             self._remembered = {each: calls for each, calls in self._remembered.items() if each in kept}

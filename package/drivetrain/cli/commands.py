@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from drivetrain.callbacks.summary import summarize
 from drivetrain.cli.printing import print_json
 from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import seed_host
 from drivetrain.trainer.first_batch import first_batch
 from drivetrain.trainer.plan.plan import make_plan
 from drivetrain.trainer.trainer import FitResult, Trainer
+
+_LOG = logger(__name__)
 
 
 def fit(settings: Settings, as_json: bool) -> None:
@@ -72,7 +77,7 @@ def predict(settings: Settings, as_json: bool) -> None:
 
 def plan(settings: Settings, as_json: bool) -> None:
     """Print the plan of a fit."""
-    trainer, task = _trainer_and_task(settings)
+    trainer, task = _trainer_and_task(settings, without_values=True)
     found = make_plan(trainer, task, *_fit_data(settings))
     if as_json:
         print_json(found.to_json())
@@ -106,12 +111,24 @@ COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
 """The function for each command. It takes the settings, and whether to print JSON."""
 
 
-def _trainer_and_task(settings: Settings) -> tuple[Trainer, Any]:
-    """Make both, the task under the trainer's seed: the same command begins with the same weights."""
+def _trainer_and_task(settings: Settings, without_values: bool = False) -> tuple[Trainer, Any]:
+    """Make both, the task under the trainer's seed: the same command begins with the same weights.
+
+    Args:
+        settings: The settings.
+        without_values: Whether the weights may be on the meta device, which takes neither memory nor time.
+    """
     trainer = settings.trainer()
     if settings.option("task") is None:
         raise ConfigError("which task? Give --task module.Class or --task path/to/file.py:Class")
     seed_host(trainer.seed)
+    if without_values:
+        try:
+            with torch.device("meta"):
+                return trainer, settings.make("task")
+        except Exception as error:  # of a constructor that reads values; a fault of its own is raised below
+            _LOG.info("the task is made with its weights: it cannot be made on the meta device (%s)", error)
+        seed_host(trainer.seed)
     return trainer, settings.make("task")
 
 

@@ -23,6 +23,7 @@ from drivetrain.task.optim.build import (
 )
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.given import apply_changes, changes, described, fresh_values, given_settings
+from drivetrain.task.optim.groups import group_titles
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
 from drivetrain.task.optim.state import start_momenta
@@ -48,6 +49,7 @@ class Updater:
         torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
         given: The settings that the user gave, as texts by name; see `note_given`.
+        titles: The title of each group in the names of rates; see `group_titles`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Updater:
         schedule: Schedule | PlateauSchedule | None = None,
         torch_schedule: TorchSchedule | None = None,
         max_grad_norm: float | None = None,
+        titles: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.optimizer = optimizer
@@ -64,6 +67,7 @@ class Updater:
         self.schedule = schedule
         self.torch_schedule = torch_schedule
         self.max_grad_norm = max_grad_norm
+        self.titles = titles
         self.given: dict[str, str] = {}
         self._fresh: dict[str, Any] = {}
 
@@ -158,13 +162,17 @@ class Updater:
             self.torch_schedule.step("epochs", epoch, metrics)
 
     def rates(self) -> dict[str, float]:
-        """Return the learning rate now, by group where groups differ."""
+        """Return the learning rate now, by group; the names do not depend on the rates."""
         prefix = "lr" if self.name == DEFAULT else f"lr/{self.name}"
-        groups = self.optimizer.param_groups  # the rate is None where the optimizer finds its own
-        rates = [float(group["lr"]) for group in groups if group["lr"] is not None]
-        if len(set(rates)) == 1:
-            return {prefix: rates[0]}
-        return {f"{prefix}/{index}": rate for index, rate in enumerate(rates)}
+        groups = self.optimizer.param_groups
+        titles = self.titles
+        if len(titles) != len(groups):
+            titles = [""] if len(groups) == 1 else [str(index) for index in range(len(groups))]
+        return {
+            f"{prefix}/{title}" if title else prefix: float(group["lr"])
+            for title, group in zip(titles, groups, strict=True)
+            if group["lr"] is not None  # where the optimizer finds its own
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state, if it has one."""
@@ -303,10 +311,12 @@ def build_updaters(
                 optimizer = finish(build_optimizer(spec, task, names))
             schedule = build_schedule(spec, total_updates)
             norm = spec.max_grad_norm if spec.max_grad_norm is not None else max_grad_norm
-            updaters[name] = Updater(name, optimizer, schedule, None, norm)
+            titles = group_titles(task, optimizer, spec.groups)
+            updaters[name] = Updater(name, optimizer, schedule, None, norm, titles)
         else:
             optimizer, scheduler = made_by(spec, task, weight_updates)
-            updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm)
+            titles = group_titles(task, optimizer)
+            updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm, titles)
         updaters[name].note_given(spec if isinstance(spec, OptimizerConfig) else None)
     return updaters
 

@@ -304,8 +304,12 @@ class Run(RunState):
         return {name: each for name, each in found.items() if each is not None}
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the learning rates now: "lr", with the optimizer's name or the group's number if there are
+        """Return the learning rates now: "lr", with the names of the optimizer and of the group if there are
         several.
+
+        A group with a rate of its own is named by its pattern: "lr/encoder" for ``ParameterGroup("encoder.*",
+        lr=...)``. The groups of an optimizer that the user made are named by their entry "name", by the
+        module that has their parameters, or by their number.
         """
         rates: dict[str, float] = {}
         for updater in self.engine.updaters.values():

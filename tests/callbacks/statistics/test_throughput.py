@@ -7,8 +7,10 @@ import torch
 from tests.support.messages import heard, warned
 from tests.support.tasks import pairs, quiet, variant
 from torch import nn
+from torch.nn import functional as F
 
-from drivetrain.callbacks import LambdaCallback, LearningRateMonitor, Throughput
+from drivetrain import MemoryConfig, TaskModule
+from drivetrain.callbacks import LambdaCallback, LearningRateMonitor, SequenceLength, Throughput
 from drivetrain.callbacks.statistics import throughput
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import LEAST, Stragglers
@@ -69,10 +71,50 @@ def test_operations_are_counted_in_the_first_update_or_given(drive, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(type(run.task), "loss_weight", lambda self, batch: left.pop(0))
         assert run.fit().progress.updates == 2
-    assert late.state_dict()["flops_per_sample"] == FLOPS_PER_SAMPLE
+    assert late.state_dict()["flops"] == [FLOPS_PER_SAMPLE * run.progress.samples] * 2
     wide = nn.Linear(16, 100)  # another fit counts again
-    drive(late, updates_per_epoch=2, net=wide).fit()
-    assert late.state_dict()["flops_per_sample"] == 2 * (2 * 16 * 100)
+    run = drive(late, updates_per_epoch=2, net=wide).fit()
+    assert late.state_dict()["flops"] == [2 * (2 * 16 * 100) * run.progress.samples] * 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 9)
+
+    def forward(self, x):
+        heads = x.unflatten(2, (2, 8)).transpose(1, 2)
+        return self.out(F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+
+
+class Tokens(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(9, 16), Block()
+
+    def training_step(self, batch):
+        return self.block(self.embedding(batch["input_ids"])).mean()
+
+
+def test_operations_follow_the_length_count_attention_and_leave_out_what_is_computed_again():
+    """Of a token: the output layer's three products, and of attention two forward and four backward."""
+    data = [{"input_ids": torch.randint(9, (2, 64))} for _ in range(8)]
+    by_hand = lambda length: 3 * 2 * 16 * 9 * length + 6 * 2 * 16 * length**2  # noqa: E731
+    lengths = [8, 16, 16, 40, 48, 64, 64, 64]
+    for memory in (None, MemoryConfig(activation_checkpointing=("Block",))):
+        counted = []
+        note = LambdaCallback(on_log=lambda run, counted=counted: counted.append(values(run.logged)))
+        callbacks = [SequenceLength(dict(enumerate(lengths))), Throughput(), note]
+        quiet(max_steps=8, log_every=1, callbacks=callbacks, memory=memory).fit(Tokens(), data)
+        assert [each.get("model_flops") for each in counted][2:] == pytest.approx(
+            [2 * sum(map(by_hand, lengths[: number + 1])) for number in range(2, 8)]
+        )
+        # The backward of fused attention computes the scores again; checkpointing
+        # all of forward but the last product, whose result nothing needs.
+        more = 2 * sum(2 * 16 * length**2 for length in lengths)
+        if memory is not None:
+            more += 2 * sum(2 * 2 * 16 * length**2 for length in lengths)
+        assert counted[-1]["hardware_flops"] - counted[-1]["model_flops"] == pytest.approx(more)
 
 
 def test_a_resumed_run_has_the_count_of_its_checkpoint(drive, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.base import Callback, check_only_one, without_gradients
+from drivetrain.callbacks.statistics.flops import FlopCount, Flops, FlopsByLength, lengths_of
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
 from drivetrain.core.messages import logger
@@ -53,18 +52,23 @@ class Throughput(Callback):
       for one another. They need several processes, Linux, collectives on gloo, and ten seconds of training.
       A rank that is slower by ``straggler_margin`` twice in a row is reported on standard error, once per
       fit;
-    - ``model_flops_per_second``: operations of the forward and backward passes, on all devices;
+    - ``model_flops_per_second``: operations of the forward and backward passes, on all devices, without those
+      that activation checkpointing computes again;
     - ``model_flops``: all of them since the run began, before a resume too;
-    - ``model_flops_utilisation``: the operations per second of one device over its peak, if the peak is known
-      (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B).
+    - ``model_flops_utilisation`` (MFU): the operations per second of one device over its peak, if the peak is
+      known (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B);
+    - ``hardware_flops_per_second``, ``hardware_flops`` and ``hardware_flops_utilisation`` (HFU): the same
+      with what is computed again. There are none with `flops_per_sample`.
 
     The first update of a fit is left out, because it warms up caches and allocators. A log point gets no
     values if no update was made since the one before, as at an evaluation. Nothing here waits for the device.
 
-    The operations per sample are counted once, in the fit's first update, as torch runs it
-    (`torch.utils.flop_counter`). They hold for batches like that one, and include recomputation by activation
-    checkpointing. A compiled task runs that one update uncompiled. A checkpoint stores the count, so that a
-    resumed run does not count again.
+    The operations per sample are counted in the fit's first update, as torch runs it
+    (`torch.utils.flop_counter`), attention in full also where it is causal. Where the length of the samples
+    changes by a quarter or more, as with `SequenceLength`, up to three lengths are counted. Those of other
+    lengths follow, as a transformer's operations are a polynomial of degree two in the length. A compiled
+    task runs the counted updates uncompiled. A checkpoint stores the counts, so that a resumed run does not
+    count again.
 
     Args:
         peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute
@@ -105,12 +109,14 @@ class Throughput(Callback):
         self._shares: TimeShares | None = None
         self._stragglers: Stragglers | None = None
         self._hints = False
-        self._flops_per_sample = flops_per_sample
+        self._flops = FlopsByLength()
+        self._done, self._seen = Flops(0, 0), 0  # operations and samples since the run began
+        self._window: list[tuple[int, int]] = []  # samples and lengths of the update's micro-batches
         self._peak = peak_flops
         self._devices = 1
         self._measure = False
         self._loaded = False
-        self._counting: _Counting | None = None
+        self._counting: FlopCount | None = None
         self._mark: _Mark | None = None
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
@@ -124,9 +130,9 @@ class Throughput(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Look up the device's peak and reset the measurement."""
         if not self._loaded:
-            self._flops_per_sample = self.flops_per_sample
+            self._flops, self._done, self._seen = FlopsByLength(), Flops(0, 0), 0
         self._loaded = False
-        self._measure = self.measure_flops and self._flops_per_sample is None
+        self._measure = self.measure_flops and self.flops_per_sample is None
         self._peak = self.peak_flops or _device_peak(run)
         self._devices = run.engine.strategy.world_size
         self._mark = None
@@ -139,11 +145,13 @@ class Throughput(Callback):
             shares.start()
 
     def on_step_start(self, run: Run) -> None:
-        """Count the operations of the fit's first update."""
+        """Count the operations of an update whose length was not counted yet."""
         if self._measure:
-            self._counting = _Counting(run.progress.samples)
-            if run.engine.splitter is not None:  # an attempt that ran out of memory does not count
-                run.engine.splitter.begun_again.append(self._counting.forget)
+            self._window = lengths_of(each.batch for each in run.window.micro_batches)
+            if self._flops.wants(round(_mean(self._window))):
+                self._counting = FlopCount()
+                if run.engine.splitter is not None:  # an attempt that ran out of memory does not count
+                    run.engine.splitter.begun_again.append(self._counting.forget)
 
     @without_gradients
     def on_before_optimizer_step(self, run: Run) -> None:
@@ -152,11 +160,14 @@ class Throughput(Callback):
             self._counting.read()
 
     def on_step_end(self, run: Run) -> None:
-        """Start the first measurement after the first update."""
+        """Add the update's operations, and start the first measurement after the first update."""
+        is_first = self._counting is not None and not self._flops.counted
         if self._counting is not None:
             self._finish_counting(run)
-        elif self._mark is None:
-            self._mark = _Mark.now(run)
+        if self._flops.counted or self.flops_per_sample is not None:
+            self._add(run)
+        if self._mark is None and not is_first:
+            self._mark = _Mark.now(run, self._done)
 
     def on_log(self, run: Run) -> None:
         """Log the measurements since the previous log point."""
@@ -164,7 +175,7 @@ class Throughput(Callback):
         before = self._mark
         if before is None or run.progress.updates == before.updates:
             return
-        now = self._mark = _Mark.now(run)
+        now = self._mark = _Mark.now(run, self._done)
         wall = now.seconds - before.seconds
         spent = {
             part: now.timing[part] - before.timing.get(part, 0.0) for part in _PARTS if part in now.timing
@@ -188,12 +199,15 @@ class Throughput(Callback):
         ):
             self._hints = False
             _LOG.warning(_hint(run, waited / wall))
-        if self._flops_per_sample is not None:
-            flops = samples * self._flops_per_sample
-            run.log("throughput/model_flops_per_second", flops)
-            run.log("throughput/model_flops", run.progress.samples * self._flops_per_sample)
+        for kind in Flops._fields if self._measure else ("model",):
+            total = getattr(now.flops, kind)
+            if not total:
+                continue
+            flops = (total - getattr(before.flops, kind)) / training
+            run.log(f"throughput/{kind}_flops_per_second", flops)
+            run.log(f"throughput/{kind}_flops", total)
             if self._peak is not None:
-                run.log("throughput/model_flops_utilisation", flops / self._devices / self._peak)
+                run.log(f"throughput/{kind}_flops_utilisation", flops / self._devices / self._peak)
 
     def _compare(self, run: Run) -> None:
         if self._stragglers is None:
@@ -215,26 +229,38 @@ class Throughput(Callback):
         self._end(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the operations per sample, if known."""
-        return {"flops_per_sample": self._flops_per_sample}
+        """Return the operations per sample by length, and those of the run so far."""
+        counted = [[length, *flops] for length, flops in self._flops.counted.items()]
+        return {"flops_by_length": counted, "flops": list(self._done), "samples": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; a number given to the constructor takes precedence."""
-        self._flops_per_sample = self.flops_per_sample or state["flops_per_sample"]
+        self._flops = FlopsByLength({length: Flops(*flops) for length, *flops in state["flops_by_length"]})
+        self._done, self._seen = Flops(*state["flops"]), state["samples"]
         self._loaded = True
 
     def _finish_counting(self, run: Run) -> None:
         assert self._counting is not None
-        samples = run.progress.samples - self._counting.samples
-        flops = self._counting.flops
+        found = self._counting.read_at
+        samples = sum(number for number, _ in self._window)
         self._stop(run)
         # An update without an optimizer's step (a window of weight zero) has no complete backward to count.
-        if flops is not None and samples > 0:
-            self._measure = False
+        if found is not None and samples > 0:
             # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
             # not.
-            shares = run.engine.strategy.data_size
-            self._flops_per_sample = shares * flops / samples if flops else None
+            each = Flops(found.model / samples, found.hardware / samples)
+            self._flops.add(round(_mean(self._window)), each)
+
+    def _add(self, run: Run) -> None:
+        """Add the operations of the samples since the last call: this rank's mean, for those of all ranks."""
+        new, self._seen = run.progress.samples - self._seen, run.progress.samples
+        if self.flops_per_sample is not None:
+            mean = Flops(self.flops_per_sample, 0)
+        else:
+            total = sum(number for number, _ in self._window) or 1
+            parts = [(number / total, self._flops.at(length)) for number, length in self._window]
+            mean = Flops(*(sum(share * each[kind] for share, each in parts) for kind in (0, 1)))
+        self._done = Flops(self._done.model + new * mean.model, self._done.hardware + new * mean.hardware)
 
     def _end(self, run: Run) -> None:
         self._stop(run)
@@ -276,45 +302,17 @@ class _Mark:
     samples: int
     tokens: int
     timing: dict[str, float]
+    flops: Flops
 
     @classmethod
-    def now(cls, run: Run) -> _Mark:
-        progress = run.progress
-        return cls(time.perf_counter(), progress.updates, progress.samples, progress.tokens, dict(run.timing))
+    def now(cls, run: Run, flops: Flops) -> _Mark:
+        progress, timing = run.progress, dict(run.timing)
+        return cls(time.perf_counter(), progress.updates, progress.samples, progress.tokens, timing, flops)
 
 
-class _Counting:
-    """Counts the floating-point operations that torch dispatches until it is closed.
-
-    Args:
-        samples: The number of samples before counting began.
-    """
-
-    def __init__(self, samples: int) -> None:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        self.samples = samples
-        self.flops: int | None = None
-        self._forgotten = 0
-        self._stack = contextlib.ExitStack()
-        # The counter does not see into compiled code, and code that is first called under it is never
-        # compiled at all. Nothing is compiled as long as nobody imported the compiler, whose import takes a
-        # second.
-        if "torch._dynamo" in sys.modules:
-            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self._counter = self._stack.enter_context(FlopCounterMode(display=False))
-
-    def read(self) -> None:
-        """Store the count so far."""
-        self.flops = self._counter.get_total_flops() - self._forgotten
-
-    def forget(self) -> None:
-        """Restart the count: the operations so far were of an attempt that is repeated."""
-        self._forgotten = self._counter.get_total_flops()
-
-    def close(self) -> None:
-        """Stop counting."""
-        self._stack.close()
+def _mean(window: Sequence[tuple[int, int]]) -> float:
+    """Return the mean length of the samples of a window."""
+    return sum(number * length for number, length in window) / (sum(number for number, _ in window) or 1)
 
 
 def _device_peak(run: Run) -> float | None:

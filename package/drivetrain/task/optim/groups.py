@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import ConfigError, nearest
@@ -231,6 +233,59 @@ def make_groups(
     if not groups:
         raise ConfigError(_nothing_to_train(selected))
     return [groups[key] for key in sorted(groups)]
+
+
+def group_titles(
+    module: nn.Module, optimizer: Optimizer, rules: Sequence[ParameterGroup] | None = None
+) -> list[str]:
+    """Return a title for each group of an optimizer, for the names under which its rate is logged.
+
+    Groups that always have the same rate share a title. "" is that of an only one, and of all parameters
+    without a rate of their own.
+
+    Args:
+        module: The module that holds the parameters.
+        optimizer: The optimizer.
+        rules: The user's groups, in the order in which they were matched; None for an optimizer that a user
+            made. Its groups are titled by their entry "name", by the module that has all of their parameters,
+            or by their number.
+    """
+    names = {each.parameter: each for each in named_parameters(module)}
+    groups = [[names[each] for each in group["params"] if each in names] for group in optimizer.param_groups]
+    if rules is not None:
+        known = [_title(rule.pattern) for rule in rules]
+        unique = [
+            title if title and known.count(title) == 1 else f"{title}_{index}".strip("_")
+            for index, title in enumerate(known)
+        ]
+        found = []
+        for members in groups:
+            index = next((i for i, rule in enumerate(rules) if members[0].matches((rule.pattern,))), None)
+            found.append(
+                "" if index is None or rules[index].lr is rules[index].lr_scale is None else unique[index]
+            )
+        return found
+    if len(groups) == 1:
+        return [""]
+    given = [group.get("name") for group in optimizer.param_groups]
+    if all(isinstance(each, str) for each in given):
+        titles = [_title(str(each)) for each in given]
+    else:
+        titles = [
+            ".".join(_shared([each.names[0].split(".")[:-1] for each in members])) for members in groups
+        ]
+    return titles if all(titles) and len({*titles}) == len(titles) else [f"{i}" for i in range(len(groups))]
+
+
+def _title(pattern: str) -> str:
+    """Return a glob without what is not allowed in the names of some loggers, such as MLflow's."""
+    return re.sub(r"[^\w.\-]+", "_", pattern.strip("*.?"))
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> Sequence[str]:
+    """Return the longest common beginning of paths."""
+    columns = zip(*paths, strict=False)
+    return [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
 
 
 def _decay_rule(

@@ -187,15 +187,15 @@ def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[s
     horizon = max(1, updates or _HORIZON)
     # The named schedules peak just after the warm-up.
     points = {*range(0, horizon, -(-horizon // _SAMPLED)), _warmup(spec, updates), horizon - 1}
-    history: dict[int, list[float]] = {}
+    history: dict[int, dict[str, float]] = {}
     for update in sorted(each for each in points if each < horizon):
         updater.set_rate(update)
-        history[update] = [float(group["lr"] or 0.0) for group in updater.optimizer.param_groups]
+        history[update] = updater.rates()
     ended = updates is not None and not isinstance(updater.schedule, PlateauSchedule)
     found: dict[str, Rate] = {}
-    for index, (name, start) in enumerate(starts.items()):
-        peak = max(history, key=lambda update: history[update][index])
-        found[name] = Rate(start, history[peak][index], peak, history[horizon - 1][index] if ended else None)
+    for name, start in starts.items():
+        peak = max(history, key=lambda update: history[update][name])
+        found[name] = Rate(start, history[peak][name], peak, history[horizon - 1][name] if ended else None)
     return found
 
 

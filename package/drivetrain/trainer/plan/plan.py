@@ -45,7 +45,7 @@ class Plan:
             batch.
         stages: Arguments whose number changes during the run, with its stages.
         last_window: Micro-batches and samples in an epoch's last window.
-        rates: By the names that a run logs them under: "lr", "lr/<optimizer>", "lr/<group>".
+        rates: By the names that a run logs them under; see `Run.learning_rates`.
         validation: When it validates.
         logging: When it logs.
         saving: When it saves, by the first policy; the end of the run counts.

@@ -1,0 +1,178 @@
+"""The floating-point operations of updates, counted as torch runs them, by the length of a batch's samples.
+
+The model's are those of the forward and backward without recomputation, as model FLOPs utilisation counts
+them (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). The hardware's include what activation
+checkpointing and the backward of fused attention compute again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from drivetrain.data.batch import batch_size
+
+_KNOWN = 3
+"""The most lengths that are counted: a transformer's operations are a polynomial of degree two in them."""
+
+_APART = 1.25
+"""The least ratio of two lengths that are counted; an extrapolation from closer ones would not be sound."""
+
+_ATTENTION = tuple(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
+    for kind in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+)
+"""Fused attention. Torch's own table lacks the CPU's, and its formulas of backward are not told apart."""
+
+
+class Flops(NamedTuple):
+    """Floating-point operations.
+
+    Attributes:
+        model: Without what is computed again.
+        hardware: All of them.
+    """
+
+    model: float
+    hardware: float
+
+
+class FlopCount:
+    """Counts the operations that torch dispatches until it is closed."""
+
+    def __init__(self) -> None:
+        self.read_at: Flops | None = None
+        self._forgotten = Flops(0, 0)
+        self._again = 0
+        self._stack = contextlib.ExitStack()
+        # The counter does not see into compiled code, and code that is first called under it is never
+        # compiled at all. Nothing is compiled as long as nobody imported the compiler, whose import takes a
+        # second.
+        if "torch._dynamo" in sys.modules:
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        formulas = {each: self._noting(formula) for each, formula in flop_registry.items()}
+        formulas |= dict.fromkeys(_ATTENTION, self._noting(_attention))
+        backward = self._noting(self._attention_backward)
+        for each in _ATTENTION:
+            formulas[getattr(torch.ops.aten, f"{each.__name__}_backward")] = backward
+        self._counter = self._stack.enter_context(FlopCounterMode(display=False, custom_mapping=formulas))
+
+    def _noting(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a formula that adds the operations of a recomputation to those computed again."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            flops = formula(*args, **kwargs)
+            if _recomputes():
+                self._again += flops
+            return flops
+
+        counted._get_raw = True  # type: ignore[attr-defined] # torch then passes tensors, not shapes
+        return counted
+
+    def _attention_backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> int:
+        products = _attention(query, key, value)
+        # The scores, which forward does not keep: of its two products that of queries by keys.
+        scores = products * query.shape[-1] // (query.shape[-1] + value.shape[-1])
+        self._again += scores
+        return scores + 2 * products
+
+    @property
+    def _total(self) -> Flops:
+        hardware = self._counter.get_total_flops()
+        return Flops(hardware - self._again, hardware)
+
+    def read(self) -> None:
+        """Store the count so far."""
+        model, hardware = self._total
+        self.read_at = Flops(model - self._forgotten.model, hardware - self._forgotten.hardware)
+
+    def forget(self) -> None:
+        """Restart the count: the operations so far were of an attempt that is repeated."""
+        self._forgotten = self._total
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._stack.close()
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    batch, heads, queries, depth = query.shape
+    return 2 * batch * heads * queries * key.shape[-2] * (depth + value.shape[-1])
+
+
+def _recomputes() -> bool:
+    """Return whether an operation belongs to a forward that backward runs again.
+
+    Those of backward itself run without gradients, unless its graph is kept for a second derivative. Then no
+    saved tensors are hooked, as torch's `checkpoint` does during a recomputation.
+    """
+    if torch._C._current_graph_task_id() < 0 or not torch.is_grad_enabled():
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return True
+    node = torch._C._current_autograd_node()
+    return node is not None and "Checkpoint" in node.name()
+
+
+class FlopsByLength:
+    """The operations of one sample as a function of its length, from the lengths that were counted.
+
+    One counted length gives a straight line through the origin, and each further one a degree more.
+
+    Args:
+        counted: Operations per sample, by length.
+    """
+
+    def __init__(self, counted: Mapping[int, Flops] | None = None) -> None:
+        self.counted = dict(counted or {})
+
+    def wants(self, length: int) -> bool:
+        """Return whether an update of this length is to be counted."""
+        near = any(max(each, length) < _APART * min(each, length) for each in self.counted)
+        return not near and len(self.counted) < _KNOWN
+
+    def add(self, length: int, flops: Flops) -> None:
+        """Add the operations of one sample."""
+        self.counted[length] = flops
+
+    def at(self, length: float) -> Flops:
+        """Return the operations of one sample; Lagrange's interpolation."""
+        # The origin is a point too, until three lengths tell what does not depend on the length.
+        known: dict[int, Flops] = {**self.counted}
+        if len(known) < _KNOWN and 0 not in known:
+            known[0] = Flops(0, 0)
+        model = hardware = 0.0
+        for each, flops in known.items():
+            weight = 1.0
+            for other in known:
+                weight *= (length - other) / (each - other) if other != each else 1.0
+            model += weight * flops.model
+            hardware += weight * flops.hardware
+        return Flops(model, hardware)
+
+
+def lengths_of(batches: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return the samples of batches, and the length of a sample in each.
+
+    A length is that of the tokens: the second dimension of "input_ids" or of the first integer tensor of two
+    dimensions; else the elements of a sample in the first tensor that has several.
+    """
+    return [(batch_size(each) or 0, _length(each)) for each in batches]
+
+
+def _length(batch: Any) -> int:
+    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    tensors = [each for each in (named, *tree_leaves(batch)) if isinstance(each, Tensor)]
+    for each in tensors:
+        if each.ndim == 2 and not each.is_floating_point() and each.shape[1]:
+            return int(each.shape[1])
+    return next((each[0].numel() for each in tensors if each.ndim > 1 and each.numel()), 1)
