@@ -26,16 +26,16 @@ class Planned(NamedTuple):
 
 PLAN = (
     Planned("facts", 15, "the machine: versions, C compiler, clocks, other processes on the GPU"),
-    Planned("waits", 35, "tests in which a wait of the host for the GPU is an error", True),
+    Planned("waits", 45, "tests in which a wait of the host for the GPU is an error", True),
     Planned(
         "mlp",
         40,
         "a `Linear(32, 2)` and a model of 50 layers, 1 and 8 micro-batches: cost of the loop itself",
     ),
     Planned(
-        "gpt2", 130, "GPT-2 124M, bf16, compiled: tokens/s, model FLOPs utilisation, memory beside `plan`'s"
+        "gpt2", 125, "GPT-2 124M, bf16, compiled: tokens/s, model FLOPs utilisation, memory beside `plan`'s"
     ),
-    Planned("training", 75, "tests of strategies, optimizers, accumulation, resume, saving", True),
+    Planned("training", 70, "tests of strategies, optimizers, accumulation, resume, saving", True),
     Planned("resnet", 30, "ResNet-50, bf16, channels last, batches of 256 images"),
     Planned("saves", 30, "GPT-2 with synchronous saves and with saves in the background"),
     Planned("memory", 25, "GPT-2 with a batch that does not fit: the error, and `micro_batch='auto'`"),

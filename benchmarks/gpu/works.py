@@ -176,7 +176,7 @@ class Size:
         tiny: Models of nearly nothing but overhead, with the updates of each.
         rounds: How often the contestants take turns.
         fits: Rows of the GPT for which there is memory in the part that runs out of it.
-        every: Updates from save to save.
+        every: Updates from log point to log point where waits are errors.
         profiled: Updates under the profiler.
         backend: What compiles.
         fp8_emulated: Whether float8 is emulated.

@@ -16,6 +16,10 @@ WAITS: dict[str, Callable[[], object]] = {
     "_local_scalar_dense": lambda: X[0].item(),
     "tolist": lambda: X.tolist(),
     "cpu": lambda: X.cpu(),
+    "to": lambda: X.to("cpu"),
+    "__repr__": lambda: str(X),
+    "__format__": lambda: f"{X}",
+    "allclose": lambda: torch.allclose(X, X),
     "numpy": lambda: X.numpy(),
     "index": lambda: X[X > 2],
     "index_put_": lambda: X.clone().index_put_((X > 2,), torch.ones(3)),
@@ -34,6 +38,8 @@ NOTHING: dict[str, Callable[[], object]] = {
     "rows": lambda: X[X.long()],
     "known size": lambda: X.repeat_interleave(X.long(), output_size=15),
     "sum": lambda: (X + 1).sum(),
+    "a Python number for chosen elements": lambda: X.clone().__setitem__(X > 2, 1.0),
+    "a Python number for one": lambda: X.clone().__setitem__(0, 1.0),
 }
 
 

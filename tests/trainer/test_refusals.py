@@ -66,7 +66,7 @@ def test_wrong_arguments_are_refused_when_the_trainer_is_made() -> None:
 
 
 def test_arguments_that_exclude_each_other_are_refused() -> None:
-    released = {"release_gradients": True}
+    released, graphs = {"release_gradients": True}, {"mode": "reduce-overhead"}
     rows: tuple[tuple[dict[str, Any], str], ...] = (
         ({"validate_every": None, "validate_from": "1 epoch"}, "no validation to delay"),
         ({"validate_every": None, "sanity_validation": 2}, "needs no check of it"),
@@ -74,6 +74,9 @@ def test_arguments_that_exclude_each_other_are_refused() -> None:
         ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "two ways to clip"),
         ({"memory": released, "max_grad_value": 1.0}, "release_gradients with max_grad_value"),
         ({"log_every": None, "log_first_step": True}, "log_every=None"),
+        ({"gradient_accumulation_steps": {0: 1, "2 epochs": 4}, "compile": graphs}, "with CUDA graphs"),
+        ({"micro_batch": "auto", "compile": {"mode": "max-autotune"}}, "micro_batch='auto' with CUDA graphs"),
+        ({"micro_batch": 2, "compile": {"options": {"triton.cudagraphs": True}}}, "with CUDA graphs"),
         ({"max_epoch": 3}, "did you mean 'max_epochs'"),
     )
     table = {str(given): (partial(Trainer, **{"max_epochs": 1, **given}), words) for given, words in rows}

@@ -29,7 +29,7 @@ from drivetrain.run.preemption import PreemptionConfig, as_preemption
 from drivetrain.strategies import Settings, Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.transforms.compile import CompileConfig, check_compile
+from drivetrain.strategies.transforms.compile import CompileConfig, as_compile, check_compile, makes_graphs
 
 Interval = str | int | float | timedelta | Every
 """An interval: "500 steps", "1 epoch", "10 minutes", or a number of steps."""
@@ -226,6 +226,7 @@ class RunSettings:
         check_loggers(self.loggers)
         strategy = self.select_strategy()
         check_compile(self.compile, strategy)
+        _check_graphs(self)
         check_micro_batch(self.micro_batch, strategy)
         check_evaluation_precision(self.evaluation_precision, strategy, self.micro_batch)
         check_on_nonfinite(self.on_nonfinite, strategy)
@@ -386,6 +387,26 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _check_graphs(settings: RunSettings) -> None:
+    """Check that no gradients accumulate in memory of a CUDA graph, which its next replay overwrites.
+
+    Raises:
+        ConfigError: They are; names the argument.
+    """
+    config, steps = as_compile(settings.compile), settings.gradient_accumulation_steps
+    if config is None or not makes_graphs(config):
+        return
+    given = f"gradient_accumulation_steps={steps}" if most(steps) > 1 else ""
+    if settings.micro_batch is not None:
+        given = f"micro_batch={settings.micro_batch!r}"
+    if given:
+        raise ConfigError(
+            f"{given} with CUDA graphs (compile={settings.compile!r}): gradients are added to memory that the"
+            " next micro-batch overwrites. Use mode='max-autotune-no-cudagraphs' or 'default', or one"
+            " micro-batch in each update"
+        )
 
 
 def check_memory_settings(settings: RunSettings, strategy: Strategy) -> None:

@@ -30,7 +30,7 @@ _WARM = 2
 _SIZE = "the size of the result is read"
 _READS = {
     "_local_scalar_dense": "a number is read, as by item(), float() or `if tensor`",
-    "equal": "torch.equal is a bool of the host",
+    **dict.fromkeys(("equal", "allclose"), "the outcome is a bool of the host"),
     "_linalg_check_errors": "the outcome is read; the `_ex` functions do not check it",
     "lift_fresh": "Python numbers become a tensor; torch.full copies nothing",
     **dict.fromkeys(("nonzero", "masked_select", "bincount", "_coalesce"), _SIZE),
@@ -38,8 +38,8 @@ _READS = {
 }
 """Operations that wait on a GPU, by torch's names."""
 
-_COPIES = {Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.__array__}
-"""Methods that copy to the host. On a CPU they are no operations that a dispatch mode is shown."""
+_COPIES = {Tensor.cpu, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__}
+"""Methods that copy to the host, also for `print`. On a CPU they are no operations of a dispatch mode."""
 
 _CUDA_WAIT = "called a synchronizing CUDA operation"
 
@@ -64,6 +64,12 @@ class HostReads:
     it notes torch's own warnings (`torch.cuda.set_sync_debug_mode`). What drivetrain's data code does with
     batches on the host is left out. It watches the thread that enters it.
 
+    On a CPU, `to("cpu")` is noted if the device is a string. It does not see: a copy to
+    `torch.device("cpu")`, or by `copy_`; what reads the memory of a storage (`pickle.dumps`, `torch.save`,
+    `untyped_storage()`, queues of `torch.multiprocessing`); waits without a tensor, such as
+    `torch.cuda.synchronize()`; other libraries' kernels; and the inside of compiled code. On a CUDA device
+    the copies are seen.
+
     Args:
         device: The device of the model.
 
@@ -79,7 +85,8 @@ class HostReads:
 
     def __enter__(self) -> Self:
         """Begin to watch."""
-        modes: tuple[AbstractContextManager[Any], ...] = (_Copies(self._note), _Operations(self._note))
+        copies = _Copies(self._note)
+        modes: tuple[AbstractContextManager[Any], ...] = (copies, _Operations(self._note, copies))
         for each in (_cuda_waits(self._note),) if self._on_cuda else modes:
             self._open.enter_context(each)
         return self
@@ -145,18 +152,45 @@ def no_host_reads(
     return found.reads
 
 
-class _Noting:
+class _Copies(TorchFunctionMode):
+    """Shows methods that copy to the host.
+
+    Attributes:
+        fills: Whether a Python number is being assigned to elements.
+    """
+
     def __init__(self, note: Note) -> None:
         super().__init__()
         self._note = note
+        self.fills = False
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        given = keywords.get("device", arguments[1] if len(arguments) > 1 else None)
+        to_host = function is Tensor.to and isinstance(given, str) and given == "cpu"
+        shown = function is Tensor.__format__ and arguments[0].ndim > 0  # otherwise it reads a number
+        if function in _COPIES or to_host or shown:
+            self._note(function.__name__, "a tensor is copied to the host")
+        self.fills = function is Tensor.__setitem__ and not isinstance(arguments[2], Tensor)
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            self.fills = False
 
 
-class _Operations(_Noting, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows operations that would wait."""
+
+    def __init__(self, note: Note, copies: _Copies) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+        self._copies = copies
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         name, keywords = function.overloadpacket.__name__, keywords or {}
-        if name in _READS:
+        if name == "lift_fresh" and self._copies.fills and arguments[0].ndim == 0:
+            pass  # a number that is assigned to elements is an argument of a kernel
+        elif name in _READS:
             self._note(name, _READS[name])
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             # A single number for the chosen elements is masked_fill, which waits for nothing.
@@ -167,15 +201,6 @@ class _Operations(_Noting, TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "repeat_interleave" and keywords.get("output_size") is None:
             self._note(name, f"{_SIZE}; give output_size")
         return function(*arguments, **keywords)
-
-
-class _Copies(_Noting, TorchFunctionMode):
-    """Shows methods that copy to the host."""
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if function in _COPIES:
-            self._note(function.__name__, "a tensor is copied to the host")
-        return function(*arguments, **(keywords or {}))
 
 
 @contextmanager

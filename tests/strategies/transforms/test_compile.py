@@ -25,7 +25,10 @@ from drivetrain import (
     TaskModule,
     Throughput,
 )
+from drivetrain.core.types import StepOutput
 from drivetrain.strategies.fsdp.strategy import FSDPConfig
+from drivetrain.strategies.single import SingleDevice
+from drivetrain.strategies.transforms.compile import Compilation
 from drivetrain.testing.distributed import run_distributed
 
 pytestmark = [
@@ -147,6 +150,12 @@ def test_losses_of_cuda_graphs_are_kept_after_the_next_step() -> None:
     options = {"scope": "step", "backend": overwriting, "dynamic": False}
     assert logged(CompileConfig(mode="reduce-overhead", **options)) == logged(False)
     assert logged(CompileConfig(**options)) != logged(False), "without a mode that has them nothing is copied"
+    place, config = torch.zeros(3), CompileConfig(mode="reduce-overhead")
+    step = Compilation(config, SingleDevice("cpu")).marking(
+        lambda batch: StepOutput(place.sum(), {"logits": place.fill_(batch)})
+    )
+    first, _ = step(1.0), step(2.0)
+    assert first.outputs["logits"].tolist() == [1.0, 1.0, 1.0], "a metric may keep them"
 
 
 @pytest.mark.parametrize("scope", ["task", "step"])

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.types import StepOutput
 from drivetrain.core.validation import by_name, check_names, flag, one_of
+from drivetrain.data.batch import map_tensors
 from drivetrain.task.blocks import is_called, repeated_blocks
 from drivetrain.task.forward import read_forward
 from drivetrain.task.task import TaskModule
@@ -216,21 +216,18 @@ class Compilation:
             self.parts[kind.__name__] = self.parts.get(kind.__name__, 0) + 1
 
     def marking(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a step that marks for CUDA graphs where it begins, and whose loss is no output of one.
+        """Return a step that marks for CUDA graphs where it begins, and whose results are no outputs of one.
 
-        The next replay of a graph overwrites its outputs, and a loss is kept until the next log point.
-        Without the mark each call of a compiled block would count as a step of its own. A configuration
-        without graphs returns the step itself.
+        The next replay of a graph overwrites its outputs. A loss is kept until the next log point, and
+        outputs by metrics that collect them. Without the mark each call of a compiled block would count as a
+        step of its own. A configuration without graphs returns the step itself.
         """
-        if self._config is None or not _makes_graphs(self._config):
+        if self._config is None or not makes_graphs(self._config):
             return step
 
         def run(batch: Any) -> Any:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            output = step(batch)
-            if isinstance(output, StepOutput) and isinstance(output.loss, Tensor):
-                return output._replace(loss=output.loss.clone())
-            return output.clone() if isinstance(output, Tensor) else output
+            return map_tensors(Tensor.clone, step(batch))
 
         return run
 
@@ -241,7 +238,8 @@ class Compilation:
         self._installed, self._functions = [], {}
 
 
-def _makes_graphs(config: CompileConfig) -> bool:
+def makes_graphs(config: CompileConfig) -> bool:
+    """Return whether a configuration captures CUDA graphs."""
     options = config.options or {}
     return config.mode in _WITH_GRAPHS or bool(options.get("triton.cudagraphs"))
 
