@@ -31,6 +31,9 @@ _LEAST_WAIT = 1.0
 _BUSY = 0.05
 """The share of an interval that reading its values takes at least if the host is ahead of the device."""
 
+_IDLE = 0.5
+"""The share of updates that a GPU waits for in an interval if the data is too slow."""
+
 _PARTS = ("data", "compute", "evaluation", "save", "compile")
 
 
@@ -46,7 +49,7 @@ class Throughput(Callback):
       wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has a value with ``_share`` for
       ``_seconds``. "data" is the host's wait for the data; if its share exceeds ``data_hint``, one line per
       fit on standard error names a remedy. A GPU works on meanwhile, so there the line comes only if the GPU
-      has nothing left to do at the log point. "compute" is the host's time too;
+      had nothing left to do when the data came, in most updates. "compute" is the host's time too;
     - ``slowest_rank``, ``slowest_rank_ratio`` and ``waiting_share``: the rank that works longest between
       collectives, its time over the median of all ranks, and the share of the ranks' time spent on waiting
       for one another. They need several processes, Linux, collectives on gloo, and ten seconds of training.
@@ -118,6 +121,8 @@ class Throughput(Callback):
         self._loaded = False
         self._counting: FlopCount | None = None
         self._mark: _Mark | None = None
+        self._ended: Any = None  # a CUDA event, of which torch types nothing
+        self._idle = 0
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that there is only one: two would log under the same names and disturb each other's count.
@@ -137,6 +142,9 @@ class Throughput(Callback):
         self._devices = run.engine.strategy.world_size
         self._mark = None
         self._hints = self.data_hint is not None and run.is_main
+        on_cuda = run.engine.device.type == "cuda"
+        event: Any = torch.cuda.Event
+        self._ended = event() if self._hints and on_cuda else None
         margin, ranks = self.straggler_margin, run.engine.data_ranks
         if margin is not None and not ranks.alone and TimeShares.is_supported():
             self._stragglers = Stragglers(margin, ranks.copies)
@@ -145,7 +153,11 @@ class Throughput(Callback):
             shares.start()
 
     def on_step_start(self, run: Run) -> None:
-        """Count the operations of an update whose length was not counted yet."""
+        """Count the operations of an update whose length was not counted yet, and the updates that a GPU
+        waits for.
+        """
+        if self._ended is not None:
+            self._idle += self._ended.query()
         if self._measure:
             self._window = lengths_of(each.batch for each in run.window.micro_batches)
             if self._flops.wants(round(_mean(self._window))):
@@ -160,14 +172,18 @@ class Throughput(Callback):
             self._counting.read()
 
     def on_step_end(self, run: Run) -> None:
-        """Add the update's operations, and start the first measurement after the first update."""
+        """Add the update's operations, mark its end on a GPU, and start the first measurement after the first
+        update.
+        """
         is_first = self._counting is not None and not self._flops.counted
         if self._counting is not None:
             self._finish_counting(run)
         if self._flops.counted or self.flops_per_sample is not None:
             self._add(run)
         if self._mark is None and not is_first:
-            self._mark = _Mark.now(run, self._done)
+            self._mark, self._idle = _Mark.now(run, self._done), 0
+        if self._ended is not None:
+            self._ended.record()
 
     def on_log(self, run: Run) -> None:
         """Log the measurements since the previous log point."""
@@ -176,6 +192,7 @@ class Throughput(Callback):
         if before is None or run.progress.updates == before.updates:
             return
         now = self._mark = _Mark.now(run, self._done)
+        idle, self._idle = self._idle, 0
         wall = now.seconds - before.seconds
         spent = {
             part: now.timing[part] - before.timing.get(part, 0.0) for part in _PARTS if part in now.timing
@@ -195,7 +212,7 @@ class Throughput(Callback):
         if (
             self._hints
             and waited > max(_LEAST_WAIT, wall * (self.data_hint or 0.0))
-            and is_starved(run, wall)
+            and is_starved(run, wall, idle / (now.updates - before.updates))
         ):
             self._hints = False
             _LOG.warning(_hint(run, waited / wall))
@@ -278,14 +295,17 @@ class Throughput(Callback):
         self._loaded = False
 
 
-def is_starved(run: Run, wall: float) -> bool:
-    """Return whether the device had nothing left to do at a log point, so that it waits for the host.
+def is_starved(run: Run, wall: float, idle: float) -> bool:
+    """Return whether the device waits for the host.
 
     Args:
         run: The run.
         wall: Seconds since the log point before.
+        idle: On CUDA, the share of updates whose data came when the GPU had nothing left to do. The wait at
+            the log point does not tell: if the queue of launches is full, the host waits in each launch.
     """
-    return run.engine.device.type == "cpu" or run.device_wait < _BUSY * wall
+    kind = run.engine.device.type
+    return idle > _IDLE if kind == "cuda" else kind == "cpu" or run.device_wait < _BUSY * wall
 
 
 def _hint(run: Run, share: float) -> str:
