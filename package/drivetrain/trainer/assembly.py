@@ -317,6 +317,8 @@ def _fit_run(
     )
     for updater in engine.updaters.values():
         updater.settle_direction(run.names.direction)
+        if run.is_main and updater.torch_schedule is not None:
+            updater.torch_schedule.report(totals.updates)
     run.nonfinite.begin(settings.on_nonfinite)
     if run.hooks.on_micro_batch_end:
 

@@ -109,7 +109,7 @@ def test_refusals_of_groups():
         "no match": (build(groups=[ParameterGroup("heads.*", lr=1)]), "'heads.*' in groups", "'head"),
         "nothing left": (build(groups=left_over), "'head.*' is left with nothing"),
         "frozen": (build(Net().requires_grad_(False)), "none of its 11 parameters requires gradients"),
-        "lr": (group("a", lr=0), "lr of the parameter group 'a'"),
+        "lr": (group("a", lr=-1), "lr of the parameter group 'a'"),
         "lr and scale": (group("a", lr=1, lr_scale=1), "exclude one another"),
     }
     assert_refused(ConfigError, cases)

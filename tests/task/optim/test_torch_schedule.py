@@ -1,12 +1,14 @@
 """Schedulers of torch that are stepped by epoch, every few updates, or with a metric (`TorchSchedule`)."""
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
@@ -103,3 +105,16 @@ def test_refusals_of_torch_schedule(tmp_path: Path) -> None:
     }
     assert_refused(ConfigError, cases)
     assert (tmp_path / "checkpoints" / "update-00000005").is_dir()  # the last ends the run once it is saved
+
+
+def test_a_scheduler_that_is_stepped_by_update_says_so_at_the_start() -> None:
+    with heard(level=logging.INFO) as told:
+        assert rates(task(HALVES), max_epochs=2) == [0.8 * 0.5**update for update in range(10)]
+    assert "the rate is 0.8 at first, and 0.000781 after 10 updates" in str(told)
+    assert "every='1 epoch'" in str(told)
+    with heard(level=logging.INFO) as told:
+        rates(task(functools.partial(ExponentialLR, gamma=1e-7)), max_epochs=2)
+    assert "from 0.8 to 8e-08 within a tenth of the run" in str(told)
+    with heard(level=logging.INFO) as told:
+        rates(task(HALVES, every="1 epoch"), max_epochs=2)
+    assert not told

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.direction import MODES
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every, steps_or_epochs
+from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, flag, one_of
 
+_LOG = logger(__name__)
+
 _VALIDATIONS = "validations"
+
+_MOST_STEPS = 10_000
+"""The most updates that are tried out before a run, in about 50 ms."""
 
 
 @final
@@ -139,6 +149,55 @@ class TorchSchedule:
                 " Give the scheduler mode='max'; or, if less is better,"
                 f" TorchSchedule(..., metric={metric!r}, mode='min')"
             )
+
+    def report(self, updates: int | None) -> None:
+        """Say what a scheduler that is stepped after each update does to the rate, before the first update.
+
+        Args:
+            updates: The run's length, or None if unknown.
+        """
+        if self.unit != "steps" or not isinstance(self.scheduler, LRScheduler):
+            return
+        name, total = type(self.scheduler).__name__, min(updates or _MOST_STEPS, _MOST_STEPS)
+        rates = self._rates(total)
+        if not rates or not rates[0]:
+            return
+        epochs = f"Where its arguments count epochs, return TorchSchedule({name}(...), every='1 epoch')"
+        for part, share in (("a tenth", 10), ("half", 2)):
+            lowest, limit = min(rates[: len(rates) // share + 1]), 1e-6 if share == 10 else 1e-12
+            if updates is not None and updates <= _MOST_STEPS and lowest < limit * rates[0]:
+                _LOG.warning(
+                    f"{name} is stepped after each update, and lowers the rate from {rates[0]:.3g} to"
+                    f" {lowest:.3g} within {part} of the run of {total} updates. {epochs}"
+                )
+                return
+        if self.every is None:
+            _LOG.info(
+                f"{name} is stepped after each update: the rate is {rates[0]:.3g} at first, and"
+                f" {rates[-1]:.3g} after {total} updates. {epochs}"
+            )
+
+    def _rates(self, updates: int) -> list[float]:
+        """Return the first group's rate after each update, by a copy that steps an optimizer of its own."""
+        optimizer = self.scheduler.optimizer
+        groups = [
+            {**{name: each for name, each in group.items() if name != "params"}, "params": [nn.Parameter()]}
+            for group in optimizer.param_groups
+        ]
+        with warnings.catch_warnings():  # torch's, that the optimizer itself has not stepped
+            warnings.simplefilter("ignore")
+            try:
+                alone = torch.optim.SGD(groups, lr=0.0)
+                made = copy.deepcopy(self.scheduler, {id(optimizer): alone})
+                rates = [float(alone.param_groups[0]["lr"])]
+                for _ in range(updates):
+                    made.step()
+                    rates.append(float(alone.param_groups[0]["lr"]))
+            except (
+                Exception
+            ):  # one that cannot be copied, or is at its end, says so itself when it is stepped
+                return []
+        return rates
 
     def is_due(self, unit: str, number: int) -> bool:
         """Return whether a step is due; see `step`."""
