@@ -29,13 +29,13 @@ WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
     **dict.fromkeys(("log_first_step", "train_metrics"), ((1, ""),)),
     "max_epochs": ((-0.5, ""), (float("inf"), "")),
     "max_time": (("3 steps", "is not a time"), ("3 parsecs", "'parsecs'"), (timedelta(0), "positive")),
-    "strategy": (("cup", "did you mean 'cpu'"), (3, "")),
+    "strategy": (("cup", "did you mean 'cpu'"), ("fsdp2", "called 'fsdp'"), ("npu", "ascend"), (3, "")),
     "devices": (("two", ""), ([0, 0], "different indices")),
     "precision": (("bf16", "called 'bf16-mixed'"), (8, "'8'", "'bf16-mixed'")),
     "evaluation_precision": (("32", "stores no weights"), ("bf16-mixed", "'bf16-true'")),
     "max_grad_norm": ((0, ""), ("1", "")),
     "micro_batch": ((2.5, ""), ("automatic", "'auto'")),
-    "validate_every": ((0, "positive"), ("1 epok", "did you mean 'epochs'"), ("2.5 steps", "whole number")),
+    "validate_every": ((0, "positive"), ("1 epok", "did you mean 'epochs'"), ("2.5 steps", "'0.5 epochs'")),
     "validate_from": ((0, "positive"),),
     "log_every": ((-1, "interval"), ([3], "interval")),
     "checkpoint": (("yes", "checkpoint must be"), ("asynchronous", "'async'")),
@@ -168,3 +168,27 @@ def test_results_that_could_not_be_written_are_not_computed(tmp_path: Path) -> N
     assert_refused(ConfigError, table)
     folder = partial(quiet().predict, task, pairs(4), save_to=tmp_path / "file" / "folder")
     assert_refused(CheckpointError, {"folder": (folder, "cannot create", "Not a directory")})
+
+
+def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
+    class NoInit(Regression):
+        def __init__(self) -> None:
+            self.rate = 1
+
+    class Other(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+
+    kept = Regression(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    Trainer(max_steps=1, run_dir=tmp_path, loggers=(), progress_bar=False).fit(kept, pairs())
+    classes = variant(metrics=lambda self: {"loss": SimpleNamespace})
+    table: dict[str, tuple[Any, ...]] = {
+        "no init": (lambda: quiet(max_steps=1).fit(NoInit(), pairs()), "super().__init__()"),
+        "a class": (
+            lambda: quiet(max_steps=1).fit(classes(), pairs(), pairs()),
+            "is the class SimpleNamespace",
+        ),
+        "other": (lambda: Other.from_checkpoint(tmp_path), "another task"),
+        "verb": (lambda: quiet(max_steps=1).fit(kept, pairs(), batch_size=3), "Trainer(batch_size=...)"),
+    }
+    assert_refused((ConfigError, CheckpointError), table)

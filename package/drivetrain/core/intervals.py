@@ -43,7 +43,9 @@ class Every:
         if not (amount > 0 and math.isfinite(amount)):
             raise ConfigError(f"an interval must be positive, not {spec!r}")
         if amount != int(amount) and name in ("steps", "samples", "tokens"):
-            raise ConfigError(f"an interval of {spec!r} is not a whole number of {name}")
+            raise ConfigError(
+                f"an interval of {spec!r} is not a whole number of {name}. A part of an epoch is '0.5 epochs'"
+            )
         object.__setattr__(self, "amount", amount)
         object.__setattr__(self, "unit", name)
 

@@ -55,6 +55,11 @@ def check_task(task: object) -> TaskModule:
         ConfigError: It is a class, or no TaskModule, or one written for another library.
     """
     if isinstance(task, TaskModule):
+        if "_parameters" not in vars(task):
+            raise ConfigError(
+                f"the constructor of {type(task).__name__} does not call super().__init__(); call it first,"
+                " before anything is assigned"
+            )
         check_task_names(task, HOOKS)
         return task
     if isinstance(task, type) and issubclass(task, TaskModule):

@@ -71,6 +71,11 @@ class DeclaredMetrics:
             )
         names: dict[int, str] = {}
         for name, metric in metrics.items():
+            if isinstance(metric, type):
+                raise ConfigError(
+                    f"metrics()[{name!r}] is the class {metric.__name__}; give an object:"
+                    f" {metric.__name__}(...)"
+                )
             first = names.setdefault(id(metric), name)
             if first != name:
                 raise ConfigError(

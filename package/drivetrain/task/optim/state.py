@@ -339,6 +339,11 @@ def _require_same(there: Mapping[str, str], here: Mapping[str, str], remedy: str
     for name in sorted({*there, *here}):  # the optimizer, then parameters, then groups
         theirs, ours = there.get(name, "not there"), here.get(name, "not there")
         if theirs != ours:
+            if name.startswith("the parameter group of"):
+                remedy = (
+                    "Weights that decay and those that do not are groups of their own, so a weight_decay that"
+                    f" became zero or is no longer zero changes them, as does ParameterGroup. {remedy}"
+                )
             raise CheckpointError(
                 f"the optimizer state does not fit: in the checkpoint {name} is {theirs}, here {ours}."
                 f" {remedy}"
