@@ -80,7 +80,9 @@ def test_nothing_starts_cuda_before_the_ranks_are_forked(strategy: str, cuda: Cu
     assert not cuda.started_by
 
 
-def test_the_gpu_of_a_single_process_is_the_current_one_while_its_engine_lives(cuda: Cuda) -> None:
+def test_the_gpu_of_a_single_process_is_the_current_one_while_its_engine_lives(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for strategy, devices in (("auto", [1]), (SingleDevice("cuda:1"), "auto")):
         cuda.calls.clear()
         engine = Engine(strategy, devices=devices)
@@ -90,6 +92,11 @@ def test_the_gpu_of_a_single_process_is_the_current_one_while_its_engine_lives(c
         assert cuda.current == 1
         engine.teardown()
         assert cuda.current == 0
+    cuda.calls.clear()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Engine(SingleDevice("cuda:1"))
+    assert [each for each in cuda.calls if "set" in each] == ["set_device(cuda:1)", "set_device(0)"]
 
 
 def test_emulated_bfloat16_is_refused(cuda: Cuda) -> None:

@@ -117,6 +117,9 @@ def test_device_refusals() -> None:
     size = sum(each.nbytes for each in (*task.parameters(), *task.buffers()))
     check_gathering(task, size)
     rows["gathered at the end"] = (lambda: check_gathering(task, size - 1), "gather_at_end=False", "Tokens")
+    divided: Any = nn.Linear(8, 1, bias=False)
+    divided.weight.ds_numel, divided.weight.data = 8, torch.empty(0)  # as DeepSpeed's zero.Init leaves it
+    rows["gathered from zero.Init"] = (lambda: check_gathering(divided, 31), "Linear would be gathered")
     assert_refused(StrategyError, rows)
 
 

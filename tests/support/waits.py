@@ -63,7 +63,8 @@ class WithLoss(Language):  # for an own loop: the loss is in the forward, which 
 
 def batches(count: int = 40, device: str = "cpu") -> list[dict[str, Tensor]]:
     tokens = torch.randint(11, (count, 2, 8), generator=torch.Generator().manual_seed(0)).to(device)
-    return [{"input_ids": each, "labels": each} for each in tokens]
+    mask = torch.ones(2, 8, device=device)  # NonFiniteDetector checks batches of floating-point numbers alone
+    return [{"input_ids": each, "labels": each, "mask": mask} for each in tokens]
 
 
 class Row(NamedTuple):

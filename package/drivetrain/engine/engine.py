@@ -95,6 +95,14 @@ class Engine:
         self.memory = MemoryInUse(memory, self.strategy, self.precision, compile)
         join_job(self.strategy.world_size, num_nodes)
         self.strategy.setup()
+        try:
+            self._set_up(seed)
+        except BaseException:
+            self.strategy.teardown()
+            raise
+
+    def _set_up(self, seed: int) -> None:
+        """Make what an engine has, once the strategy has its device and its ranks."""
         check_precision(self.strategy, self.precision)
         self.device = self.strategy.device
         self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks

@@ -35,7 +35,7 @@ class MemoryUse:
         activations: Tensors that forward keeps for backward, the batch, and temporary tensors.
         step: Temporary tensors of the optimizers' steps, such as float32 copies of 16-bit weights.
         other: All memory from before the update, such as a strategy's buffers for exchanging gradients or
-            gathering sharded weights.
+            gathering sharded weights; on CUDA also the update's first batch, whose copy is started early.
         measured: The peak: on CUDA as the allocator reports it; on the CPU, where torch keeps no account, the
             sum of the parts.
         device: The device whose memory this is.

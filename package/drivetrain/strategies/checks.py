@@ -64,7 +64,9 @@ def check_gathering(task: nn.Module, memory: int | None = None) -> None:
     """
     found = detect(os.environ)
     processes = 1 if found is None else found.local_world_size
-    size = sum(each.nbytes for each in {*task.parameters(), *task.buffers()})
+    tensors: set[Any] = {*task.parameters(), *task.buffers()}
+    # DeepSpeed's zero.Init leaves a parameter empty, with the size that it had.
+    size = sum(getattr(each, "ds_numel", each.numel()) * each.itemsize for each in tensors)
     memory = host_memory() if memory is None else memory
     if size * processes > memory:
         raise StrategyError(
