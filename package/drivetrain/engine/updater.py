@@ -27,7 +27,7 @@ from drivetrain.task.optim.groups import group_titles
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
 from drivetrain.task.optim.state import start_momenta
-from drivetrain.task.optim.torch_schedule import TorchSchedule
+from drivetrain.task.optim.torch_schedule import TorchSchedule, kind_of
 from drivetrain.task.task import TaskModule
 
 _NO_VALUES: Mapping[str, float] = {}
@@ -180,7 +180,7 @@ class Updater:
         if isinstance(self.schedule, PlateauSchedule):
             state["plateau"] = self.schedule.state_dict()
         if self.scheduler is not None:
-            state["scheduler"] = self.scheduler.state_dict()
+            state["scheduler"], state["kind"] = self.scheduler.state_dict(), kind_of(self.scheduler)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,16 +189,27 @@ class Updater:
         Raises:
             CheckpointError: The checkpoint was saved with another kind of schedule.
         """
-        own = self.state_dict()
-        if set(own) != set(state):
+        here, there = _schedule_of(self.state_dict()), _schedule_of(state)
+        if here != there and not (there == _UNNAMED and "scheduler" in self.state_dict()):
             raise CheckpointError(
-                f"the schedule of optimizer {self.name!r} keeps the state {sorted(own)}, the checkpoint has"
-                f" {sorted(state)}; resume with the schedule that it was saved with"
+                f"the optimizer {self.name!r} has {here}, and the checkpoint the state of {there}. Resume"
+                " with the schedule that it was saved with, or begin a new run from its weights:"
+                " task.load_weights(path)"
             )
         if isinstance(self.schedule, PlateauSchedule):
             self.schedule.load_state_dict(state["plateau"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(dict(state["scheduler"]))
+
+
+_UNNAMED = "a scheduler of torch"  # checkpoints of earlier versions lack its class
+
+
+def _schedule_of(state: Mapping[str, Any]) -> str:
+    """Return the schedule whose state this is, for a message."""
+    if "scheduler" in state:
+        return f"the schedule {state['kind']}" if "kind" in state else _UNNAMED
+    return "the schedule 'reduce_on_plateau'" if "plateau" in state else "no schedule with a state"
 
 
 def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:

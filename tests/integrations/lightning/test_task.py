@@ -10,6 +10,7 @@ import torch
 from tests.integrations.lazy import Lazy
 from tests.integrations.lightning import equality
 from tests.integrations.lightning.equality import both, differences, made, under_ours, weights_of
+from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import quiet
@@ -375,6 +376,21 @@ def test_every_form_of_configure_optimizers_gives_lightnings_rates() -> None:
     for each in kinds:
         under_ours(each, max_epochs=1)
     assert torch.equal(*map(weights_of, kinds))
+
+
+def test_a_schedule_that_is_never_stepped_or_of_another_kind_is_named(tmp_path: Path) -> None:
+    def stepped(make: Any, **when: Any) -> Any:
+        def configure(self: Any) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer, 2), **when}}
+
+        return made(type("Net", (modules.Noted,), {"configure_optimizers": configure}))
+
+    rates, saves = torch.optim.lr_scheduler, {"checkpoint": CheckpointConfig(best=0), "run_dir": tmp_path}
+    with warned("StepLR has interval='step' and frequency=1000, and an epoch has .* is never stepped"):
+        under_ours(stepped(rates.StepLR, interval="step", frequency=1000), max_epochs=1, **saves)
+    with pytest.raises(ConfigError, match="CosineAnnealingLR, and the checkpoint the states of StepLR"):
+        under_ours(stepped(rates.CosineAnnealingLR), max_epochs=2, resume="auto", **saves)
 
 
 def test_a_plateau_may_be_stepped_by_update(tmp_path: Path) -> None:

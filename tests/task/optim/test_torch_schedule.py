@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import heard
+from tests.support.messages import heard, warned
 from tests.support.outcome import weights
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
-from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, TorchSchedule
+from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, TorchSchedule
 
 NO_BETTER = {"threshold": 1e6, "threshold_mode": "abs"}  # no value improves on the first one
 PLATEAU = functools.partial(ReduceLROnPlateau, factor=0.5, patience=0, min_lr=0.05, **NO_BETTER)
@@ -87,6 +94,27 @@ def test_torch_schedule_resumes_bitwise(tmp_path: Path, options: Any) -> None:
         assert len(first) == at
         assert first + rates(resumed, pairs(4), resume="auto", **saved) == expected
         assert weights(resumed) == weights(whole)
+
+
+def test_a_schedule_that_is_never_stepped_is_named_with_the_length_of_the_fit() -> None:
+    for every, words in (
+        (21, "every 21 steps, and this fit has only 20 steps"),
+        ("5 epochs", "only 4 epochs"),
+    ):
+        with warned(words):
+            assert rates(task(HALVES, every=every)) == [0.8] * 20
+    assert rates(task(HALVES, every="4 epochs")) == [0.8] * 20  # and no warning: it is stepped at the end
+
+
+def test_the_state_of_another_kind_of_schedule_is_refused(tmp_path: Path) -> None:
+    def joined(optimizer: Any) -> SequentialLR:
+        return SequentialLR(optimizer, [StepLR(optimizer, 1), HALVES(optimizer)], [2])
+
+    saved: dict[str, Any] = {"checkpoint": CheckpointConfig(best=0), "run_dir": tmp_path}
+    rates(task(joined), max_epochs=1, **saved)
+    names = r"has the schedule StepLR, .* the schedule SequentialLR\(StepLR, ExponentialLR\)"
+    with pytest.raises(CheckpointError, match=names):
+        rates(task(lambda own: StepLR(own, 1)), resume="auto", **saved)
 
 
 def test_refusals_of_torch_schedule(tmp_path: Path) -> None:

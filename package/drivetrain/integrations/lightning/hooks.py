@@ -28,6 +28,7 @@ from drivetrain.integrations.lightning.optimizers import OptimizerView, read_opt
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.run.run import Run
+from drivetrain.task.optim.torch_schedule import kind_of
 
 _PLAIN = ("single", "ddp", "fsdp")
 """The strategies that call the optimizer's own step."""
@@ -255,9 +256,12 @@ class ModuleHooks(ModuleState, Callback):
     def on_fit_start(self, run: Run) -> None:
         """Call `on_fit_start` and `on_train_start`."""
         self._begin(run)
+        feed = run.train_feed
         for each in self.schedules:
             if each.reduce_on_plateau:
                 warn_of_default_mode(each.scheduler, each.monitor)
+            if feed is not None and feed.plan is None and run.is_main and not self.is_manual:
+                each.warn_if_never(feed.batches_per_epoch, feed.accumulation, run.totals.epochs)
         engine = run.engine
         updaters = engine.updaters.values()
         norm = next((each.max_grad_norm for each in updaters if each.max_grad_norm is not None), None)
@@ -594,6 +598,7 @@ class ModuleHooks(ModuleState, Callback):
         state: dict[str, Any] = {
             "steps": self.optimizer_steps,
             "schedules": [each.scheduler.state_dict() for each in self.schedules],
+            "kinds": [kind_of(each.scheduler) for each in self.schedules],
             "ranks": run.engine.data_ranks.all_gather(own),
         }
         if self.manual is not None:
@@ -614,6 +619,13 @@ class ModuleHooks(ModuleState, Callback):
         if len(state["schedules"]) != len(self.schedules):
             raise ConfigError(
                 f"the checkpoint has {len(state['schedules'])} schedules, the module {len(self.schedules)}"
+            )
+        here = [kind_of(each.scheduler) for each in self.schedules]
+        there = state.get("kinds", here)  # checkpoints of earlier versions lack them
+        if here != there:
+            raise ConfigError(
+                f"the module has the schedules {', '.join(here)}, and the checkpoint the states of"
+                f" {', '.join(there)}. Resume with the schedules that it was saved with"
             )
         for config, each in zip(self.schedules, state["schedules"], strict=True):
             config.scheduler.load_state_dict(dict(each))

@@ -13,7 +13,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
-from drivetrain.task.optim.torch_schedule import TorchSchedule, check_stateful
+from drivetrain.core.messages import logger
+from drivetrain.task.optim.torch_schedule import TorchSchedule, check_stateful, kind_of
+
+_LOG = logger(__name__)
 
 
 @dataclass
@@ -47,6 +50,30 @@ class ScheduleConfig:
         timed = TorchSchedule(self.scheduler, Every(self.frequency, self.interval), metric, self.strict)
         self.timed = timed.made(optimizer)
         self.scheduler = self.timed.scheduler
+
+    def warn_if_never(self, batches: int | None, accumulation: int, epochs: int | None) -> None:
+        """Warn if a fit never steps the schedule.
+
+        In Lightning, steps are counted by batches of an epoch, and the count begins anew in each epoch.
+
+        Args:
+            batches: The batches of an epoch; None if unknown.
+            accumulation: The batches of an update.
+            epochs: The epochs of the fit; None if unknown.
+        """
+        if self.timed is None:
+            return
+        if self.interval == "epoch":
+            self.timed.warn_if_never(None, epochs)
+        elif batches is not None and all(
+            number % self.frequency for number in (*range(accumulation, batches, accumulation), batches)
+        ):
+            _LOG.warning(
+                f"the schedule {kind_of(self.scheduler)} has interval='step' and frequency={self.frequency},"
+                f" and an epoch has {batches:,} batches with an update after each {accumulation}. Lightning"
+                " counts the batches of an epoch, anew in each epoch, so that the schedule is never stepped."
+                " Give a smaller frequency"
+            )
 
 
 _KEYS = tuple(each.name for each in fields(ScheduleConfig))

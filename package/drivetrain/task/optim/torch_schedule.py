@@ -126,6 +126,20 @@ class TorchSchedule:
             )
         return replace(self, scheduler=found)
 
+    def warn_if_never(self, updates: int | None, epochs: int | None) -> None:
+        """Warn if the run ends before the first step.
+
+        Args:
+            updates: The run's updates; None if unknown.
+            epochs: Its epochs, the last of them begun; None if unknown.
+        """
+        length = {"steps": updates, "epochs": epochs}.get(self.unit)
+        if isinstance(self.every, Every) and length is not None and self.every.amount > length:
+            _LOG.warning(
+                f"the schedule {kind_of(self.scheduler)} is stepped every {self.every}, and this fit has only"
+                f" {length:,} {self.unit}: it never changes the learning rate. Give a shorter interval"
+            )
+
     def settle_direction(self, known: str | None) -> None:
         """Check that a ReduceLROnPlateau lowers the rate when the value gets no better.
 
@@ -239,6 +253,13 @@ class TorchSchedule:
             self.scheduler.step()
         else:
             self.scheduler.step(value)
+
+
+def kind_of(scheduler: Any) -> str:
+    """Return a scheduler's class, with those of the schedulers that it consists of."""
+    parts = getattr(scheduler, "_schedulers", None)
+    inside = f"({', '.join(map(kind_of, parts))})" if isinstance(parts, (list, tuple)) else ""
+    return f"{type(scheduler).__name__}{inside}"
 
 
 def check_stateful(scheduler: Any) -> None:
