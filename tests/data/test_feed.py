@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.data.test_sources import Cursor, numbered
+from tests.support.messages import heard
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -99,6 +100,23 @@ def test_data_with_a_state_of_its_own_is_resumed_after_any_window(kind: Any) -> 
         resumed.source.restore(state)
         assert shown(resumed.windows(0, position=2 * done, done=2 * done)) == whole[done:]
         assert data.asked == 7 - 2 * done
+
+
+def test_tensors_that_disagree_about_the_number_of_samples_are_named_once() -> None:
+    graph = {"edges": torch.zeros(2, 7), "nodes": torch.zeros(5, 3), "scale": torch.tensor(1.0)}
+    collated = DataLoader([graph] * 4, batch_size=2, collate_fn=lambda samples: samples[0])
+    boxes = [(torch.zeros(2, 3), [{"boxes": torch.zeros(5, 4)}])]  # of each image; they count no samples
+    for data, measure, many in (
+        ([graph] * 3, Measure(), 1),
+        (iter([graph] * 3), Measure(), 1),
+        ([graph], Measure(weight=lambda batch: 5), 0),
+        (collated, Measure(), 0),
+        (boxes, Measure(), 0),
+    ):
+        with heard("edges: 2, nodes: 5.* 2, that of the first one, .*loss_weight") as found:
+            read = feed(data, measure=measure)
+            assert [each.weight for window in read.windows(0) for each in window.micro_batches]
+        assert len(found) == many
 
 
 def test_weights_and_tokens_are_counted_on_the_host_batch() -> None:

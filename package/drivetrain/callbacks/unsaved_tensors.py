@@ -39,6 +39,8 @@ _OPAQUE = _LIBRARIES | {"lightning", "pytorch_lightning", "peft", "transformers"
 _OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams"})
 """Attributes that torch and this package store in modules of any class."""
 
+_PLAIN = (int, float, str, bytes, type(None))
+
 _Mark = tuple[Callable[[], Tensor | None], int, tuple[int, ...]]
 
 
@@ -89,9 +91,11 @@ class UnsavedTensors:
                 if not _storages(now[name].tensors.values()) & held
                 and not extras.hold(name, now[name].tensors.values())
             ]
-        stored = {*map(clean_name, task.state_dict()), *skipped}
         trained = (clean_name(name) for name, each in task.named_parameters() if each.requires_grad)
-        changed += [name for name in trained if name not in stored]
+        lacking = [name for name in trained if name not in skipped]
+        if lacking:  # some strategies store other names than the state dict's
+            state = {*map(clean_name, task.state_dict())}
+            changed += [name for name in lacking if name not in state]
         if not changed:
             return
         self._known.update(changed)
@@ -171,7 +175,7 @@ def _candidates(task: nn.Module) -> Iterator[tuple[str, _Candidate]]:
         if _is_of_library(type(module)):  # type: ignore[arg-type]  # mypy: no class of modules is hashable
             continue
         for name, value in vars(module).items():
-            if name in _OF_MODULES:
+            if name in _OF_MODULES or isinstance(value, _PLAIN):
                 continue
             tensors = _tensors(value, own)
             # torch's weight_norm, spectral_norm and pruning compute the tensor in each forward.

@@ -49,6 +49,22 @@ def batch_size(batch: Batch) -> int | None:
     return None
 
 
+def first_dimensions(batch: Batch) -> dict[str, int]:
+    """Return the lengths of the first dimensions of a batch's tensors, by key or place, unless all are equal.
+
+    Tensors deeper inside count their own things, such as the boxes of each image.
+    """
+    container = None if isinstance(batch, (Tensor, PackedSequence)) else opened(batch)
+    if container is None:
+        return {}
+    found = {
+        str(name): int(each.shape[0])
+        for name, each in zip(container.names, container.entries, strict=True)
+        if isinstance(each, Tensor) and each.ndim
+    }
+    return found if len(set(found.values())) > 1 else {}
+
+
 def map_tensors(
     function: Callable[[Tensor], Any], batch: Batch, other: Callable[[Any], Any] | None = None
 ) -> Batch:

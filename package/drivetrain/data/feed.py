@@ -12,10 +12,11 @@ from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.intervals import exact
+from drivetrain.core.messages import logger
 from drivetrain.core.progress import Progress
 from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Batch
-from drivetrain.data.batch import batch_size
+from drivetrain.data.batch import batch_size, first_dimensions
 from drivetrain.data.fingerprint import Fingerprint, matches, of_samples
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.shard import Everywhere
@@ -25,6 +26,8 @@ from drivetrain.data.split_source import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
 from drivetrain.data.window_plan import Place, WindowPlan
 from drivetrain.data.workers.pool import LookAhead
+
+_LOG = logger(__name__)
 
 Count = Callable[[Batch], Any]
 Compare = Callable[[Evidence | None], None]
@@ -92,6 +95,8 @@ class Feed:
         self.source = source
         self.accumulation = most(accumulation)
         self._transfer = transfer
+        # Whether the first tensor of a batch decides what its loss counts, which is then looked at once.
+        self._checks_samples = not source.knows_samples and measure is not None and measure.weight is None
         self._measure = measure or Measure()
         self._limit = None if limit is None else _whole(limit, source)
         self._state: dict[str, Any] | None = None
@@ -404,6 +409,8 @@ class Feed:
                         raise self._bad_weight(weight, epoch, self.source.number(position) + number)
                     tokens = 0 if count_tokens is None else int(count_tokens(batch))
                     counted = MicroBatch(batch, weight, samples, tokens, advance)
+                if number == 0 and self._checks_samples:
+                    self._check_samples(counted)
                 number += 1
                 yield counted
                 if number == limit:
@@ -431,6 +438,8 @@ class Feed:
                     if fetched.batch is not BAD:
                         fetched = fetched._replace(batch=self._cut(fetched.batch, length))
                 counted = self._of_round(fetched, epoch, position, number)
+                if number == 0 and self._checks_samples:
+                    self._check_samples(counted)
                 number += 1
                 yield counted
                 if number == limit:
@@ -462,6 +471,21 @@ class Feed:
         if is_placeholder:  # multiplied, because a weight may be a tensor on the device
             weight, samples, tokens = weight * 0, 0, 0
         return MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
+
+    def _check_samples(self, first: MicroBatch) -> None:
+        """Warn once if the tensors of an epoch's first batch disagree about its number of samples."""
+        found = {} if first.bad or first.batch is None else first_dimensions(first.batch)
+        if not found:
+            return
+        self._checks_samples = False
+        if self.source.share.rank == 0:
+            listed = ", ".join(f"{name}: {size}" for name, size in list(found.items())[:8])
+            _LOG.warning(
+                f"the tensors of a batch of the {self.source.name} data differ in their first dimension"
+                f" ({listed}). {batch_size(first.batch)}, that of the first one, is taken as its number of"
+                " samples, by which its loss is weighted against those of other batches. The task's"
+                " loss_weight(batch), if it is defined, returns the number instead"
+            )
 
     def _lengths(self) -> Iterator[int]:
         plan = self.plan

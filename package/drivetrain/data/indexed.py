@@ -99,7 +99,7 @@ class IndexedSource(Source):
         self._plan: WindowPlan | None = None  # of the batch sizes, if they change
         self._numbers: dict[int, int] = {}  # for a user's batch sampler: each batch's number by its start
         self._drop_last = bool(described.drop_last) and not ready and not every_sample
-        self._knows_samples = not ready
+        self.knows_samples = not ready
         self._noted: tuple[str, int] | None = None
         # The length of a user's own sampler may be a guess; that of torch's two is exact.
         self.exact = self._batch_sampler is None and self._order.known
@@ -285,7 +285,7 @@ class IndexedSource(Source):
         return f"{text}, which {type(self._dataset.dataset).__name__}.__getitem__ or the collate_fn makes"
 
     def _made_here(self, epoch: int, position: int) -> Iterator[Fetched]:
-        fetch, collate, knows = self._dataset.__getitems__, self._collate, self._knows_samples
+        fetch, collate, knows = self._dataset.__getitems__, self._collate, self.knows_samples
         skipper = self.skipper
         for indices in self.index_batches(epoch, position):
             try:
@@ -318,7 +318,7 @@ class IndexedSource(Source):
             if indices.slice is not None:
                 yield self._shared_batch(batch, indices, contents)
             else:
-                yield batch, len(indices), len(indices) if self._knows_samples else None
+                yield batch, len(indices), len(indices) if self.knows_samples else None
 
     def _bad(self, raised: Raised, indices: IndexBatch) -> tuple[Any, None, None]:
         """Return the placeholder for a batch that a worker could not make, or raise."""
@@ -388,6 +388,6 @@ class IndexedSource(Source):
     def _shared_batch(self, batch: Any, indices: IndexBatch, contents: Fingerprint | None) -> SharedBatch:
         part = indices.slice
         assert part is not None
-        samples, everywhere = (len(indices), part.samples) if self._knows_samples else (None, None)
+        samples, everywhere = (len(indices), part.samples) if self.knows_samples else (None, None)
         evidence = None if indices.probe is None else Evidence(self._noted, contents)
         return SharedBatch(batch, part.advance, samples, part.is_placeholder, everywhere, evidence)

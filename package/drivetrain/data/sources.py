@@ -61,6 +61,7 @@ class Source(ABC):
         batch_size: The number of samples of a whole batch of one process, if known.
         samples_per_epoch: The number of samples of an epoch, if positions count them and every batch is of
             `batch_size`.
+        knows_samples: Whether the number of samples in a batch is known without a look at its tensors.
         is_split: Whether each process reads data of its own, rather than its part of common data.
         needs_evidence: Whether the next round must come with its `Evidence`.
         skipper: Replaces a batch that cannot be made by `BAD`; None raises.
@@ -75,6 +76,7 @@ class Source(ABC):
     ranks: Ranks = ALONE
     batch_size: int | None = None
     samples_per_epoch: int | None = None
+    knows_samples: bool = False
     is_split: bool = False
     needs_evidence: bool = False
     skipper: BadBatchSkipper | None = None

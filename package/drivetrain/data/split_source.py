@@ -78,6 +78,7 @@ class SplitSource(Source):
         self.name = own.name
         self.share = share
         self.batch_size = own.batch_size
+        self.knows_samples = own.knows_samples
         self._own = own
         self.ranks = ranks
         self._repeats: Repeats | None = Repeats()
