@@ -11,6 +11,7 @@ from tests.support.fragile import GOOD, Fragile, marked
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet, variant
 from torch import nn
+from torch.utils.data import default_collate
 
 from drivetrain import callbacks as cb
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
@@ -122,9 +123,10 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
 
     fragile = Fragile(), marked([GOOD] * 16, 2)
     saves: Any = {"run_dir": tmp_path / "saves", "checkpoint": True}
+    batch = [default_collate(duels())]
     table: dict[str, tuple[Any, ...]] = {
         "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
-        "skip of several": (fit(cb.LossSpike("skip"), Duel(), duels()), "'loss'", "'discriminator_loss'"),
+        "skip of several": (fit(cb.LossSpike("skip"), Duel(), batch), "'loss'", "'discriminator_loss'"),
         "detector": (fit(cb.NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
         "activations": (fit(cb.ActivationStats(patterns="lin")), "no module", "did you mean 'line'"),
         "histograms": (

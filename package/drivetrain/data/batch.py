@@ -52,7 +52,8 @@ def batch_size(batch: Batch) -> int | None:
 def first_dimensions(batch: Batch) -> dict[str, int]:
     """Return the lengths of the first dimensions of a batch's tensors, by key or place, unless all are equal.
 
-    Tensors deeper inside count their own things, such as the boxes of each image.
+    Tensors deeper inside count their own things, such as the boxes of each image. A tensor after the first
+    whose dimension is 1 is broadcast to all samples, as positions of a sequence are.
     """
     container = None if isinstance(batch, (Tensor, PackedSequence)) else opened(batch)
     if container is None:
@@ -62,7 +63,8 @@ def first_dimensions(batch: Batch) -> dict[str, int]:
         for name, each in zip(container.names, container.entries, strict=True)
         if isinstance(each, Tensor) and each.ndim
     }
-    return found if len(set(found.values())) > 1 else {}
+    sizes = list(found.values())
+    return found if set(sizes[1:]) - {1, *sizes[:1]} else {}
 
 
 def map_tensors(
