@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from drivetrain import MemoryConfig, TaskModule
 from drivetrain.callbacks import LambdaCallback, LearningRateMonitor, SequenceLength, Throughput
-from drivetrain.callbacks.statistics import throughput
+from drivetrain.callbacks.statistics import flops, throughput
+from drivetrain.callbacks.statistics.flops import FlopsByLength
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import LEAST, Stragglers
 
@@ -115,6 +116,28 @@ def test_operations_follow_the_length_count_attention_and_leave_out_what_is_comp
         if memory is not None:
             more += 2 * sum(2 * 2 * 16 * length**2 for length in lengths)
         assert counted[-1]["hardware_flops"] - counted[-1]["model_flops"] == pytest.approx(more)
+
+
+def test_counting_never_ends_a_training(drive, monkeypatch):
+    def penalised(task, batch):  # the input of a module is a leaf, whose gradient the step asks for
+        leaf = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(task(leaf).sum(), leaf, create_graph=True)
+        return slope.square().mean()
+
+    assert "model_flops" in values(drive(Throughput(), step=penalised).fit().history[-1])
+    monkeypatch.setitem(flops.flop_registry, torch.ops.aten.addmm, lambda *_, **__: 1 / 0)
+    with heard("cannot be counted .ZeroDivisionError") as told:
+        point = values(drive(Throughput(), epochs=2).fit().history[-1])
+    assert "samples_per_second" in point
+    assert not [name for name in point if "flops" in name]
+    assert len(told) == 1
+
+
+def test_an_update_like_the_one_before_computes_no_operations_again(drive, monkeypatch):
+    computed, at = [], FlopsByLength.at
+    monkeypatch.setattr(FlopsByLength, "at", lambda self, length: computed.append(1) or at(self, length))
+    drive(Throughput(), updates_per_epoch=8).fit()
+    assert len(computed) == 1
 
 
 def test_a_resumed_run_has_the_count_of_its_checkpoint(drive, tmp_path):

@@ -8,6 +8,7 @@ checkpointing and the backward of fused attention compute again.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -44,11 +45,29 @@ class Flops(NamedTuple):
     hardware: float
 
 
+class _NoModules(contextlib.nullcontext[None]):
+    """A counter's tracker of modules that tracks none, because operations are not counted by module.
+
+    Torch's tracker hooks the inputs of modules, and its hook raises in `autograd.grad` of such an input.
+    """
+
+    parents = ("Global",)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class FlopCount:
-    """Counts the operations that torch dispatches until it is closed."""
+    """Counts the operations that torch dispatches until it is closed.
+
+    Attributes:
+        read_at: The count at the last `read`.
+        failed: What the formula of an operation raised, if one did; the count is then incomplete.
+    """
 
     def __init__(self) -> None:
         self.read_at: Flops | None = None
+        self.failed: Exception | None = None
         self._forgotten = Flops(0, 0)
         self._again = 0
         self._stack = contextlib.ExitStack()
@@ -62,13 +81,22 @@ class FlopCount:
         backward = self._noting(self._attention_backward)
         for each in _ATTENTION:
             formulas[getattr(torch.ops.aten, f"{each.__name__}_backward")] = backward
-        self._counter = self._stack.enter_context(FlopCounterMode(display=False, custom_mapping=formulas))
+        self._counter = FlopCounterMode(display=False, custom_mapping=formulas)
+        self._counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        self._stack.enter_context(self._counter)
 
     def _noting(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a formula that adds the operations of a recomputation to those computed again."""
+        """Return a formula that adds the operations of a recomputation to those computed again.
+
+        It never raises, because a statistic must not end the training.
+        """
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            flops = formula(*args, **kwargs)
+            try:
+                flops = formula(*args, **kwargs)
+            except Exception as error:
+                self.failed = error
+                return 0
             if _recomputes():
                 self._again += flops
             return flops
@@ -164,15 +192,31 @@ def lengths_of(batches: Iterable[Any]) -> list[tuple[int, int]]:
     """Return the samples of batches, and the length of a sample in each.
 
     A length is that of the tokens: the second dimension of "input_ids" or of the first integer tensor of two
-    dimensions; else the elements of a sample in the first tensor that has several.
+    dimensions; else the elements of a sample in the first tensor that has several. Only shapes are read.
     """
     return [(batch_size(each) or 0, _length(each)) for each in batches]
 
 
 def _length(batch: Any) -> int:
-    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    tensors = [each for each in (named, *tree_leaves(batch)) if isinstance(each, Tensor)]
-    for each in tensors:
-        if each.ndim == 2 and not each.is_floating_point() and each.shape[1]:
-            return int(each.shape[1])
-    return next((each[0].numel() for each in tensors if each.ndim > 1 and each.numel()), 1)
+    kind = type(batch)
+    if kind is dict or isinstance(batch, Mapping):
+        named = batch.get("input_ids")
+        if isinstance(named, Tensor) and (length := _tokens(named)):
+            return length  # the usual batch of tokens: no other tensor is looked at, in every update
+        values = batch.values()
+    else:
+        values = batch if kind is tuple or kind is list else (batch,)
+    length = 0
+    for value in values:
+        for each in (value,) if type(value) is Tensor else tree_leaves(value):
+            if isinstance(each, Tensor) and not each.is_nested and each.ndim > 1:
+                if tokens := _tokens(each):
+                    return tokens
+                length = length or math.prod(each.shape[1:])
+    return length or 1
+
+
+def _tokens(tensor: Tensor) -> int:
+    """Return the number of tokens in a row, or 0 if the tensor holds none."""
+    shape = tensor.shape
+    return int(shape[1]) if len(shape) == 2 and not (tensor.is_floating_point() or tensor.is_nested) else 0

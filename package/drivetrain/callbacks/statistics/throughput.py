@@ -34,6 +34,11 @@ _BUSY = 0.05
 _IDLE = 0.5
 """The share of updates that a GPU waits for in an interval if the data is too slow."""
 
+_UNCOUNTED = (
+    "The floating-point operations of this task cannot be counted ({}: {}), so Throughput logs none. "
+    "Throughput(flops_per_sample=) gives their number; Throughput(measure_flops=False) counts none."
+)
+
 _PARTS = ("data", "compute", "evaluation", "save", "compile")
 
 
@@ -115,6 +120,7 @@ class Throughput(Callback):
         self._flops = FlopsByLength()
         self._done, self._seen = Flops(0, 0), 0  # operations and samples since the run began
         self._window: list[tuple[int, int]] = []  # samples and lengths of the update's micro-batches
+        self._of_sample: Flops | None = None  # the mean of the window's samples, where it will not change
         self._peak = peak_flops
         self._devices = 1
         self._measure = False
@@ -136,7 +142,7 @@ class Throughput(Callback):
         """Look up the device's peak and reset the measurement."""
         if not self._loaded:
             self._flops, self._done, self._seen = FlopsByLength(), Flops(0, 0), 0
-        self._loaded = False
+        self._loaded, self._window, self._of_sample = False, [], None
         self._measure = self.measure_flops and self.flops_per_sample is None
         self._peak = self.peak_flops or _device_peak(run)
         self._devices = run.engine.strategy.world_size
@@ -159,8 +165,10 @@ class Throughput(Callback):
         if self._ended is not None:
             self._idle += self._ended.query()
         if self._measure:
-            self._window = lengths_of(each.batch for each in run.window.micro_batches)
-            if self._flops.wants(round(_mean(self._window))):
+            window = lengths_of([each.batch for each in run.window.micro_batches])
+            if window != self._window:
+                self._window, self._of_sample = window, None
+            if self._of_sample is None and self._flops.wants(_mean(window)):
                 self._counting = FlopCount()
                 if run.engine.splitter is not None:  # an attempt that ran out of memory does not count
                     run.engine.splitter.begun_again.append(self._counting.forget)
@@ -258,25 +266,32 @@ class Throughput(Callback):
 
     def _finish_counting(self, run: Run) -> None:
         assert self._counting is not None
-        found = self._counting.read_at
+        found, failed = self._counting.read_at, self._counting.failed
         samples = sum(number for number, _ in self._window)
         self._stop(run)
+        if failed is not None:
+            self._measure, self._flops, self._done = False, FlopsByLength(), Flops(0, 0)
+            if run.is_main:
+                _LOG.warning(_UNCOUNTED.format(type(failed).__name__, failed))
+            return
         # An update without an optimizer's step (a window of weight zero) has no complete backward to count.
         if found is not None and samples > 0:
             # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
             # not.
             each = Flops(found.model / samples, found.hardware / samples)
-            self._flops.add(round(_mean(self._window)), each)
+            self._flops.add(_mean(self._window), each)
 
     def _add(self, run: Run) -> None:
         """Add the operations of the samples since the last call: this rank's mean, for those of all ranks."""
         new, self._seen = run.progress.samples - self._seen, run.progress.samples
+        mean = self._of_sample
         if self.flops_per_sample is not None:
             mean = Flops(self.flops_per_sample, 0)
-        else:
+        elif mean is None:
             total = sum(number for number, _ in self._window) or 1
             parts = [(number / total, self._flops.at(length)) for number, length in self._window]
             mean = Flops(*(sum(share * each[kind] for share, each in parts) for kind in (0, 1)))
+            self._of_sample = None if self._flops.wants(_mean(self._window)) else mean
         self._done = Flops(self._done.model + new * mean.model, self._done.hardware + new * mean.hardware)
 
     def _end(self, run: Run) -> None:
@@ -330,9 +345,11 @@ class _Mark:
         return cls(time.perf_counter(), progress.updates, progress.samples, progress.tokens, timing, flops)
 
 
-def _mean(window: Sequence[tuple[int, int]]) -> float:
+def _mean(window: Sequence[tuple[int, int]]) -> int:
     """Return the mean length of the samples of a window."""
-    return sum(number * length for number, length in window) / (sum(number for number, _ in window) or 1)
+    return round(
+        sum(number * length for number, length in window) / (sum(number for number, _ in window) or 1)
+    )
 
 
 def _device_peak(run: Run) -> float | None:
