@@ -44,7 +44,9 @@ def test_fit_trains_as_python_does_and_says_what_it_left(drive, here):
 def test_fit_resumes_and_validate_and_test_judge_its_checkpoints(drive):
     drive("fit", FIT)
     assert "holds the checkpoints of an earlier run" in drive("fit", FIT)[2]
-    code, out, _ = drive("fit", f"{SHAPES} --trainer.max_epochs 4 --trainer.run_dir run --resume auto --json")
+    longer = f"{SHAPES} --trainer.max_epochs 4 --trainer.run_dir run --resume auto --json"
+    assert "['keep-optimizer']" in drive("fit", f"{longer} --override data")[2]
+    code, out, _ = drive("fit", f"{longer} --override optimizer")
     result = json.loads(out)
     assert (code, result["progress"]["updates"], result["run_dir"]) == (0, 20, "run")
     code, out, _ = drive("validate", f"{SHAPES} --trainer.run_dir run --checkpoint last --json")

@@ -1,5 +1,6 @@
 """A resume whose optimizer or schedule has other settings: refused, or taken over where it is asked for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from drivetrain import ConfigError, LambdaCallback, OptimizerConfig, TorchSchedule
+from drivetrain import CheckpointError, ConfigError, LambdaCallback, OptimizerConfig, TorchSchedule
 
 
 def configured(**changed: Any) -> OptimizerConfig:
@@ -31,7 +32,13 @@ def fit(folder: Path, optimizer: Any, **resume: Any) -> dict[str, Any]:
     keeps = LambdaCallback(
         on_fit_end=lambda run: groups.extend(run.engine.updaters["default"].optimizer.param_groups)
     )
-    options = {"checkpoint": True, "run_dir": folder, "callbacks": [keeps], "max_epochs": 3 if resume else 1}
+    options = {
+        "checkpoint": True,
+        "loggers": "csv",
+        "run_dir": folder,
+        "callbacks": [keeps],
+        "max_epochs": 3 if resume else 1,
+    }
     quiet(**options).fit(Regression(optimizer), pairs(4), **resume)
     return groups[0]
 
@@ -62,3 +69,30 @@ def test_a_resume_with_other_settings_is_refused_or_overrides(tmp_path: Path) ->
     assert {name: group[name] for name in changed} == changed
     group = resumed(torchs, stepped(lr=0.4, gamma=0.25), override=["optimizer"])()
     assert group["lr"] == pytest.approx(0.4 * 0.5 * 0.25**2)  # the first epoch had the old factor
+
+
+def test_a_resume_keeps_the_settings_of_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, stepped())
+    group = fit(tmp_path, stepped(lr=0.4, gamma=0.25), resume="auto", override=["keep-optimizer"])
+    assert group["lr"] == 0.1 * 0.5**3
+    assert "lr was 0.1 and is now 0.4" in caplog.text
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["kept_of_checkpoint"]["default"]["0 lr"] == "0.1"
+    fit(tmp_path, stepped(), resume="auto")  # the checkpoint records what was used
+
+
+def test_a_decay_ends_in_a_resume(tmp_path: Path) -> None:
+    fit(tmp_path, configured(decay_all=False))
+    assert_refused(
+        CheckpointError,
+        {
+            "zero": (
+                lambda: fit(tmp_path, configured(decay_all=False, weight_decay=0.0), resume="auto"),
+                "weight_decay=1e-30",
+            )
+        },
+    )
+    ends = configured(decay_all=False, weight_decay=1e-30)
+    assert fit(tmp_path, ends, resume="auto", override=["optimizer"])["weight_decay"] == 1e-30

@@ -23,7 +23,13 @@ _LOG = logger(__name__)
 def fit(settings: Settings, as_json: bool) -> None:
     """Train, then print how the fit ended and which files it left."""
     trainer, task = _trainer_and_task(settings)
-    result = trainer.fit(task, *_fit_data(settings), resume=settings.option("resume"))
+    override = settings.option("override")
+    result = trainer.fit(
+        task,
+        *_fit_data(settings),
+        resume=settings.option("resume"),
+        override=() if override is None else (override,),
+    )
     if as_json:
         print_json(_fit_json(result))
         return

@@ -55,6 +55,11 @@ _OPTIONS = {
     ),
     "--validation-data": _Option("NAME", "the same, for validation alone", ("fit", "plan", "validate")),
     "--resume": _Option("auto|PATH", "resume from run_dir's newest checkpoint, or from a path", ("fit",)),
+    "--override": _Option(
+        "optimizer|keep-optimizer",
+        "where a resume has other settings of the optimizer: take these, or keep the checkpoint's",
+        ("fit",),
+    ),
     "--checkpoint": _Option(
         "PATH|best|best:METRIC|last",
         "weights to load: a path, or run_dir's best or last",

@@ -17,7 +17,7 @@ from drivetrain.core.files import loads, read_text
 OBJECTS = ("task", "data", "train_data", "validation_data")
 """Settings that name an object to import."""
 
-TEXTS = ("resume", "checkpoint", "save_to")
+TEXTS = ("resume", "override", "checkpoint", "save_to")
 """Settings that are passed to the Trainer's verbs unchanged."""
 
 NAMED = ("strategy", "precision")

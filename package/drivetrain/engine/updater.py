@@ -22,7 +22,15 @@ from drivetrain.task.optim.build import (
     remember_base_rates,
 )
 from drivetrain.task.optim.config import OptimizerConfig
-from drivetrain.task.optim.given import apply_changes, changes, described, fresh_values, given_settings
+from drivetrain.task.optim.given import (
+    KEEP,
+    apply_changes,
+    changes,
+    described,
+    fresh_values,
+    given_settings,
+    is_restored,
+)
 from drivetrain.task.optim.groups import group_titles
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
@@ -49,6 +57,7 @@ class Updater:
         torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
         given: The settings that the user gave, as texts by name; see `note_given`.
+        kept: Those that a resume has kept from its checkpoint instead.
         titles: The title of each group in the names of rates; see `group_titles`.
     """
 
@@ -69,6 +78,7 @@ class Updater:
         self.max_grad_norm = max_grad_norm
         self.titles = titles
         self.given: dict[str, str] = {}
+        self.kept: dict[str, str] = {}
         self._fresh: dict[str, Any] = {}
 
     def note_given(self, config: OptimizerConfig | None) -> None:
@@ -76,26 +86,32 @@ class Updater:
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
-    def take_given(self, before: Mapping[str, str], override: bool) -> str:
+    def take_given(self, before: Mapping[str, str], override: str) -> str:
         """Settle what the user gives now and gave to the run that a checkpoint is of.
 
         Args:
             before: `given` of that run.
-            override: Whether the settings of now are used.
+            override: "optimizer" for the settings of now, "keep-optimizer" for those of the checkpoint,
+                "" for neither.
 
         Returns:
-            A text of the changes; empty if there are none.
+            A text of the changes that the run goes on with, or of those that it keeps out; empty if there are
+            none.
 
         Raises:
-            ConfigError: There are some, and nothing overrides.
+            ConfigError: There are some, and `override` is empty.
         """
         changed = changes(before, self.given)
+        if override == KEEP:  # loading the state has restored them
+            self.kept = {name: old for name, (old, _) in changed.items() if is_restored(name)}
+            self.given |= self.kept
+            return described({name: changed[name] for name in self.kept})
         text = described(changed)
         if changed and not override:
             raise ConfigError(
                 f"the optimizer of this run has other settings than that of the checkpoint: {text}. To go on"
-                " with those of now, fit(..., resume=..., override=['optimizer']); to go on with those of the"
-                " checkpoint, give them again"
+                " with those of now, fit(..., resume='auto', override=['optimizer']); to go on with those of"
+                " the checkpoint, give them again, or override=['keep-optimizer']"
             )
         apply_changes(changed, self._fresh, self.optimizer, self.torch_schedule)
         return text

@@ -23,6 +23,7 @@ from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import optimizer_state, restore_optimizer_state
 from drivetrain.run.imported import restore_imported
 from drivetrain.run.run import Run
+from drivetrain.task.optim.given import KEEP
 from drivetrain.task.optim.state import TRAINED, take_averages
 from drivetrain.task.stored import pack_hparams
 
@@ -119,7 +120,7 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
 
 
 @named_place("as it takes over a checkpoint")
-def restore(run: Run, snapshot: Snapshot, address: str, override: bool = False) -> None:
+def restore(run: Run, snapshot: Snapshot, address: str, override: str = "") -> None:
     """Restore a checkpoint's state when a fit begins, and call the callbacks.
 
     Args:
@@ -191,14 +192,15 @@ def _states_for(rank: int, size: int, saved: list[Any]) -> list[Any]:
     return saved[rank::size]
 
 
-def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: bool = False) -> None:
+def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str = "") -> None:
     """Restore a run's state.
 
     Args:
         run: The run.
         snapshot: The saved state.
         data: Whether to restore the position in the data, too.
-        override: Whether the optimizers have the settings that the user gives now, where they have changed.
+        override: "optimizer" if the optimizers have the settings that the user gives now, where they have
+            changed, "keep-optimizer" if they keep the checkpoint's.
 
     Raises:
         ConfigError: The settings have changed, and nothing overrides them.
@@ -217,8 +219,22 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: bool 
         take_over = restore_imported if IMPORTED in tree else _take_over
         take_over(run, snapshot, tree)
         for name, before in tree.get("given", {}).items():  # older checkpoints do not have it
-            text = run.engine.updaters[name].take_given(before, override)
-            if text and data and run.is_main:
+            try:
+                text = run.engine.updaters[name].take_given(before, override)
+            except ConfigError as error:
+                was, size = len(tree.get("ranks", ())) + 1, run.engine.data_ranks.size
+                if was != size:
+                    error.add_note(
+                        f"drivetrain: the checkpoint is of {was} ranks, and this run has {size}: a rate that"
+                        " the program scales by their number changes with it"
+                    )
+                raise
+            if text and data and run.is_main and override == KEEP:
+                _LOG.warning(
+                    f"the optimizer keeps the settings of the checkpoint, not those of the program: {text}."
+                    " Trainer.fit(..., override=['optimizer']) takes those of the program"
+                )
+            elif text and data and run.is_main:
                 _LOG.info(f"the optimizer goes on with settings that have changed: {text}")
         if run.train_feed is not None and data and IMPORTED not in tree:
             run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
@@ -277,7 +293,7 @@ def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
     """
     progress, timing = run.progress, dict(run.timing)
     now = replace(progress)
-    restore_run(run, snapshot, data=False, override=True)
+    restore_run(run, snapshot, data=False, override="optimizer")
     lost = now.updates - progress.updates
     read = ("micro_batches", "samples", "tokens", "bad_batches", "epoch", "epoch_batches", "position")
     for name in (*read, "seconds"):

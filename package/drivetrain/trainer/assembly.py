@@ -19,6 +19,7 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.totals import Totals
+from drivetrain.core.types import Json
 from drivetrain.core.validation import duration
 from drivetrain.data import Feed
 from drivetrain.data.consistency import check_data
@@ -426,7 +427,7 @@ def start_from(
     run: Run,
     saver: CheckpointSaver | None,
     resume: str | None,
-    override: bool = False,
+    override: str = "",
 ) -> None:
     """Restore a checkpoint if one is asked for, then set rates and intervals to the run's progress."""
     from drivetrain.run.checkpoint import restore, snapshot_run
@@ -447,9 +448,14 @@ def start_from(
     run.triggers.validate.start(run.progress)
     if found is None and run.triggers.validate.every is not None:
         run.sanity_batches = sanity_batches(settings, run)
+    config: dict[str, Json] = {"trainer": settings.to_json(), "task": describe_task(run.task)}
+    updaters = run.engine.updaters
+    kept: dict[str, Json] = {name: dict(each.kept) for name, each in updaters.items() if each.kept}
+    if kept:  # the arguments of the task say otherwise
+        config["kept_of_checkpoint"] = kept
     for logger in run.loggers if run.is_main else ():
         with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at update"):
-            logger.log_config({"trainer": settings.to_json(), "task": describe_task(run.task)})
+            logger.log_config(config)
 
 
 _SANITY_BATCHES = 2

@@ -27,6 +27,7 @@ from drivetrain.run.preemption import Preemption
 from drivetrain.run.run import Run
 from drivetrain.run.session import boundary, left_with_program
 from drivetrain.run.settings import RunSettings
+from drivetrain.task.optim.given import KEEP
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import build_evaluation, build_fit, start_from
 from drivetrain.trainer.observer import observed, observed_loop
@@ -221,9 +222,10 @@ class Trainer(RunSettings):
             validation_data: The same, or a mapping of named loaders; None for none.
             resume: "auto" for the newest good checkpoint of `run_dir` or a fresh start, a path to resume from
                 there, None for a fresh start.
-            override: What a resume takes from this program where it differs from the checkpoint's run:
-                `["optimizer"]`, the settings of optimizers and schedules, such as the rate, the weight decay
-                and betas. Without it a difference is an error.
+            override: What a resume does where the settings of optimizers and schedules, such as the rate, the
+                weight decay and betas, differ from those of the checkpoint's run: `["optimizer"]` takes those
+                of this program, `["keep-optimizer"]` keeps the checkpoint's, with a warning. Without it a
+                difference is an error.
 
         Raises:
             ConfigError: Arguments, task and data do not fit together.
@@ -483,14 +485,18 @@ class Trainer(RunSettings):
         return plan
 
 
-def _overrides(given: object, resume: object) -> bool:
-    """Return whether a resume takes over the optimizer's settings of now.
+def _overrides(given: object, resume: object) -> str:
+    """Return the word for the optimizer's settings in a resume; empty if there is none.
 
     Raises:
         ConfigError: There is no resume, or it names something else.
     """
-    if not isinstance(given, (list, tuple)) or any(each != "optimizer" for each in given):
-        raise ConfigError(f"override must be a list such as ['optimizer'], not {given!r}")
-    if given and resume is None:
+    words = list(given) if isinstance(given, (list, tuple)) else [None]
+    if len(words) > 1 or any(each not in ("optimizer", KEEP) for each in words):
+        raise ConfigError(
+            "override must be a list with one of two words, ['optimizer'] for the settings of this program or"
+            f" [{KEEP!r}] for those of the checkpoint; not {given!r}"
+        )
+    if words and resume is None:
         raise ConfigError(f"override={given!r} is for a resume: give resume='auto', or leave it out")
-    return bool(given)
+    return str(words[0]) if words else ""

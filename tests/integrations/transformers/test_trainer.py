@@ -278,15 +278,16 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> 
         trainer(tmp_path / "empty", **options).train(resume_from_checkpoint=True)
 
 
-def test_the_last_checkpoint_of_a_folder_is_resumed(tmp_path: Path) -> None:
+def test_the_last_checkpoint_of_a_folder_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert hf.get_last_checkpoint(tmp_path / "none") is None
     assert hf.get_last_checkpoint(tmp_path) is None
     first = trainer(tmp_path, **SAVING)
     first.train()
     last = hf.get_last_checkpoint(str(tmp_path))
     assert last == str(tmp_path / "checkpoints" / "update-00000004")
-    longer = trainer(tmp_path, **SAVING, max_steps=6)
+    longer = trainer(tmp_path, **SAVING, max_steps=6, learning_rate=0.5)  # the checkpoint's stays, as there
     assert longer.train(resume_from_checkpoint=last).global_step == 6
+    assert "lr was 0.01 and is now 0.5" in caplog.text
     assert [each["step"] for each in longer.state.log_history if "loss" in each] == [1, 2, 3, 4, 5, 6]
     theirs = tmp_path / "theirs"
     trainer(theirs, transformers.Trainer, **SAVING).train()

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _OF_SCHEDULE = ("schedule", "schedule_options", "warmup_steps", "warmup_ratio", "warmup_power")
 _RATE = "initial_lr"
 
+KEEP = "keep-optimizer"
+"""The word of `override` that keeps the checkpoint's settings."""
+
 
 def given_settings(
     optimizer: Optimizer, config: OptimizerConfig | None, timed: TorchSchedule | None
@@ -43,6 +46,11 @@ def given_settings(
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return what both have and differs: the values before and now, by name."""
     return {name: (before[name], now[name]) for name in now if before.get(name, now[name]) != now[name]}
+
+
+def is_restored(name: str) -> bool:
+    """Return whether a setting is part of the state of an optimizer or a torch scheduler."""
+    return name not in (*_OF_SCHEDULE, "scheduler every")
 
 
 def apply_changes(

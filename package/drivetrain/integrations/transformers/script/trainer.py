@@ -575,7 +575,14 @@ class Trainer(TheirNames):
         self._adapter.train_dataloader = train
         try:
             with self._runs.fitting(evaluation):
-                result = self._settings().fit(self._task, train, evaluation, resume=resume)
+                # transformers keeps the checkpoint's rate, too
+                result = self._settings().fit(
+                    self._task,
+                    train,
+                    evaluation,
+                    resume=resume,
+                    override=() if resume is None else ("keep-optimizer",),
+                )
         finally:
             self.is_in_train = False
         if self._mapped.load_best and result.best_checkpoint is not None:
