@@ -20,10 +20,10 @@ END = "<end>"
 
 
 @contextmanager
-def terminal(seconds_between_drawings=0.0):
+def terminal(seconds_between_drawings=0.0, columns=120):
     """Make stderr a terminal for a while; afterwards the screen has what was written to it."""
     main, other = pty.openpty()
-    termios.tcsetwinsize(other, (24, 120))
+    termios.tcsetwinsize(other, (24, columns))
     received = bytearray()
 
     def drain():
@@ -101,6 +101,23 @@ def test_a_terminal_gets_a_bar_that_ends_full_and_goes_on_after_a_resume(drive, 
     first = next(part for part in screen.text.split("\r") if "epoch" in part)
     assert "epoch 2/2:  50%" in first
     assert "4/8" in first
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_terminal_keeps_a_line_per_epoch_and_cuts_no_number(drive, columns):
+    results = [{"loss": 0.12345, "accuracy": 0.98768}] * 2
+    with terminal(columns=columns) as screen:
+        drive(ProgressBar(), epochs=2, results=results).fit()
+    text = screen.text.replace("\r\n    ", " | ")  # a long line goes on in the next, indented
+    for number in (1, 2):
+        line = text.split(f"epoch {number}/2 | update {4 * number}/8 | train/loss ")[1]
+        assert line.split("\r")[0].endswith(" | validation/loss 0.1235 | validation/accuracy 0.9877")
+    bar = screen.text.rstrip().split("\r")[-1]
+    assert len(bar) <= columns
+    assert "█" * 5 in bar
+    assert ("loss 0.1235" in bar) == (columns > 60)
+    assert "accuracy" not in bar or "accuracy 0.9877]" in bar
+    assert "val loss 0.1235" in bar or columns != 80
 
 
 def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatch):

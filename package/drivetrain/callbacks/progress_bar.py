@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
@@ -18,14 +19,19 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 _SHOWN_PER_STAGE = 4
 _STAGES = ("train", "validation", "test")
+_LEAST_BAR = 8
+"""The fewest columns of the bar itself; a value that would leave it less is not beside it."""
 
 
 class ProgressBar(Callback):
     """Shows the updates made, the time left and the latest metrics, on stderr of the main rank.
 
     On a terminal and in a notebook it is a tqdm bar, with a second, transient one during evaluation and
-    prediction. Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without
-    control characters. The values of a validation between two lines appear in the next::
+    prediction. A terminal keeps one line per epoch above the bar, with all values. The bar has as many of
+    them as fit beside it, under short names (``val loss``) where the full ones do not.
+
+    Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without control
+    characters. The values of a validation between two lines appear in the next::
 
         epoch 2/3 | update 50/135 | train/loss 0.512 | validation/accuracy 0.93
 
@@ -40,6 +46,7 @@ class ProgressBar(Callback):
         self._bar_class: Any = None
         self._bar: Any = None
         self._evaluation_bar: Any = None
+        self._beside: list[tuple[str, str]] = []  # each value for the bar, under its name and a short one
         self._loader: str | None = None
         self._due = self._unsaid = False
         # The time of the next drawing. Infinity if nothing is drawn: an update then only reads the clock.
@@ -77,15 +84,21 @@ class ProgressBar(Callback):
         """Show the latest metrics."""
         if not self._fitting:
             return
+        self._unsaid = True
         # The values that other callbacks add to this log point are not among the metrics yet.
         if self._bar is not None:
             metrics = {**run.metrics, **run.logged}
-            values = [f"{name} {metrics[name]:.4g}" for name in self._shown(run, metrics)]
-            self._bar.set_postfix_str(", ".join(values), refresh=False)
+            self._beside = [
+                (f"{name} {metrics[name]:.4g}", f"{_short(name)} {metrics[name]:.4g}")
+                for name in self._shown(run, metrics)
+            ]
             return
-        self._unsaid = True
         of_training = any(run.names.stage_of(name) == "train" for name in run.logged)
         self._due = self._due or of_training or run.triggers.log.every is None
+
+    def on_epoch_end(self, run: Run) -> None:
+        """Make the epoch's line due on a terminal."""
+        self._due = self._due or (self._bar is not None and self._unsaid)
 
     def on_save(self, run: Run) -> None:
         """Write the line of this update if it is due, with all values of the update."""
@@ -108,10 +121,10 @@ class ProgressBar(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         """Draw the bar a last time and leave it on the screen."""
+        if self._unsaid:
+            self._print(run)
         if self._bar is not None:
             self._draw(run)
-        elif self._unsaid:
-            self._print(run)
         self._close()
 
     def on_exception(self, run: Run) -> None:
@@ -124,13 +137,19 @@ class ProgressBar(Callback):
         self._due = self._unsaid = False
         updates = _of("update", run.progress.updates, run.totals.updates)
         values = [f"{name} {run.metrics[name]:.4g}" for name in self._shown(run, run.metrics)]
-        print(" | ".join([self._epoch_text(run), updates, *values]), file=sys.stderr, flush=True)
+        parts = [self._epoch_text(run), updates, *values]
+        if self._bar is None:
+            print(" | ".join(parts), file=sys.stderr, flush=True)
+        elif self._bar.fits:
+            self._bar.write(_wrapped(parts, self._bar.format_dict["ncols"]), file=sys.stderr)
 
     def _look_for_screen(self) -> None:
         self._bar_class = _bar_class()
         self._next = math.inf if self._bar_class is None else 0.0
 
     def _draw(self, run: Run) -> None:
+        if self._beside:
+            self._bar.show_beside(self._beside)
         self._bar.update(run.progress.updates - self._bar.n)
         self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS
 
@@ -178,12 +197,31 @@ class ProgressBar(Callback):
         return [name for shown in by_stage.values() for name in shown]
 
 
+_NARROW = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+"""A bar for a narrow screen: tqdm's, without the updates per second."""
+
 # tqdm decides in which calls of update() it draws; here the callback has decided already.
 _DRAW_EXPLICITLY = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}
 
 
 def _of(what: str, number: int, total: int | None) -> str:
     return f"{what} {number}" if total is None else f"{what} {number}/{total}"
+
+
+def _short(name: str) -> str:
+    """Return a metric's name for a narrow screen: "loss" for "train/loss", "val loss" for validation's."""
+    return name.removeprefix("train/").replace("validation/", "val ", 1)
+
+
+def _wrapped(parts: Sequence[str], columns: int | None) -> str:
+    """Join the parts of a line, and break it between two parts where it is wider than the screen."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if columns and len(lines[-1]) + len(part) + 3 > columns:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" | {part}"
+    return "\n".join(lines)
 
 
 def _bar_class() -> Any:
@@ -201,7 +239,42 @@ def _bar_class() -> Any:
         base = tqdm if widgets.IProgress is None else widgets.tqdm
     # tqdm starts a thread that outlives the bar, to redraw stale bars, and makes a lock for several
     # processes, which on some systems starts one. This bar needs neither.
-    return type("Bar", (base,), {"monitor_interval": 0, "_lock": threading.RLock()})
+    fits = base is tqdm and not notebook
+    kept = {"monitor_interval": 0, "_lock": threading.RLock(), "fits": fits, "show_beside": _show_beside}
+    return type("Bar", (base,), kept)
+
+
+def _show_beside(bar: Any, values: Sequence[tuple[str, str]]) -> None:
+    """Put values beside a bar: under full names, or as many as fit under short ones, without the rate."""
+    shape = bar.format_dict
+    columns = shape["ncols"] if bar.fits else None
+    # Where not all fit, the first of each stage come first: they are often the losses.
+    short = [text for _, text in values]
+    validation = [text for text in short if text.startswith(_short("validation/"))]
+    training = [text for text in short if text not in validation]
+    short = [text for pair in itertools.zip_longest(training, validation) for text in pair if text]
+    fitting = [text for text, _ in values]
+    if columns:
+        for template, texts in (
+            (None, [text for text, _ in values]),
+            (_NARROW, short),
+        ):
+            bar.bar_format = template
+            bare = (template or "{l_bar}{bar}{r_bar}").replace("{bar}", "")
+            room = (
+                columns - _LEAST_BAR - len(bar.format_meter(**shape | {"bar_format": bare, "postfix": None}))
+            )
+            fitting = list(_fitting(texts, room))
+            if len(fitting) == len(texts):
+                break
+    bar.set_postfix_str(", ".join(fitting), refresh=False)
+
+
+def _fitting(texts: Iterable[str], room: int) -> Iterator[str]:
+    for text in texts:
+        room -= len(text) + 2
+        if room >= 0:
+            yield text
 
 
 def _has_screen() -> bool:
