@@ -11,6 +11,7 @@ import torch
 from tests.callbacks.test_checkpoint import saved
 from tests.support.messages import heard
 from tests.support.outcome import weights
+from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
@@ -197,3 +198,33 @@ def test_names_have_values_and_nothing_is_looked_up_by_them(tmp_path: Path) -> N
         assert found.best() == str(tmp_path / "checkpoints" / "my-favourite")
         assert str(found.latest()).endswith("update-00000020-epoch=04-2.000")
     assert [text for text in told if "is in the index, but not on the disk" in text]
+
+
+def restored(folder: Path, strategy: str) -> tuple[Any, Any]:
+    task, best = Planted(), dataclasses.replace(ACCURATE, restore_best=True, keep_last=1)
+    trainer = quiet(checkpoint=best, run_dir=folder, max_epochs=6, strategy=strategy)
+    return trainer.fit(task, pairs(10), pairs(4)), weights(task)
+
+
+def _end_of_rank(folder: Path) -> bool:
+    result, ended = restored(folder, "fsdp")
+    best, last = map(Planted.from_checkpoint, (result.best_checkpoint, result.last_checkpoint))
+    return ended == weights(best) != weights(last)
+
+
+def test_a_fit_ends_with_the_best_weights(tmp_path: Path) -> None:
+    result, ended = restored(tmp_path / "one", "cpu")
+    assert (result.best_value, result.metrics[ACCURACY]) == pytest.approx((0.9, 0.3))
+    best, last = map(Planted.from_checkpoint, (result.best_checkpoint, result.last_checkpoint))
+    finished = Planted()
+    finished.load_weights(result.model_path)
+    assert ended == weights(best) == weights(finished) != weights(last)
+    assert all(on_two_ranks(_end_of_rank, tmp_path / "two"))
+    twice = [dataclasses.replace(each, restore_best=True) for each in (ACCURATE, LOWEST)]
+    assert_refused(
+        ConfigError,
+        {
+            "none kept": (lambda: CheckpointConfig(best=0, restore_best=True), "give best=1"),
+            "twice": (lambda: fit(tmp_path, twice), "one of them"),
+        },
+    )

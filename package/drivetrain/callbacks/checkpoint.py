@@ -22,9 +22,10 @@ from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.core.errors import CheckpointError, NonFiniteError
 from drivetrain.core.intervals import Trigger
+from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.distributed.failure.named_places import named_place, register_opaque
-from drivetrain.run.checkpoint import snapshot_to_save
+from drivetrain.run.checkpoint import restore_weights, snapshot_to_save
 from drivetrain.run.save_errors import AGAIN, OVER, newest
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from drivetrain.run.run import Run
 
 register_opaque(__file__)
+
+_LOG = logger(__name__)
 
 
 class CheckpointSaver(Callback):
@@ -132,6 +135,11 @@ class CheckpointSaver(Callback):
         """Return the paths of the best keepers, by the metrics that rank; the first policy's first."""
         found = {by: self.manager.best(by) for by in rankings(self.policies)}
         return {by: path for by, path in found.items() if path is not None}
+
+    def best_value(self) -> float | None:
+        """Return the value of the first policy's best keeper, or None if there is none."""
+        found = self.best_checkpoints()
+        return self.manager.best_value(next(iter(found))) if found else None
 
     def settle(self, run: Run) -> None:
         """Wait for a save in progress."""
@@ -253,6 +261,8 @@ class CheckpointSaver(Callback):
             watched.end(run)
         if run.nonfinite.spoiled is not None:
             return
+        if run.failure is None:
+            self._restore_best(run)
         with run.engine.exchanged():
             weights, _ = module_state(run.task)
         ended = f"the run ended after update {run.progress.updates} ({run.stop_reason})"
@@ -269,6 +279,19 @@ class CheckpointSaver(Callback):
             lost = StorageError(f"{ended}, which is not saved: {self._unsaved}{besides}. {there}")
             lost.code = self._unsaved.code
             raise lost from self._unsaved
+
+    def _restore_best(self, run: Run) -> None:
+        by = next((each.by for each in self.policies if each.restore_best), None)
+        if by is None:
+            return
+        best = run.engine.ranks.first(lambda: self.manager.best(by))
+        if best is not None:
+            restore_weights(run, best)
+        elif run.is_main:
+            _LOG.warning(
+                f"CheckpointConfig(restore_best=True): no checkpoint is the best by {by!r}, so the task has"
+                " the weights of the last update"
+            )
 
     def _write_finished(self, run: Run, weights: dict[str, Tensor]) -> None:
         files = file_system(self.root)

@@ -179,6 +179,7 @@ def _fit_json(result: FitResult) -> dict[str, Any]:
         "metrics": result.metrics,
         **_files(result),
         "best_checkpoints": result.best_checkpoints,
+        "best_value": result.best_value,
     }
 
 

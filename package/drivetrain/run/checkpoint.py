@@ -12,6 +12,7 @@ from torch import Tensor
 from drivetrain.checkpoint.format.manifest import IMPORTED, Snapshot
 from drivetrain.checkpoint.format.tree import pack, unpack, well_formed
 from drivetrain.checkpoint.formats import origin_of
+from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state
 from drivetrain.core.errors import CheckpointError, ConfigError
@@ -20,7 +21,7 @@ from drivetrain.core.random_streams import host_state
 from drivetrain.core.types import Json, Stateful
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.metrics.means import joined_buffers
-from drivetrain.engine.own_loop_checkpoint import optimizer_state, restore_optimizer_state
+from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
 from drivetrain.run.imported import restore_imported
 from drivetrain.run.run import Run
 from drivetrain.task.optim.given import KEEP
@@ -279,6 +280,29 @@ def _check_frozen(run: Run, snapshot: Snapshot) -> None:
 def _named(origin: Mapping[str, str]) -> str:
     name, revision = origin.get("name", "?"), origin.get("revision")
     return repr(name) if revision is None else f"{name!r} at the revision {revision!r}"
+
+
+def restore_weights(run: Run, path: str) -> None:
+    """Restore the weights of a checkpoint of this run, and nothing else. All ranks call it together.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    engine, loaded = run.engine, list[Snapshot]()
+    with engine.exchanged():
+        like = like_module(run.task)
+    engine.ranks.together(lambda: loaded.append(DirectoryCheckpointIO().load(path, like=like)))
+    snapshot = loaded[0]
+    with well_formed("the checkpoint's state"):
+        state = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
+        with engine.exchanged(write=True):
+            load_module_state(
+                run.task,
+                snapshot.tensors.get("model", {}),
+                state["module_extras"],
+                where="the checkpoint",
+                kept=() if run.frozen is None else run.frozen.found,
+            )
 
 
 def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:

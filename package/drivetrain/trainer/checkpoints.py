@@ -99,7 +99,9 @@ def make_saver(
         )
     validates = bool(loaders) and settings.validate_every is not None
     # The default may go without its metric.
-    required = any(validates or each.best is not None or each.by != _DEFAULT.by for each in chosen)
+    required = any(
+        validates or each.best is not None or each.by != _DEFAULT.by or each.restore_best for each in chosen
+    )
     return CheckpointSaver(policies, manager, root, metric_required=required, assets=settings.assets)
 
 

@@ -54,6 +54,7 @@ class FitResult:
         model_path: The finished weights: the file, or the folder that the task writes; or None.
         history_path: The file that `history` reads, or None.
         best_checkpoints: The best keeper by each metric that ranks keepers and has had a value.
+        best_value: The value of the metric that `best_checkpoint` is the best by, or None.
     """
 
     metrics: dict[str, float]
@@ -65,6 +66,7 @@ class FitResult:
     model_path: str | None
     history_path: str | None = None
     best_checkpoints: dict[str, str] = field(default_factory=dict)
+    best_value: float | None = None
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -263,6 +265,7 @@ class Trainer(RunSettings):
             weights,
             history,
             best,
+            saver.best_value() if saver else None,
         )
 
     @by_name

@@ -48,6 +48,8 @@ class CheckpointConfig:
         mode: "min" if the smallest value is best, "max" if the largest. "auto" takes it from the metric's own
             `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); a fit that
             finds it in neither is refused. NaN is never best, and of equal values the earlier is better.
+        restore_best: Whether the task has the weights of the best keeper when the fit ends, and the finished
+            weights are those; not after an error or a signal. One policy of several may ask for it.
         asynchronous: Write in the background: training waits only for a copy of the state to the host's
             memory, and for the previous save if that has not ended. A write error is raised after the next
             update.
@@ -73,6 +75,7 @@ class CheckpointConfig:
     best: int | None = None
     by: str | None = "validation/loss"
     mode: str = "auto"
+    restore_best: bool = False
     asynchronous: bool = False
     parameters: str | None = None
     directory: str | os.PathLike[str] | None = None
@@ -87,6 +90,12 @@ class CheckpointConfig:
         one_of("CheckpointConfig mode", self.mode, MODES)
         if self.parameters is not None:
             one_of("CheckpointConfig parameters", self.parameters, ("all", "trainable"))
+        flag("CheckpointConfig: restore_best", self.restore_best)
+        if self.restore_best and not self.keepers:
+            raise ConfigError(
+                f"CheckpointConfig(restore_best=True, best={self.best}, by={self.by!r}) keeps no best"
+                " checkpoint to restore: give best=1 and a metric by="
+            )
         flag("CheckpointConfig: asynchronous", self.asynchronous)
         flag("CheckpointConfig: resumable", self.resumable)
         by: object = self.by
@@ -176,6 +185,11 @@ def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[C
         raise ConfigError(
             "checkpoint as a list takes one CheckpointConfig or more, not"
             f" {repr(wrong[0]) if wrong else 'an empty list; checkpoint=False saves none'}"
+        )
+    if sum(each.restore_best for each in policies) > 1:
+        raise ConfigError(
+            "several policies of checkpoint= have restore_best=True, and a task has one set of weights: give"
+            " it in one of them"
         )
     first, modes = policies[0], dict[str, str]()
     for number, each in enumerate(policies if len(policies) > 1 else (), start=1):

@@ -162,6 +162,12 @@ class CheckpointManager:
             return self._path(ranked[0].name) if ranked else None
         return None
 
+    def best_value(self, by: str) -> float | None:
+        """Return the value of the best keeper by a metric, or None if there is none."""
+        self._open()
+        ranked = rank(self._entries, by, self._rankings(by)[by].direction)
+        return ranked[0].metrics[by] if ranked else None
+
     def latest(self) -> str | None:
         """Return the path of the newest good checkpoint, verified; `load_latest` also returns its content."""
         found = self.load_latest()
