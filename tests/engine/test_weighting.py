@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import ConfigError, DataError, NonFiniteError, OptimizerConfig, StepOutput, TaskModule
 from drivetrain.data import MicroBatch
+from drivetrain.distributed.ranks import ALONE
 from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.weighting import StepResult, weigh
 
@@ -46,9 +47,11 @@ def test_a_weight_on_an_accelerator_is_not_read() -> None:
     with pytest.raises(RuntimeError):
         bool(there)
     assert shares(there) == [(0, None)]
-    kept = shares(there, 2, there)
-    assert [number for number, _ in kept] == [0, 1, 2]
-    assert all(isinstance(share, Tensor) and share.device.type == "meta" for _, share in kept)
+    window = [MicroBatch(number, weight) for number, weight in enumerate((there, 2, there))]
+    for ranks in (None, ALONE):  # ALONE: as several ranks weigh them
+        kept, _ = weigh(window, ranks, Placeholders())
+        assert [each.batch for each, _ in kept] == [0, 1, 2]
+        assert all(isinstance(share, Tensor) and share.device.type == "meta" for _, share in kept)
 
 
 def test_an_updates_values_are_means_by_weight_over_its_micro_batches() -> None:
