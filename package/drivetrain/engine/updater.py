@@ -203,8 +203,12 @@ class Updater:
         """Restore what `state_dict` returned.
 
         Raises:
-            CheckpointError: The checkpoint was saved with another kind of schedule.
+            CheckpointError: The checkpoint was saved with another kind of schedule, or its state is damaged.
         """
+        if unknown := sorted(set(state) - {"plateau", "scheduler", "kind"}):
+            raise CheckpointError(
+                f"the schedule of optimizer {self.name!r} keeps no {unknown}: the checkpoint is damaged"
+            )
         here, there = _schedule_of(self.state_dict()), _schedule_of(state)
         if here != there and not (there == _UNNAMED and "scheduler" in self.state_dict()):
             raise CheckpointError(
