@@ -69,6 +69,7 @@ class Gate:
         self.spent: Counter[str] = Counter()
         self.dearest: list[tuple[float, str]] = []
         self.over: list[str] = []
+        self.near: list[str] = []
         self.first_failures: dict[str, str] = {}
         self.flaky: dict[str, str] = {}
         self.slowness = 1.0
@@ -114,9 +115,11 @@ class Gate:
             now, before = slowness(), cpu()
             runtestprotocol(item, nextitem=nextitem, log=False)
             used = min(used, cpu() - before)
-            # Half as much again is allowed: other processes slow down what reads much memory.
-            if used > 1.5 * BUDGET["most_seconds_of_a_test"] * max(self.slowness, now, slowness()):
-                self.over.append(f"{item.nodeid} took {used:.1f} CPU seconds, the less of two times")
+            row = f"{item.nodeid} took {used:.1f} CPU seconds, the less of two times"
+            most *= max(self.slowness, now, slowness()) / self.slowness
+            # Other processes slow down what reads much memory, up to three times as far as seen.
+            if used > most:
+                (self.over if used > 3 * most else self.near).append(row)
         if TESTS in item.path.parents:
             self.spent[f"{tier_of(item)} {layer_of(item.path)}"] += used
             self.dearest = sorted([*self.dearest, (used, item.nodeid)], reverse=True)[:400]
@@ -135,10 +138,11 @@ class Gate:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Add what a worker has counted."""
-        spent, dearest, over = getattr(node, "workeroutput", {}).get("gate", ({}, [], []))
+        spent, dearest, over, near = getattr(node, "workeroutput", {}).get("gate", ({}, [], [], []))
         self.spent.update(spent)
         self.dearest += [(seconds, name) for seconds, name in dearest]
         self.over += over
+        self.near += near
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -147,7 +151,12 @@ class Gate:
             scale = (self.slowness + slowness()) / 2
             self.spent = Counter({name: seconds / scale for name, seconds in self.spent.items()})
         if self.is_worker:
-            self.config.workeroutput["gate"] = (dict(self.spent), self.dearest, self.over)  # type: ignore[attr-defined]
+            self.config.workeroutput["gate"] = (  # type: ignore[attr-defined]
+                dict(self.spent),
+                self.dearest,
+                self.over,
+                self.near,
+            )
             return
         self.wrong = [f"{each}; mark it, or make it cheaper" for each in self.over]
         for name, seconds in self.spent.items():
@@ -163,6 +172,7 @@ class Gate:
         if self.wrong and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
+    @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print what passed on its second run only, what was spent, and what was too much."""
         if self.is_worker:
@@ -174,6 +184,8 @@ class Gate:
             f"CPU seconds: {sum(self.spent.values()):.0f} "
             + ", ".join(f"{name} {seconds:.1f}" for name, seconds in rows if seconds > 0.5)
         )
+        for each in self.near:
+            terminalreporter.write_line(f"dear: {each}; mark it, or make it cheaper", yellow=True)
         for each in self.wrong:
             terminalreporter.write_line(f"OVER BUDGET: {each}", red=True)
 
