@@ -1,4 +1,4 @@
-"""A stream gives each sample once, also after a resume; where it does not, a message or an error says so."""
+"""Streams and samplers give each sample once, also after a resume; or a message or an error says so."""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import drivetrain
 from drivetrain import CheckpointError, LambdaCallback, already_split
@@ -136,8 +136,75 @@ def test_a_resume_that_loses_none_does_not_say_it() -> None:
     assert (seen, said) == (list(range(24)), "")
 
 
+class Counting(Sampler[int]):
+    """Counts its epochs, as those of timm; the order depends on their number alone."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(24), 24))
+
+    def __len__(self) -> int:
+        return 24
+
+
+class WithState(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+class Unseeded(WithState):
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(random.SystemRandom().random()).sample(range(24), 24))
+
+
+class InBatches(Counting):
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(super().__iter__())
+        return (indices[at : at + 4] for at in range(0, 24, 4))
+
+    def __len__(self) -> int:
+        return 6
+
+
+class WithoutLength(Counting):
+    __len__: Any = None
+
+
+SAMPLES = list(map(sample, range(24)))
+
+
+@pytest.mark.parametrize("stop", [6, 8])  # at the end of the first of two epochs, and within the second one
+def test_a_sampler_goes_on_in_its_order_after_a_resume(stop: int) -> None:
+    for kind in (Counting, WithState, WithoutLength, InBatches):
+        name = "batch_sampler" if kind is InBatches else "sampler"
+        options = {} if kind is InBatches else {"batch_size": 4}
+
+        def loader(kind: Any = kind, name: str = name, options: Any = options) -> Any:
+            return DataLoader(SAMPLES, **{name: kind()}, **options)  # type: ignore[arg-type]
+
+        with heard() as texts:
+            whole = fit(loader(), max_epochs=2, run_dir=f"whole-{kind.__name__}")
+            parts = {"max_epochs": 2, "run_dir": kind.__name__}
+            assert fit(loader(), stop=stop, **parts) + fit(loader(), **parts) == whole, kind.__name__
+        assert texts == [], kind.__name__
+
+
+def test_a_sampler_that_gives_another_order_after_a_resume_is_named_with_what_is_lost() -> None:
+    loader = DataLoader(SAMPLES, batch_size=4, sampler=Unseeded())  # type: ignore[arg-type]
+    _, said = in_parts(loader, loader)
+    assert "sampler (Unseeded) gives another order for epoch 0 than before the checkpoint, although" in said
+    assert "Samples of this epoch are lost, and others come twice" in said
+    assert "Its state_dict must hold all that the order depends on" in said
+
+
 def test_a_stream_that_is_its_own_iterator_goes_on_after_each_batch() -> None:
-    assert fit(ItsOwnIterator(), batch_size=5) == list(range(24))
+    assert fit(ItsOwnIterator(), batch_size=5, max_steps=9) == list(range(24))  # it must end by itself
 
 
 def test_a_stream_with_the_state_of_its_own_loader_is_drawn_again() -> None:

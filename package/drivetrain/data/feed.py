@@ -335,21 +335,23 @@ class Feed:
     def continuation(self) -> dict[str, Any] | None:
         """Return how the data was read and what it gives next; all processes must call it.
 
-        It belongs to the last window yielded, as `snapshot`. Data that is read by index has none.
+        It belongs to the last window yielded, as `snapshot`. The result is None if the order
+        is a function of the seed and the epoch.
         """
         if self.source.exact:
             return None
-        following = self._next
-        known = following is not None and not following.is_placeholder and not following.bad
+        following, order = self._next, self.source.order_state()
+        known = order is None and following is not None and not (following.is_placeholder or following.bad)
         samples = of_samples(following.batch, following.samples) if known and following is not None else None
-        return self.source.gathered({"settings": self.source.settings(), "next": samples})
+        return self.source.gathered({"settings": self.source.settings(), "next": samples, "order": order})
 
     def restore(
         self, state: dict[str, Any] | None, position: int, continuation: dict[str, Any] | None = None
     ) -> None:
         """Restore the result of `snapshot`; all processes must call it.
 
-        The first batch is then compared with the one that came next when the state was saved.
+        A stream's first batch is then compared with the one that came next when the state was saved, and the
+        order of a user's sampler with the order before.
 
         Args:
             state: The data's state.
@@ -363,9 +365,12 @@ class Feed:
         source = self.source
         check_division(source, state, position)
         before = source.own_part(continuation)
-        if position and before is not None and not source.exact:
-            source.check_settings(before["settings"])
-            self._expected = before["next"]
+        if before is not None and not source.exact:
+            if position:
+                source.check_settings(before["settings"])
+                self._expected = before["next"]
+            if before.get("order") is not None:  # older checkpoints do not have it
+                source.restore_order(before["order"], position)
         if source.stateful and state is not None:
             # One at a time: some packages keep the state in memory that a machine's ranks share.
             source.ranks.in_turn(lambda: source.restore(state))

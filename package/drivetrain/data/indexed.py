@@ -175,7 +175,7 @@ class IndexedSource(Source):
             sampled = self._sampled(self._order.replayed(self._batch_sampler, epoch), position)
             return grouped(sampled, self.share)
         if self._order.length() is None:
-            take = drawn(islice(self._order.drawn(self._order.sampler, epoch), position, None))
+            take = drawn(islice(self._order.replayed(self._order.sampler, epoch), position, None))
         else:
             order = self._order.indices(epoch)
 
@@ -212,7 +212,7 @@ class IndexedSource(Source):
             position += size
 
     def _streamed(self, epoch: int, position: int) -> Iterator[tuple[int, Any]]:
-        indices = islice(self._order.drawn(self._order.sampler, epoch), position, None)
+        indices = islice(self._order.replayed(self._order.sampler, epoch), position, None)
         while batch := list(islice(indices, self._batch_size)):
             if self._drop_last and len(batch) < self._batch_size:
                 return
@@ -367,9 +367,18 @@ class IndexedSource(Source):
 
     def start(self, epoch: int, number: int) -> int:
         """Return the position at which a batch begins; draws a user's batch sampler that far."""
-        if self._batch_sampler is None:
+        if self._batch_sampler is None or number == 0:
             return number * self._batch_size
         return sum(len(each) for each in islice(self._order.replayed(self._batch_sampler, epoch), number))
+
+    def order_state(self) -> dict[str, Any] | None:
+        """Return the state of the user's sampler, and a checksum of its order."""
+        return self._order.state()
+
+    def restore_order(self, state: dict[str, Any], position: int) -> None:
+        """Restore the user's sampler, and warn if its order is another one."""
+        if not self.exact:
+            self._order.restore(self._batch_sampler or self._order.sampler, state, position)
 
     def description(self) -> dict[str, Any]:
         """Return the dataset's and the loader's numbers."""

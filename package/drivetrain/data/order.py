@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import copy
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from drivetrain.core.errors import DataError
+from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
 from drivetrain.data.length_grouped import LengthGroupedSampler
+from drivetrain.data.sources import has_state
+
+_LOG = logger(__name__)
 
 _PIECE = 10_000
 """Indices drawn from a sampler at a time: entering and leaving its random stream takes 0.2 ms."""
+
+
+@dataclass
+class _Drawn:
+    """The order that a user's sampler has given last.
+
+    Attributes:
+        epoch: Its epoch.
+        states: The states of the sampler, and of the one that it draws from, before it was drawn.
+        indices: What it gave; the first piece of it, if the sampler has no length.
+        rest: What comes after that piece; None for a sampler with a length.
+        is_read: Whether the epoch was read.
+    """
+
+    epoch: int
+    states: list[Any]
+    indices: list[Any]
+    rest: Iterator[Any] | None
+    is_read: bool = False
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of `indices`, whatever the sizes of its batches are."""
+        listed: Any = self.indices
+        if listed and isinstance(listed[0], (list, tuple)):
+            listed = list(chain.from_iterable(listed))
+        try:
+            return zlib.crc32(array("q", listed).tobytes())
+        except (TypeError, OverflowError):  # keys of another type than integers
+            texts = [
+                each if isinstance(each, (int, float, str, bytes)) else str(type(each)) for each in listed
+            ]
+            return zlib.crc32(repr(texts).encode())
 
 
 class Order:
@@ -46,6 +88,7 @@ class Order:
         self.known = self._sequential or self._shuffled or grouped
         self._epoch = -1
         self._indices: Any = range(size)
+        self._drawn: _Drawn | None = None
 
     def indices(self, epoch: int) -> Any:
         """Return all indices of an epoch as a range, tensor or list; for a sampler with a length."""
@@ -59,7 +102,7 @@ class Order:
         return torch.randperm(self._size, generator=generator)
 
     def replayed(self, sampler: Iterable[Any], epoch: int) -> Iterable[Any]:
-        """Run a user's sampler for an epoch; every call gives the same.
+        """Return what a user's sampler gives in an epoch; it is drawn once an epoch.
 
         Returns:
             A list. For a sampler without a length, which may be endless, an iterator that draws as it goes.
@@ -67,8 +110,59 @@ class Order:
         Raises:
             DataError: The sampler raised.
         """
-        drawn = self.drawn(sampler, epoch)
-        return drawn if _length(sampler) is None else list(drawn)
+        found = self._drawn
+        if found is None or found.epoch != epoch or (found.is_read and found.rest is not None):
+            found = self._draw(sampler, epoch)
+        found.is_read = True
+        return found.indices if found.rest is None else chain(found.indices, found.rest)
+
+    def _draw(self, sampler: Iterable[Any], epoch: int) -> _Drawn:
+        states = [copy.deepcopy(each.state_dict()) if has_state(each) else None for each in _owners(sampler)]
+        drawn, is_sized = self.drawn(sampler, epoch), _length(sampler) is not None
+        first = list(drawn if is_sized else islice(drawn, _PIECE))
+        self._drawn = _Drawn(epoch, states, first, None if is_sized else drawn)
+        return self._drawn
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a resumed run needs to draw the last order again; None if no sampler was drawn."""
+        found = self._drawn
+        if found is None:
+            return None
+        return {"epoch": found.epoch, "checksum": found.checksum, "samplers": found.states}
+
+    def restore(self, sampler: Iterable[Any], state: Mapping[str, Any], position: int) -> None:
+        """Load a sampler's state and draw its last order again; warn if it gives another one.
+
+        A sampler without a state is drawn until it gives the order, at most as often as before. So one that
+        counts its epochs, or has a generator of its own, resumes too.
+
+        Args:
+            sampler: The user's sampler.
+            state: The result of `state`.
+            position: The run's position in its epoch.
+
+        Raises:
+            DataError: The sampler raised.
+        """
+        epoch, owners, loaded = state["epoch"], _owners(sampler), False
+        for owner, each in zip(owners, state["samplers"], strict=False):
+            if each is not None and has_state(owner):
+                owner.load_state_dict(copy.deepcopy(each))
+                loaded = True
+        for _ in range(1 if loaded else epoch + 1):
+            if self._draw(sampler, epoch).checksum == state["checksum"]:
+                return
+        lost = (
+            "Samples of this epoch are lost, and others come twice"
+            if position
+            else "Each sample comes once, but not in the order of a run that was not interrupted"
+        )
+        although = ", although its state was loaded" if loaded else ""
+        _LOG.warning(
+            f"the {self._name} data's sampler ({type(sampler).__name__}) gives another order for epoch"
+            f" {epoch} than before the checkpoint{although}. {lost}, unless only the batches or the data have"
+            f" changed. {_order_help(owners, loaded)}"
+        )
 
     def drawn(self, sampler: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Yield the indices of a user's sampler for an epoch, drawn in pieces from a separate random stream.
@@ -99,7 +193,7 @@ class Order:
 
     def _begun(self, sampler: Iterable[Any], epoch: int) -> Iterator[Any]:
         value = mix(ORDER, self._seed, epoch)
-        for owner in (sampler, getattr(sampler, "sampler", None)):
+        for owner in _owners(sampler):
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
@@ -159,6 +253,31 @@ def refuse_divided(sampler: Any, name: str) -> None:
                 " that it gives all samples, give a sampler of the whole dataset, or pass"
                 " drivetrain.already_split(loader)"
             )
+
+
+def _owners(sampler: Any) -> tuple[Any, Any]:
+    """Return a sampler and the one that it draws from, or None."""
+    return sampler, getattr(sampler, "sampler", None)
+
+
+def _order_help(owners: Iterable[Any], loaded: bool) -> str:
+    """Say what would make a sampler's order the same in a resumed run, beside what it already has."""
+    globals_ = "or on the global generators of torch, numpy and Python, which are seeded for each epoch"
+    if loaded:
+        return (
+            "Its state_dict must hold all that the order depends on, such as the state of a generator, as it"
+            " is before __iter__ is called"
+        )
+    if any(callable(getattr(each, "set_epoch", None)) for each in owners):
+        return (
+            "Its order must depend on the epoch that set_epoch is given and a constant seed alone,"
+            f" {globals_}. Or give it state_dict() and load_state_dict(state)"
+        )
+    return (
+        "It depends on a seed of its own, or was drawn before this fit. Give it state_dict() and"
+        " load_state_dict(state), or let the order depend on the epoch alone, which set_epoch(epoch) is"
+        f" given, {globals_}"
+    )
 
 
 def _length(sampler: Any) -> int | None:

@@ -177,6 +177,18 @@ class Source(ABC):
             CheckpointError: They differ.
         """
 
+    def order_state(self) -> dict[str, Any] | None:
+        """Return what a resumed run needs to draw the order of a user's sampler again; None without one."""
+        return None
+
+    def restore_order(self, state: dict[str, Any], position: int) -> None:
+        """Restore the result of `order_state`, and warn if the order is another one.
+
+        Args:
+            state: The result.
+            position: The run's position in its epoch.
+        """
+
     def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
         """Report that the data does not continue where the checkpoint was saved.
 

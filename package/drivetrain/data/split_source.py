@@ -214,6 +214,14 @@ class SplitSource(Source):
         """Check the settings of this process's part."""
         self._own.check_settings(before)
 
+    def order_state(self) -> dict[str, Any] | None:
+        """Return the order of this process's part."""
+        return self._own.order_state()
+
+    def restore_order(self, state: dict[str, Any], position: int) -> None:
+        """Restore the order of this process's part."""
+        self._own.restore_order(state, position)
+
     def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
         """Report that this process's part does not continue where it was."""
         self._own.report_other_order(position, differs)
