@@ -62,33 +62,41 @@ def test_a_signal_asks_for_no_restart_once_another_ranks_death_is_known() -> Non
 
 def test_the_first_boundary_that_nobody_has_passed_is_taken_once_all_have_told() -> None:
     poll = Poll(3)
-    assert poll.open(2, "two")
-    assert not poll.open(1, "one")
+    assert poll.open(2, 0, "two")
+    assert not poll.open(1, 0, "one")
     poll.note(0, 7)
     poll.note(1, 6, "one")
     assert poll.decision() is None
-    poll.note(2, 6)  # a goodbye counts, too
+    poll.leave(2, 6)  # a goodbye counts, too, and in later rounds
     assert poll.decision() == {"at": 8, "reason": "one"}
     assert poll.decision() is None
+    assert not poll.open(1, 0, None)  # it comes to the first meeting yet
+    assert poll.open(1, 1, None)
+    poll.note(0, 8)
+    poll.note(1, 9)
+    assert poll.decision() == {"at": 10, "reason": None}
 
 
 def test_a_rank_that_waits_for_its_own_answer_can_still_stop_where_it_waits() -> None:
     stopping = Stopping()
-    stopping.passed = 4
-    stopping.ask("enough")
-    stopping.passed = 5  # it has come to the boundary, and waits there
-    assert stopping.hold() == {"passed": 4, "asked": "enough"}
-    stopping.set_answer(6, "enough")
-    assert stopping.answer() is None
-    stopping.passed = 6
-    assert stopping.answer() == "enough"
+    for number in (0, 1):
+        assert not stopping.meets()
+        stopping.passed = 4
+        stopping.want_meeting()
+        stopping.passed = 5  # it has come to the boundary, and waits there
+        assert stopping.hold(number) == {"passed": 4, "asked": None}
+        stopping.set_answer(6, None)
+        assert not stopping.meets()
+        stopping.passed = 6
+        assert stopping.meets()
 
 
 def test_a_failure_ends_the_wait() -> None:
     stopping = Stopping()
+    stopping.want_meeting()
     stopping.abandon(RankFailure("rank 1 failed first"))
     with pytest.raises(RankFailure, match="rank 1 failed first"):
-        stopping.answer()
+        stopping.meets()
 
 
 @needs_gloo

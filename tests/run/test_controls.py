@@ -67,15 +67,16 @@ def test_run_end_epoch_leaves_the_next_epoch_all_of_its_data(workers: int) -> No
     assert len(seen) == 44
 
 
-def test_a_fit_that_ended_an_epoch_resumes_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hook", "limit"), [("on_step_end", 4), ("on_save", 2)])
+def test_a_fit_that_ended_an_epoch_resumes_bit_for_bit(tmp_path: Path, hook: str, limit: int) -> None:
     def train(directory: Path, **options: Any) -> Regression:
-        task, asks = Regression(dropout=0.5), Asks("on_step_end", {2}, Run.end_epoch)
+        task, asks = Regression(dropout=0.5), Asks(hook, {2}, Run.end_epoch)
         trainer = quiet(callbacks=[asks], run_dir=directory, checkpoint=FAR, **options)
         trainer.fit(task, pairs(24), resume="auto")
         return task
 
     whole = train(tmp_path / "whole", max_epochs=2)
-    train(tmp_path / "parts", max_steps=4)
+    train(tmp_path / "parts", max_steps=limit)  # a request that is not met yet is in the checkpoint
     assert weights(train(tmp_path / "parts", max_epochs=2)) == weights(whole)
 
 
@@ -121,18 +122,52 @@ def test_a_stop_that_waits_for_min_steps_is_in_the_checkpoint(tmp_path: Path) ->
     assert (result.progress.updates, result.stop_reason) == (5, "enough")
 
 
-def on_a_rank(directory: str) -> tuple[Any, ...]:
-    asks = Asks("on_step_end", {2}, lambda run: (run.save(), run.validate(), run.end_epoch()))
-    devices: dict[str, Any] = {"strategy": "ddp", "devices": 2}
-    trainer = quiet(max_epochs=2, callbacks=[asks], run_dir=directory, checkpoint=FAR, **devices)
-    trainer.fit(Regression(), pairs(24), pairs(4))
-    result = fit(StopsAt(2, rank=1), max_epochs=4, min_steps=5, **devices)
-    return asks.epochs, asks.validated, asks.saved, (result.progress.updates, result.stop_reason)
+ALL = ("save", "validate", "end_epoch", "log_now")
+ASKED: dict[str, tuple[str, int, set[int], tuple[str, ...]]] = {
+    "all": ("on_step_end", 2, {0, 1}, ALL),
+    "one": ("on_step_end", 2, {1}, ALL),
+    "stops": ("on_step_end", 2, {1}, ("validate", "stop")),
+    "over": ("on_epoch_end", 6, {1}, ("end_epoch", "save")),
+    "last": ("on_step_end", 12, {1}, ("validate",)),
+}
 
 
-def test_ranks_act_together_on_what_hooks_ask_for(tmp_path: Path) -> None:
-    first, second = on_two_ranks(on_a_rank, str(tmp_path))
+def asked_on_a_rank(
+    directory: Path, hook: str, update: int, ranks: set[int], calls: tuple[str, ...]
+) -> tuple[Any, ...]:
+    def ask(run: Run) -> None:
+        for call in calls if run.engine.ranks.rank in ranks else ():
+            run.stop("enough") if call == "stop" else getattr(run, call)()
+
+    asks, devices = Asks(hook, {update}, ask), {"strategy": "ddp", "devices": 2}
+    options = {"run_dir": directory, "log_every": None, "validate_every": None}
+    options["checkpoint"] = FAR if "save" in calls else False
+    result = quiet(max_epochs=2, callbacks=[asks], **options, **devices).fit(
+        Regression(), pairs(24), pairs(4)
+    )
+    return asks.epochs, asks.validated, asks.saved, asks.logged, result.progress.updates
+
+
+def test_ranks_act_together_on_what_hooks_of_one_or_of_all_ask_for(tmp_path: Path) -> None:
+    first, second = on_two_ranks(
+        lambda: {case: asked_on_a_rank(tmp_path / case, *asked) for case, asked in ASKED.items()}
+    )
     assert first == second
-    epochs, validated, saved, stopped = first
-    assert epochs[0] == validated[0] == saved[0] == 2
-    assert stopped in ((5, "enough"), (6, "enough"))  # rank 0 may have ended update 5 when rank 1 asks
+    assert [each[0] for each in first["all"][:4]] == [2, 2, 2, 2]
+    at = first["one"][0][0]
+    assert 2 <= at <= 4  # rank 0 may have ended update 2 when rank 1 asks
+    assert first["one"][:3] == ([at, at + 6], [at], [at, at + 6])
+    at = first["stops"][-1]
+    assert first["stops"][1] == [at]
+    assert first["over"][-1] == 12  # it ends no later epoch
+    assert first["over"][2] in ([6, 12], [7, 12], [8, 12])
+    assert first["last"][1] == [12]
+
+
+def test_a_stop_on_one_rank_waits_for_min_steps() -> None:
+    devices = {"strategy": "ddp", "devices": 2}
+    first, second = on_two_ranks(
+        lambda: fit(StopsAt(2, rank=1), max_epochs=4, min_steps=5, **devices).progress.updates
+    )
+    assert first == second
+    assert 5 <= first <= 6  # rank 0 may have ended update 5 when rank 1 asks

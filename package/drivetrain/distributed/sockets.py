@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import stat
 import sys
@@ -25,6 +26,38 @@ def closed_in_forks(line: socket.socket) -> socket.socket:
     with _changing:
         _open.add(line)
     return line
+
+
+class Bell:
+    """Wakes a thread that waits for a socket. `ring` takes no lock, so a signal handler may call it.
+
+    Args:
+        line: The socket.
+    """
+
+    def __init__(self, line: socket.socket) -> None:
+        self._ends = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for each in self._ends:
+            closed_in_forks(each).setblocking(False)
+        self._selector.register(line, selectors.EVENT_READ)
+        self._selector.register(self._ends[0], selectors.EVENT_READ)
+
+    def ring(self) -> None:
+        """End the wait of the other thread, or its next one."""
+        with contextlib.suppress(OSError):  # full: it has rung; closed: nobody waits
+            self._ends[1].send(b"!")
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the socket has something to read, the bell rings or the time is over."""
+        if any(key.fileobj is self._ends[0] for key, _ in self._selector.select(seconds)):
+            self._ends[0].recv(1 << 10)
+
+    def close(self) -> None:
+        """Close the bell; the socket stays open."""
+        self._selector.close()
+        for each in self._ends:
+            each.close()
 
 
 @contextlib.contextmanager

@@ -179,6 +179,7 @@ def _own_state(run: Run) -> dict[str, Any]:
         "buffer": run.engine.buffer.state_dict(),
         "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
         **({"postponed": run.postponed} if run.postponed is not None else {}),
+        **({"requests": asked} if (asked := _unmet(run)) else {}),
         **({"values": run.pending_values(), "timing": run.timing} if first else {}),
         **(
             {"loggers": {name: each.state_dict() for name, each in _stateful(run.loggers).items()}}
@@ -186,6 +187,12 @@ def _own_state(run: Run) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def _unmet(run: Run) -> list[str]:
+    """Return what hooks have asked for and this checkpoint does not contain."""
+    asked = run.agreed.union(run.requests)
+    return sorted(asked if run.progress.epoch_batches else asked - {"end_epoch"})
 
 
 def _states_for(rank: int, size: int, saved: list[Any]) -> list[Any]:
@@ -363,7 +370,10 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.progress.load_json(snapshot.progress)
     # The ranks' states: with fewer ranks now, one rank resumes from several states; with more, some ranks
     # start without a state.
-    mine = _states_for(engine.data_ranks.rank, engine.data_ranks.size, [tree, *tree.get("ranks", [])])
+    saved = [tree, *tree.get("ranks", [])]
+    mine = _states_for(engine.data_ranks.rank, engine.data_ranks.size, saved)
+    asked = frozenset(str(name) for each in saved for name in each.get("requests", ()))
+    run.agreed = asked if run.evaluation_feeds else asked - {"validate"}
     if mine:
         run.host_streams = mine[0]["host_streams"]
         engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)

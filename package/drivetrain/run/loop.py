@@ -48,6 +48,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     left = False
     _begin(run)
     while not run.due_to_stop():
+        run.epoch_begun = progress.epoch
         with shielded():
             run.call(hooks.on_epoch_start)
         run.check_parameters()
@@ -90,8 +91,11 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             if _end_update(run, window.last) or run.stop_reason is not None:
                 break
         windows.close()
+        run.agreed -= {"end_epoch"}  # of an epoch that has ended
     if not left:
         run.end_if_asked()
+    if run.evaluation_feeds and run.engine.ranks.size > 1 and _ends_itself(run):
+        _agree_at_end(run)
     run.is_over = True
     run.log_training()
     run.nonfinite.check_end()
@@ -100,11 +104,12 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         raise run.failure
 
 
-def _requests(run: Run, *only: str) -> frozenset[str]:
-    """Take what the hooks of any rank have asked for, with all ranks."""
-    asked = frozenset(run.requests.intersection(only) if only else run.requests)
-    run.requests -= asked
-    return frozenset().union(*run.engine.ranks.all_gather(asked))
+def _requests(run: Run) -> frozenset[str]:
+    """Pass a boundary, and take what the hooks of any rank have asked for and all ranks have agreed on."""
+    if run.requests or run.stopping.shared or run.stopping.asked is not None:
+        _agree(run)
+    asked, run.agreed = run.agreed, _NOTHING
+    return asked
 
 
 def _begin(run: Run) -> None:
@@ -114,7 +119,7 @@ def _begin(run: Run) -> None:
     run.ledger.train()
     if run.sanity_batches is not None:
         check_validation(run, run.sanity_batches)
-    if run.stopping.shared or run.stopping.held:
+    if run.requests or run.stopping.shared or run.stopping.asked is not None:
         _agree(run)
 
 
@@ -132,8 +137,10 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
     Returns:
         Whether the epoch has ended: with its data, or because a hook asked for it.
     """
-    progress, triggers, asked = run.progress, run.triggers, _NOTHING
-    if run.requests:
+    progress, triggers, stopping, asked = run.progress, run.triggers, run.stopping, _NOTHING
+    if run.postponed is not None:
+        run.stop_if_postponed()
+    if run.requests or run.agreed or stopping.shared or stopping.asked is not None:
         asked = _requests(run)
         epoch_ended = epoch_ended or "end_epoch" in asked
     progress.seconds = perf_counter() - run.origin
@@ -148,8 +155,7 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
             asked |= {"validate"}
     if asked:
         _log_and_validate(run, asked)
-    if run.requests:  # by on_log and the evaluation's hooks
-        later = _requests(run)
+        later = _requests(run)  # of on_log and the evaluation's hooks
         if "end_epoch" in later and not epoch_ended:
             epoch_ended = True
             progress.epoch += 1
@@ -159,23 +165,28 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
     if epoch_ended:
         with shielded():
             run.call(run.hooks.on_epoch_end)
-        if run.requests:
-            later = _requests(run, "log", "validate", "end_epoch")  # it has ended
-            _log_and_validate(run, later - asked)
+        later = _requests(run)
+        _log_and_validate(run, later - asked)
+        asked |= later
         _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
         progress.position = progress.epoch_updates = progress.epoch_batches = 0
-    if run.postponed is not None:
-        run.stop_if_postponed()
-    if run.stopping.shared or run.stopping.held:
-        _agree(run)
+    if asked or epoch_ended:  # hooks were called since the first boundary
+        if run.postponed is not None:
+            run.stop_if_postponed()
+        later = _requests(run)
+        run.agreed = later - asked - {"save", "end_epoch" if epoch_ended else ""}
+        asked |= later & {"save"}
+        if run.stop_reason is not None:  # no update follows
+            _log_and_validate(run, run.agreed)
+            run.agreed = _NOTHING
     stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
     if run.stop_reason is not None:
         _validate_at_end(run)
     if run.hooks.on_save:
-        run.saves_now = "save" in asked or ("save" in run.requests and "save" in _requests(run, "save"))
+        run.saves_now = "save" in asked
         for hook in run.hooks.on_save:
             hook(run)
-    if run.stopping.shared or run.stopping.held:
+    if run.requests or stopping.shared or stopping.asked is not None:
         _agree(run)
     if run.stop_reason is not None and not stops:  # asked for meanwhile: a run that stops is saved
         _validate_at_end(run)
@@ -194,11 +205,16 @@ def _validate_at_end(run: Run) -> None:
     """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
     updates; not one that a signal or its caller ends.
     """
-    ends = run.stop_reason not in (None, _LEFT, *run.stopping.signals) and run.failure is None
-    if not ends or run.triggers.validate.every is None or run.nonfinite.spoiled:
+    if run.stop_reason is None or run.triggers.validate.every is None or not _ends_itself(run):
         return
     if not run.validated or run.triggers.validate.is_due_by(_updates_at_end(run), run.progress):
         validate(run)
+
+
+def _ends_itself(run: Run) -> bool:
+    """Return whether a fit that has stopped was ended neither by a signal, its caller nor an error."""
+    spoiled = run.failure is not None or run.nonfinite.spoiled
+    return not spoiled and run.stop_reason not in (_LEFT, *run.stopping.signals)
 
 
 def _updates_at_end(run: Run) -> int:
@@ -212,12 +228,29 @@ def _updates_at_end(run: Run) -> int:
 
 
 def _agree(run: Run) -> None:
-    """Pass a boundary, at which all ranks may have agreed to stop; see `Stopping`."""
+    """Pass a boundary; if all ranks meet there, gather their requests. See `Stopping`."""
     stopping = run.stopping
     stopping.passed += 1
-    if stopping.held and run.stop_reason is None:
-        # Of one process, the thread that has heard a signal has asked.
-        run.stop_reason = stopping.answer() if stopping.shared else stopping.asked
+    if stopping.shared and not stopping.meets():
+        return
+    mine, run.requests = run.requests, {}
+    of_all = run.engine.ranks.all_gather((stopping.asked, mine))
+    reason = stopping.agree(each for each, _ in of_all)
+    run.stop_reason = run.stop_reason or reason
+    run.agreed |= {
+        name
+        for _, asked in of_all
+        for name, epoch in asked.items()
+        if name != "end_epoch" or epoch == run.epoch_begun
+    }
+
+
+def _agree_at_end(run: Run) -> None:
+    """Validate if a rank has asked for it when another had passed the last boundary already."""
+    of_all = run.engine.ranks.all_gather("validate" in run.requests or "validate" in run.agreed)
+    latest = run.latest if run.latest_at == run.progress.updates else {}
+    if any(of_all) and not any(run.names.stage_of(name) == "validation" for name in latest):
+        validate(run)
 
 
 def validate(run: Run) -> None:

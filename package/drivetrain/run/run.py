@@ -72,7 +72,10 @@ class Run(RunState):
         save_errors: The files that could not be written, and the policy for them.
         milestones: How many checkpoints it has saved, and passes over evaluation data and updates begun.
         reports: How often `report_progress` was called.
-        requests: The requests of hooks: "log", "validate", "save", "end_epoch".
+        requests: The requests of this rank's hooks, "log", "validate", "save" or "end_epoch", each with its
+            epoch.
+        agreed: The requests that all ranks know and have not met yet.
+        epoch_begun: The epoch that has begun last; `progress.epoch` counts those that have ended.
         saves_now: Whether the savers of this update must save.
         is_over: Whether training is over: the last log point, if there is something to log, and `on_fit_end`
             follow.
@@ -166,8 +169,8 @@ class Run(RunState):
     def save(self) -> None:
         """Save a checkpoint at the end of this update, after all hooks but the savers'.
 
-        All ranks must ask in the same update, as hooks do that decide by `run.metrics` or `run.progress`. If
-        only some ask, the ranks no longer exchange the same things, and the job fails or hangs.
+        One rank may ask alone. All then save after the same update, the first that none of them has ended, as
+        for `stop`; that is this update if all ask in it.
 
         Raises:
             ConfigError: The fit saves nothing (`checkpoint=False`), or this run is no fit.
@@ -175,7 +178,7 @@ class Run(RunState):
         self._request("save", bool(self.hooks.on_save), "saves nothing: give the Trainer a checkpoint policy")
 
     def validate(self) -> None:
-        """Validate at the end of this update, as at `validate_every`. All ranks must ask, as for `save`.
+        """Validate at the end of this update, as at `validate_every`. One rank may ask alone, as for `save`.
 
         Raises:
             ConfigError: The fit has no validation data, or this run is no fit.
@@ -185,7 +188,7 @@ class Run(RunState):
         )
 
     def log_now(self) -> None:
-        """Make a log point at the end of this update, as at `log_every`. All ranks must ask, as for `save`.
+        """Log at the end of this update, as at `log_every`. One rank may ask alone, as for `save`.
 
         Raises:
             ConfigError: This run is no fit.
@@ -216,9 +219,10 @@ class Run(RunState):
         return added
 
     def end_epoch(self) -> None:
-        """End the epoch with this update. All ranks must ask, as for `save`.
+        """End the epoch with this update. One rank may ask alone, as for `save`.
 
-        The epoch counts as one of `max_epochs`. Schedules keep the length that was planned.
+        The epoch counts as one of `max_epochs`. Schedules keep the length that was planned. If it ends before
+        all ranks have agreed, nothing more happens.
 
         Raises:
             ConfigError: This run is no fit.
@@ -227,10 +231,13 @@ class Run(RunState):
 
     def _request(self, what: str, is_possible: bool = True, problem: str = "") -> None:
         if self.train_feed is None:
-            raise ConfigError(f"run.{what}() is for the hooks of a fit; this run is a {self.stage} run")
+            call = "log_now" if what == "log" else what
+            raise ConfigError(f"run.{call}() is for the hooks of a fit; this run is a {self.stage} run")
         if not is_possible:
             raise ConfigError(f"run.{what}() in a fit that {problem}")
-        self.requests.add(what)
+        self.requests[what] = self.epoch_begun
+        if self.stopping.shared:
+            self.stopping.want_meeting()
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.

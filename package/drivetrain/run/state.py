@@ -89,7 +89,9 @@ class RunState:
         self.last_checkpoint: str | None = None
         self.save_errors = SaveErrors(on_save_error, reports=self.is_main)
         self.milestones = self.reports = 0
-        self.requests: set[str] = set()
+        self.requests: dict[str, int] = {}
+        self.agreed: frozenset[str] = frozenset()
+        self.epoch_begun = 0
         self.saves_now = self.is_over = False
 
     def stop(self, reason: str) -> None:

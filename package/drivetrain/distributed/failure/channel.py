@@ -31,6 +31,7 @@ from drivetrain.distributed.launch.children import outlive_parent, started, wait
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.signals import AGENT, current
+from drivetrain.distributed.sockets import Bell
 from drivetrain.distributed.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class FailureChannel:
             `signs`, the hook or the part of the step. Compilations, saves and loads, which show none, have an
             hour more. None disables it.
         directory: Where the stacks of all ranks go after a failure, into "failures"; None writes none.
-        stopping: Agrees with the other ranks on when to stop, over these connections.
+        stopping: Agrees with the other ranks on when to stop or to act together, over these connections.
 
     Raises:
         StrategyError: Rank 0 cannot be reached.
@@ -103,7 +104,8 @@ class FailureChannel:
         self._stacks = StackFiles(rank, world_size, directory)
         self._main = threading.get_ident()
         self._interrupts = Interrupts()
-        self._interrupted = self._has_asked = False
+        self._interrupted = False
+        self._asked_in = -1
         self._cause: Cause | None = None
         self._decided = threading.Event()
         self._out = threading.Event()
@@ -112,6 +114,7 @@ class FailureChannel:
         self._hub: Hub | None = None
         self._line: Line | None = None
         self._thread: threading.Thread | None = None
+        self._bell: Bell
         self._rank_0: Silence
         self._rank_0_where = ""
 
@@ -147,9 +150,10 @@ class FailureChannel:
             ranks.is_guarded = True
         outlive_parent(True)
         self._interrupts.open()
+        self._bell = Bell(self._line.socket)
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
         self._thread.start()
-        self._stopping.shared = True
+        self._stopping.wake, self._stopping.shared = self._bell.ring, True
         return self
 
     def report(self, error: BaseException, besides: str = "") -> None:
@@ -260,9 +264,11 @@ class FailureChannel:
             note_failure()
         self._closed.set()
         self._interrupts.close()
-        self._stopping.shared = False
+        self._stopping.wake, self._stopping.shared = bool, False
         if self._thread is not None:
+            self._bell.ring()
             self._thread.join()
+            self._bell.close()
         self._stacks.wait()
         self._line.close()
         self._line = None
@@ -279,8 +285,9 @@ class FailureChannel:
     def _run(self) -> None:
         assert self._line is not None
         following, has_told = time.monotonic(), False
-        while not self._closed.wait(0.05):
+        while not self._closed.is_set():
             try:
+                self._bell.wait(0.05)
                 has_ended = self._hear(self._line)
                 if not has_ended and time.monotonic() >= following:
                     following = time.monotonic() + self._timing.silence / 5
@@ -291,6 +298,7 @@ class FailureChannel:
                     has_told = True
                     with contextlib.suppress(Exception):
                         sys.stderr.write(f"drivetrain: the failure channel of rank {self.rank}: {error!r}\n")
+                self._closed.wait(0.05)
             if has_ended:
                 return
 
@@ -300,8 +308,11 @@ class FailureChannel:
             self._interrupted = True
             cause = Cause("error", self.rank, self._state()["where"], "KeyboardInterrupt")
             line.send(kind="cause", cause=cause.to_json(), **self._state())
-        if self._stopping.asked is not None and not self._has_asked:
-            self._has_asked = line.send(kind="stop", **self._state(), asked=self._stopping.asked)
+        wanted = self._stopping.wanted
+        if wanted > self._asked_in and line.send(
+            kind="ask", round=wanted, asked=self._stopping.asked, **self._state()
+        ):
+            self._asked_in = wanted
         try:
             messages = line.receive()
         except ValueError:
@@ -326,8 +337,8 @@ class FailureChannel:
                 self._fail(Cause.from_json(each["cause"]))
                 return True
             if each["kind"] == "hold":
-                line.send(kind="held", **{**self._state(), **self._stopping.hold()})
-            elif each["kind"] == "stop":
+                line.send(kind="held", **{**self._state(), **self._stopping.hold(each["round"])})
+            elif each["kind"] == "meet":
                 self._stopping.set_answer(each["at"], each["reason"])
             else:
                 self._rank_0_where = each["where"]

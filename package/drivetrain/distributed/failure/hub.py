@@ -288,7 +288,7 @@ class Hub:
         self._selector.modify(line.socket, selectors.EVENT_READ, peer)
         line.send(**self._beat())
         if self._poll.is_open:
-            line.send(kind="hold")
+            line.send(kind="hold", round=self._poll.round)
         if self.cause is not None:
             line.send(kind="cause", cause=self.cause.to_json())
         return peer
@@ -305,11 +305,11 @@ class Hub:
                 self._stillness.end()
         if message["kind"] == "bye":
             peer.state = "left"
-            self._poll.note(peer.rank, int(message["passed"]))
+            self._poll.leave(peer.rank, int(message["passed"]))
         elif message["kind"] == "held":
             self._poll.note(peer.rank, int(message["passed"]), message["asked"])
-        elif message["kind"] == "stop" and self._poll.open(peer.rank, str(message["asked"])):
-            self._broadcast(kind="hold")
+        elif message["kind"] == "ask" and self._poll.open(peer.rank, message["round"], message["asked"]):
+            self._broadcast(kind="hold", round=self._poll.round)
         elif message["kind"] == "cause" and self.cause is None:
             cause = Cause.from_json(message["cause"])
             if cause.kind != "consequence":
@@ -319,7 +319,7 @@ class Hub:
                 self._aside.append(cause)
         decision = self._poll.decision()
         if decision is not None:
-            self._broadcast(kind="stop", **decision)
+            self._broadcast(kind="meet", **decision)
 
     def _look(self) -> None:
         """Once per tick, send a beat of rank 0, and check for ranks that are lost or make no progress."""
