@@ -128,6 +128,8 @@ class MemoryWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked of each tensor without values, and no operation
+            return func(*args)
         self._count(tree_leaves((args, kwargs)), "step" if self._in_step else "other", older=True)
         self._look_again()
         result = func(*args, **(kwargs or {}))
@@ -156,6 +158,13 @@ class MemoryWatch(TorchDispatchMode):
         cuda = self._device.type == "cuda"
         measured = torch.cuda.max_memory_allocated(self._device) if cuda else self._peak
         return MemoryUse(**sizes, measured=measured, device=str(self._device))
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes that exist now, by kind."""
+        sizes = dict.fromkeys(_KINDS, 0)
+        for memory in self._held.values():
+            sizes[memory.kind] += memory.size
+        return sizes
 
     def _count(self, values: Iterable[object], kind: str, older: bool = False) -> None:
         """Count the memory of new tensors, which may be older than this update."""

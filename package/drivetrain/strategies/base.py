@@ -96,6 +96,26 @@ class Settings(NamedTuple):
     world_size: int
 
 
+class Held(NamedTuple):
+    """What one process holds of a task during an update, for a plan.
+
+    Attributes:
+        fractions: The part of a parameter's elements that a process keeps, of those that are divided.
+        divided: What is divided so: "parameters", "gradients" and "optimizer" (its state).
+        gathered: Bytes of weights and gradients that are whole for a while, such as those of a block in use.
+        offloaded: Those of the three that are kept in the host's memory.
+        forward_dtype: The dtype of the weights in a forward; None means that of the stored ones.
+        copies: Whether the weights are stored in `forward_dtype`, and the optimizer has float32 copies.
+    """
+
+    fractions: Mapping[Tensor, float] = {}
+    divided: frozenset[str] = frozenset({"parameters", "gradients", "optimizer"})
+    gathered: int = 0
+    offloaded: frozenset[str] = frozenset()
+    forward_dtype: torch.dtype | None = None
+    copies: bool = False
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The result of `Strategy.prepare`.
@@ -226,6 +246,19 @@ class Strategy(ABC):
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Place, wrap or shard the module and build its optimizers, in the order that this strategy needs."""
+
+    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held | None:
+        """Return what one process holds of a task during an update; None if the strategy cannot tell.
+
+        The default is the whole task, unless the strategy is `sharded`.
+
+        Args:
+            task: The task, or a copy of it without values, as `prepare` would be given it.
+            precision: The run's precision.
+            accumulates: Whether an update has several micro-batches.
+            local_size: The processes on a machine.
+        """
+        return None if self.sharded else Held()
 
     @contextmanager
     def exchanged(

@@ -50,7 +50,7 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
         )
 
 
-def check_gathering(task: nn.Module, memory: int | None = None) -> None:
+def check_gathering(task: nn.Module, memory: int | None = None, processes: int | None = None) -> None:
     """Check that the whole values of a task, gathered when a run ends, fit into the memory of this machine.
 
     Each of its processes gets them. Before the run it costs nothing to be told so.
@@ -58,12 +58,14 @@ def check_gathering(task: nn.Module, memory: int | None = None) -> None:
     Args:
         task: The task, with all of its parameters, on any device.
         memory: Bytes of the host; by default those of this machine, or what its control group may use.
+        processes: The processes on a machine; by default those of this launch.
 
     Raises:
         StrategyError: They do not fit.
     """
-    found = detect(os.environ)
-    processes = 1 if found is None else found.local_world_size
+    if processes is None:
+        found = detect(os.environ)
+        processes = 1 if found is None else found.local_world_size
     tensors: set[Any] = {*task.parameters(), *task.buffers()}
     # DeepSpeed's zero.Init leaves a parameter empty, with the size that it had.
     size = sum(getattr(each, "ds_numel", each.numel()) * each.itemsize for each in tensors)

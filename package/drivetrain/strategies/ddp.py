@@ -21,6 +21,7 @@ from drivetrain.distributed.group import Member, join, leave, uncompared
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.strategies.base import (
+    Held,
     MakeOptimizers,
     Prepared,
     Strategy,
@@ -199,6 +200,12 @@ class DDP(Strategy):
         if self.device.type == "cuda" and self.world_size > 1:
             refuse_sparse(module.task, self.name, "NCCL cannot reduce them")
         return Prepared(self._wrap(module), make_optimizers(module))
+
+    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
+        """Return the whole task, and DDP's buckets if gradients are not kept in them."""
+        if self.config.gradient_as_bucket_view or self.world_size == 1:
+            return Held()
+        return Held(gathered=sum(each.nbytes for each in task.parameters() if each.requires_grad))
 
     def retrain(self, model: nn.Module) -> nn.Module:
         """Wrap the module again: the wrapper waits for the gradients of those that were trained before.

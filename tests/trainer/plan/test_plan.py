@@ -2,16 +2,26 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.support.tasks import Regression, quiet
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import BLOCKS, Blocks, Regression, quiet
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from drivetrain import CheckpointConfig, OptimizerConfig, TaskModule, Trainer, already_split
+from drivetrain import (
+    CheckpointConfig,
+    MemoryReport,
+    ModelSummary,
+    OptimizerConfig,
+    TaskModule,
+    Trainer,
+    already_split,
+)
 
 
 class Classifier(TaskModule):
@@ -39,7 +49,8 @@ class Unreadable(Dataset):  # has a length and no samples that can be had
         return self.size
 
     def __getitem__(self, index):
-        raise AssertionError("a plan must fetch no sample")
+        assert index == 0, "a plan must fetch one sample at most"
+        return torch.zeros(4), torch.tensor(0)
 
 
 class Recorder:  # what a real run did, by update
@@ -114,16 +125,117 @@ def test_a_fit_does_what_its_plan_said(tmp_path, save_every, options):
     assert matches(found.logging, [u for u in recorder.logged if u != found.updates or last == u])
 
 
-def test_memory_is_that_of_a_run():
+def test_memory_and_the_checkpoint_are_those_of_a_run(tmp_path):
     for name, precision in (("sgd", "32"), ("adamw", "bf16-true"), ("adafactor", "32"), ("muon", "64")):
         recorder, config = Recorder(), OptimizerConfig(name, lr=0.01)
-        runner = quiet(max_steps=1, precision=precision, callbacks=[recorder])
+        policy = CheckpointConfig(every=None, keep_last=1, best=0)
+        options = {"max_steps": 1, "precision": precision, "run_dir": tmp_path / name, "checkpoint": policy}
+        runner = quiet(callbacks=[recorder], **options)
         found = runner.plan(Classifier(config), samples())
-        runner.fit(Classifier(config), samples())
+        result = runner.fit(Classifier(config), samples())
         held = sum(each.numel() * each.element_size() for each in recorder.parameters)
         assert found.memory["parameters"] == found.memory["gradients"] == held
         state = sum(each.numel() * each.element_size() for each in recorder.state)
         assert found.memory["optimizer"] == state, name
+        files = [each.stat().st_size for each in Path(result.last_checkpoint).rglob("*.safetensors")]
+        assert found.checkpoint <= sum(files) < found.checkpoint + 2500, name  # with the headers of the files
+        assert "holds the checkpoints of an earlier run" in runner.plan(Classifier(), samples()).warnings[-1]
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def wide():
+    return Blocks(Wide, 16, OptimizerConfig("adamw", lr=0.01))
+
+
+def saved(forward, kept):  # the bytes of the tensors that autograd keeps, without those in `kept`
+    found = {}
+
+    def pack(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        held.append(tensor)
+        return tensor
+
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+    for each in kept:
+        found.pop(each.untyped_storage().data_ptr(), None)
+    return sum(found.values()) + loss.nbytes
+
+
+def test_activations_are_those_that_autograd_keeps_with_and_without_recomputation():
+    task, batch = wide(), torch.randn(32, 16)
+    known = (*task.parameters(), batch)
+    whole = saved(lambda: task.training_step(batch).loss, known) + batch.nbytes
+    found = plan([batch] * 2, task=task, max_epochs=1).memory
+    assert (found["activations"], found["outputs"]) == (whole, 32 * 4)
+    block = saved(lambda: task.blocks[1](batch), known)  # with its result
+    with_batch = (
+        32 * 16 * 4 * (BLOCKS + 1) + 32 * 4 + 4
+    )  # each block's input and the head's; outputs; the loss
+    for again in (True, (Wide,), "blocks.*"):
+        memory = {"activation_checkpointing": again}
+        found = plan([batch] * 2, task=task, max_epochs=1, memory=memory).memory
+        assert found["activations"] == with_batch + block, again
+    for precision in ("bf16-mixed", "64"):
+        assert plan([batch] * 2, task=wide(), max_epochs=1, precision=precision).memory["activations"]
+
+
+def _measured(options):
+    report, sizes = MemoryReport(show=False), ModelSummary(sizes=True)
+    quiet(max_epochs=1, devices=2, callbacks=[report, sizes], **options).fit(
+        wide(), [torch.randn(32, 16)] * 8
+    )
+    return report.use, sizes.sizes[0]
+
+
+def test_a_plan_for_two_ranks_has_what_each_holds(monkeypatch):
+    for strategy, more in (("ddp", {}), ("fsdp", {}), ("fsdp", {"gradient_accumulation_steps": 2})):
+        options = {"strategy": strategy, **more}
+        found = quiet(max_epochs=1, devices=2, **options).plan(wide(), [torch.randn(32, 16)] * 8)
+        use, sizes = on_two_ranks(_measured, options)[0]
+        expected = [sizes.parameters, sizes.gradients, sizes.optimizer_state]
+        assert [found.memory[each] for each in ("parameters", "gradients", "optimizer")] == expected
+        assert 0.75 < sum(found.memory.values()) / use.total < 1.3, options
+        assert ("in each process about" in str(found), found.processes) == (True, 2)
+    monkeypatch.setattr("drivetrain.strategies.checks.host_memory", lambda: 10_000)
+    sharded = quiet(max_epochs=1, devices=2, strategy="fsdp").plan(wide(), [torch.randn(32, 16)] * 8)
+    assert "Give gather_at_end=False" in sharded.warnings[-1]
+
+
+class Tokens(Classifier):
+    def __init__(self, reads_values=False):
+        super().__init__()
+        self.reads_values = reads_values
+
+    def tokens(self, batch):
+        return int((batch[1] >= 0).sum())
+
+    def loss(self, outputs, batch):
+        if self.reads_values and outputs.sum().item() > 0:
+            return outputs.mean()
+        return super().loss(outputs, batch)
+
+
+def test_tokens_count_where_the_task_does_and_a_step_that_needs_values_has_no_activations():
+    found = plan(task=Tokens(), max_epochs=2, gradient_accumulation_steps=2)
+    assert (found.tokens_per_update, found.tokens) == (8, 8 * 6)
+    assert "8 per update, 48 in all" in str(found)
+    found = plan(task=Tokens(reads_values=True), max_epochs=2)
+    assert found.memory["activations"] is None
+    assert "DataDependent" in found.memory_unknown
+    assert "at least" in str(found)
+    with torch.device("meta"):
+        task = Tokens()
+    assert plan(task=task, max_epochs=2).memory == plan(task=Tokens(), max_epochs=2).memory
 
 
 def test_nothing_is_fetched_changed_or_written(tmp_path, capsys):

@@ -23,6 +23,7 @@ from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import broadcast_module
 from drivetrain.strategies.base import (
+    Held,
     MakeOptimizers,
     Prepared,
     Settings,
@@ -139,6 +140,25 @@ class DeepSpeed(Strategy):
     def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
         """Return the optimizer and schedule of DeepSpeed's configuration, if it has them."""
         return configured(self.config, task, total_updates)
+
+    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
+        """Return what ZeRO's stage divides, with DeepSpeed's buckets and gathered weights at their limits."""
+        parts = ("optimizer", "gradients", "parameters")[: self.config.stage]
+        zero = self.config.mapping.get("zero_optimization", {})
+        elements = sum(each.numel() for each in task.parameters())
+        width = (precision.compute_dtype or torch.float32).itemsize
+        live = zero.get("stage3_max_live_parameters", 10**9) if self.sharded else 0
+        bucket = zero.get("reduce_bucket_size", 5 * 10**8) if self.config.stage else 0
+        limits = (int(each) if isinstance(each, (int, float)) else elements for each in (live, bucket))
+        offloaded = ["optimizer", "gradients"] if self.config.offload_optimizer else []
+        return Held(
+            dict.fromkeys(task.parameters(), 1 / self.world_size),
+            frozenset(parts),
+            gathered=sum(min(each, elements) * width for each in limits),
+            offloaded=frozenset(offloaded + ["parameters"] * bool(self.config.offload_parameters)),
+            forward_dtype=precision.compute_dtype,
+            copies=precision.compute_dtype is not None,
+        )
 
     def setup(self) -> None:
         """Join the process group."""

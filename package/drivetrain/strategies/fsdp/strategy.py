@@ -22,6 +22,7 @@ from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
 from drivetrain.strategies.base import (
+    Held,
     MakeOptimizers,
     Prepared,
     Strategy,
@@ -33,6 +34,7 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.checks import check_dimensions, check_gathering, check_values
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.fsdp.held import held_shards
 from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
@@ -293,16 +295,26 @@ class FSDP(Strategy):
         """Return the mesh of processes; those of a tensor group are neighbours."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        size, split = self.data_size, self.config.tensor_parallel
-        sizes = {"shard": size}
-        if self.config.sharding == "no_shard":
-            sizes = {"replicate": size, "shard": 1}
-        elif self.config.sharding == "hybrid":
-            each = self.config.shard_size or _local_size(self.world_size, split)
-            sizes = {"replicate": size // each, "shard": each}
+        split = self.config.tensor_parallel
+        sizes = self._sizes()
         if split > 1:
             sizes["tensor"] = split
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def _sizes(self, local_size: int | None = None) -> dict[str, int]:
+        """Return the processes that hold the same shards, if there may be several, and those that shard."""
+        size, split = self.data_size, self.config.tensor_parallel
+        if self.config.sharding == "no_shard":
+            return {"replicate": size, "shard": 1}
+        if self.config.sharding == "hybrid":
+            each = self.config.shard_size or _local_size(self.world_size, split, local_size)
+            return {"replicate": size // each, "shard": each}
+        return {"shard": size}
+
+    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
+        """Return the shards of a process, and what it has gathered at a time."""
+        shards = self._sizes(local_size)["shard"]
+        return held_shards(task, self.config, precision, accumulates, shards)
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Reduce gradients only in the window's last micro-batch, unless the configuration says each."""
@@ -386,8 +398,9 @@ def _check(whole: frozenset[str], plan: Sequence[Planned]) -> None:
                 )
 
 
-def _local_size(world_size: int, split: int) -> int:
+def _local_size(world_size: int, split: int, local: int | None = None) -> int:
     """Return the number of tensor groups on a machine; of all machines if they do not divide evenly."""
-    found = detect(os.environ)
-    local = world_size if found is None else found.local_world_size
+    if local is None:
+        found = detect(os.environ)
+        local = world_size if found is None else found.local_world_size
     return (local if world_size % local == 0 and local % split == 0 else world_size) // split

@@ -9,15 +9,22 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.callbacks import EarlyStopping
+from drivetrain.checkpoint.locate import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.saving.config import chosen_policies, rankings
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.errors import StrategyError
 from drivetrain.core.intervals import Every, exact
 from drivetrain.core.stages import most
 from drivetrain.core.totals import Totals
+from drivetrain.run.messages import as_given
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.checks import check_gathering
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.task import TaskModule, train_loaded
 from drivetrain.trainer.assembly import every
+from drivetrain.trainer.checkpoints import checkpoint_root
 from drivetrain.trainer.plan.counts import Epoch, Firings
 from drivetrain.trainer.plan.optimizers import Built
 
@@ -136,6 +143,23 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
             f"no optimizer trains {_some(left)}. Configure one, or save their gradients by the callback "
             "Freeze(...) or requires_grad_(False)"
         )
+
+
+def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> Iterator[str]:
+    """Yield what a fit would refuse where it runs, or what this machine's memory does not hold."""
+    root = checkpoint_root(settings, settings.run_dir) if settings.checkpoint else None
+    if root is not None and (there := newest_first(file_system(root).join(root, CHECKPOINTS))):
+        yield (
+            f"{as_given(settings, root)} holds the checkpoints of an earlier run (the newest is {there[0]}),"
+            " and fit refuses to start there afresh. To go on from there, fit(..., resume='auto'); for a new"
+            " run choose another run_dir"
+        )
+    config: Any = getattr(strategy, "config", None)
+    if strategy.sharded and getattr(config, "gather_at_end", False):
+        try:
+            check_gathering(built.module, processes=max(1, strategy.world_size // settings.num_nodes))
+        except StrategyError as error:
+            yield str(error)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.engine.memory import as_memory
 from drivetrain.engine.updater import OptimizerSpec, Updater, build_updaters, optimizer_specs
 from drivetrain.run.settings import RunSettings
+from drivetrain.strategies.base import Held
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.quantized import is_quantized, parts_of, uncompiled
@@ -54,7 +55,7 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _on_meta(task: TaskModule) -> TaskModule:
+def on_meta(task: TaskModule) -> TaskModule:
     """Return a copy of the task whose parameters and buffers are on the meta device; all else is shared."""
     made: dict[int, Any] = {}
 
@@ -92,15 +93,15 @@ class Built:
         module: The copy of the task, or the task itself.
         specs: The configuration of each optimizer.
         updaters: The optimizers with their schedules, by name.
-        state: The tensors of their state, or None when unknown.
+        state: The tensors of their state, each with its parameter, or None when unknown.
     """
 
     def __init__(self, settings: RunSettings, task: TaskModule, totals: Totals) -> None:
         self.precision = as_precision(settings.precision)
-        self.state: list[Tensor] | None = None
+        self.state: list[tuple[Tensor, Tensor]] | None = None
         self._released = as_memory(settings.memory).release_gradients
         try:
-            self._build(self._converted(_on_meta(task)), settings, totals)
+            self._build(self._converted(on_meta(task)), settings, totals)
             self.state = self._states()
         except Exception:  # of tensors without values; a fault of the real ones too is raised below
             self._build(task, settings, totals)
@@ -117,8 +118,8 @@ class Built:
         specs = {name: _unfused(spec) for name, spec in self.specs.items()}
         self.updaters = build_updaters(module, specs, totals.updates, settings.max_grad_norm)
 
-    def _states(self) -> list[Tensor] | None:
-        state: list[Tensor] = []
+    def _states(self) -> list[tuple[Tensor, Tensor]] | None:
+        state: list[tuple[Tensor, Tensor]] = []
         for updater in self.updaters.values():
             if not all(each.is_meta for each in updater.parameters):
                 return None  # a factory that found its way to the real ones
@@ -129,7 +130,8 @@ class Built:
                     updater.optimizer.step()
             except Exception:  # such as one for sparse gradients only
                 return None
-            state += _tensors(list(updater.optimizer.state.values()))
+            for parameter, slots in updater.optimizer.state.items():
+                state += [(parameter, each) for each in _tensors(slots)]
         return state
 
     def rates(self, updates: int | None) -> dict[str, Rate]:
@@ -140,27 +142,45 @@ class Built:
             for key, rate in _rates(updater, self.specs[name], updates).items()
         }
 
-    def _dtype(self, parameter: Tensor) -> torch.dtype:
-        wanted = self.precision.param_dtype
-        return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
+    def memory(self, held: Held | None) -> dict[str, int | None]:
+        """Return the bytes of the parameters, their gradients and the optimizers' state in one process.
 
-    def memory(self) -> dict[str, int | None]:
-        """Return the bytes of the parameters, their gradients and the optimizers' state."""
-        parameters = list(self.module.parameters())
+        Args:
+            held: What a process holds of the task; None if that is not known.
+        """
         sizes: dict[str, int | None] = dict.fromkeys(("parameters", "gradients", "optimizer"))
-        if not any(is_lazy(each) for each in parameters):
-            bytes_of = [
-                (each.requires_grad, each.numel() * self._dtype(each).itemsize) for each in parameters
-            ]
-            sizes["parameters"] = sum(size for _, size in bytes_of)
-            # Gradients that are freed within backward exist one at a time.
-            together = max if self._released else sum
-            sizes["gradients"] = together([size for trained, size in bytes_of if trained] or [0])
+        parameters = list(self.module.parameters())
+        if held is None or any(is_lazy(each) for each in parameters):
+            return sizes
+
+        def part(of: str, parameter: Tensor, elements: int) -> int:
+            fraction = held.fractions.get(parameter, 1.0) if of in held.divided else 1.0
+            return round(elements * fraction)
+
+        def size(of: str, each: Tensor, dtype: torch.dtype | None = None) -> int:
+            return part(of, each, each.numel()) * (dtype or self.stored_dtype(each, held)).itemsize
+
+        trained = [each for each in parameters if each.requires_grad]
+        sizes["parameters"] = sum(size("parameters", each) for each in parameters)
+        # Gradients that are freed within backward exist one at a time.
+        together = max if self._released else sum
+        sizes["gradients"] = together([size("gradients", each) for each in trained] or [0])
         if self.state is not None:
-            kept = self.precision.updates_of_weights == "master"
-            copies = sum(4 * each.numel() for each in parameters if kept and each.requires_grad)
-            sizes["optimizer"] = copies + sum(each.numel() * each.itemsize for each in self.state)
+            kept = held.copies or self.precision.updates_of_weights == "master"
+            copies = sum(size("optimizer", each, torch.float32) for each in trained if kept)
+            sizes["optimizer"] = copies + sum(
+                # Numbers such as the count of updates are whole in every process.
+                (part("optimizer", owner, each.numel()) if each.numel() > 1 else 1) * each.itemsize
+                for owner, each in self.state
+            )
         return sizes
+
+    def stored_dtype(self, parameter: Tensor, held: Held | None = None) -> torch.dtype:
+        """Return the dtype that a parameter is stored in during the run."""
+        wanted = self.precision.param_dtype
+        if held is not None and held.copies:
+            wanted = held.forward_dtype
+        return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
 
 
 def _unfused(spec: OptimizerSpec) -> OptimizerSpec:

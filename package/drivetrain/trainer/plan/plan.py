@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from drivetrain.callbacks.summary import sized
@@ -16,7 +17,9 @@ from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
 from drivetrain.run.settings import RunSettings, stages_of
-from drivetrain.task.task import known_fit
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.task.task import TaskModule, known_fit, train_loaded
 from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals, preparing
 from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.feeds import evaluation_batch_size
@@ -24,10 +27,12 @@ from drivetrain.trainer.plan.conflicts import (
     interval_conflicts,
     length_conflicts,
     module_conflicts,
+    place_conflicts,
     schedule_conflicts,
     validation_conflicts,
 )
 from drivetrain.trainer.plan.counts import Epoch, Firings, and_at_the_end, firings
+from drivetrain.trainer.plan.memory import Unknown, checkpoint_size, example_batch, forward_memory
 from drivetrain.trainer.plan.optimizers import Built, Rate
 
 
@@ -54,10 +59,20 @@ class Plan:
         processes: How many processes train together.
         parameters: The number of parameters.
         trainable: The number of those that are trained.
-        memory: Bytes of "parameters", "gradients" and "optimizer" (its state), of the whole model also where
-            "fsdp" gives each process a share.
+        memory: Bytes that one process holds, the first, whose shards are the largest: "parameters",
+            "gradients" and "optimizer" (its state); where weights are sharded "gathered", what is whole for a
+            while; of one micro-batch "activations", which forward keeps or backward recomputes, and
+            "outputs", such as logits, whose gradient is as large. Tensors that a kernel or the optimizer's
+            step needs for a moment are not counted.
         warnings: Conflicts, each with what to do about it.
         also_saving: When it saves by the other policies.
+        precision: The precision, with the dtypes that differ by strategy.
+        offloaded: Parts of `memory` that are in the host's memory.
+        memory_unknown: Why activations and outputs are not known, or "".
+        checkpoint: Bytes of the tensors of a checkpoint; None also if there is none.
+        tokens_per_update: Tokens in a full window of all processes, if the task counts them, by the first
+            sample.
+        tokens: Tokens in all, likewise.
     """
 
     task: str
@@ -80,6 +95,12 @@ class Plan:
     memory: dict[str, int | None]
     warnings: tuple[str, ...]
     also_saving: tuple[Firings, ...] = ()
+    precision: str = ""
+    offloaded: tuple[str, ...] = ()
+    memory_unknown: str = ""
+    checkpoint: int | None = None
+    tokens_per_update: int | None = None
+    tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields by name, with lists in place of tuples."""
@@ -88,8 +109,6 @@ class Plan:
 
     def __str__(self) -> str:
         last, rest = self.last_window
-        sizes = [each for each in self.memory.values() if each is not None]
-        complete = len(sizes) == len(self.memory)
         first = ", at the start" if self.stages else ""
         several = f", {self.processes} processes" if self.processes > 1 else ""
         rows = [
@@ -98,20 +117,43 @@ class Plan:
             ("effective batch", f"{_number(self.samples_per_update)} samples per update{first}"),
             ("", f"in {self.micro_batches_per_update} batch(es) of the data per update"),
             *((f"changes: {name}", stages) for name, stages in self.stages.items()),
+            ("tokens", self._token_text()),
             ("last window", "" if self.stages else f"{_number(last)} batch(es), {_number(rest)} samples"),
             *((name, _rate_text(rate)) for name, rate in self.rates.items()),
             ("validates every", str(self.validation)),
             ("logs every", str(self.logging)),
             ("saves every", str(self.saving)),
             *(("", str(each)) for each in self.also_saving),
+            ("checkpoint", "" if self.checkpoint is None else f"{_memory_text(self.checkpoint)} each"),
             ("device", f"{self.device}, strategy {self.strategy}{several}"),
+            ("precision", self.precision),
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
-            *((f"memory: {what}", _memory_text(size)) for what, size in self.memory.items()),
-            ("memory: in all", _memory_text(sum(sizes) if complete else None)),
+            *self._memory_rows(),
         ]
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name.ljust(width)}  {text}" for name, text in rows if text]
         return "\n".join([f"plan of {self.task}", *lines, *(f"warning: {each}" for each in self.warnings)])
+
+    def _token_text(self) -> str:
+        if self.tokens_per_update is None:
+            return ""
+        return f"{self.tokens_per_update:,} per update, {_number(self.tokens)} in all, by the first sample"
+
+    def _memory_rows(self) -> list[tuple[str, str]]:
+        """Return the rows of what one process holds; unknown parts are left out of the sums, which say so."""
+        rows = []
+        for what, size in self.memory.items():
+            place = ", in the host's memory" if what in self.offloaded and size is not None else ""
+            reason = f": {self.memory_unknown}" if size is None and what == "activations" else ""
+            rows.append((f"memory: {what}", _memory_text(size) + place + reason))
+        here = {name: size for name, size in self.memory.items() if name not in self.offloaded}
+        whose = "" if self.processes == 1 else "in each process "
+        total = _memory_text(sum(size for size in here.values() if size is not None))
+        known = "at least " if None in here.values() else "about "
+        return [*rows, ("memory: in all", f"{whose}{known}{total}")]
+
+
+_OF_A_FORWARD = ("activations", "outputs")
 
 
 def _number(value: int | None) -> str:
@@ -134,9 +176,11 @@ def _memory_text(size: int | None) -> str:
 def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data: Any = None) -> Plan:
     """Return the forecast of `settings.fit` with this task and data.
 
-    Nothing is trained, moved or written, and no sample is fetched; the task, the data and the random streams
-    stay as they are. The optimizers are built and stepped once on copies of the parameters that have shapes
-    and dtypes but no values (torch's "meta" device), which gives the size of their state.
+    Nothing is trained, moved or written; the task, the data and the random streams stay as they are. At most
+    the first sample is fetched, and none from a stream. The optimizers are built and stepped once on copies
+    of the parameters that have shapes and dtypes but no values (torch's "meta" device), which gives the size
+    of their state. Copies of the first sample make a micro-batch, and one forward on it without values gives
+    the size of the activations.
 
     Raises:
         ConfigError: Arguments, task and data do not fit together, as in `fit`.
@@ -153,6 +197,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
         with known_fit(task, totals), preparing((*task.run_callbacks("train"), *settings.callbacks), task):
             built = Built(settings, task, totals)
+            train_loaded(task)
+            process = _Process(settings, strategy, built, task, train_data)
         policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
         save_every = dict.fromkeys(each.interval for each in policies)
         validate_every = every(settings.validate_every) if validates else None
@@ -179,9 +225,17 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             processes=strategy.world_size,
             parameters=sum(each.numel() for each in parameters),
             trainable=sum(each.numel() for each in parameters if each.requires_grad),
-            memory=built.memory(),
+            memory=process.memory,
             warnings=(),
             also_saving=tuple(each for each in resume_points[1:] if each.every is not None),
+            precision=_precision_text(built.precision, process.forward_dtype),
+            offloaded=process.offloaded,
+            memory_unknown=process.unknown,
+            checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
+            tokens_per_update=process.tokens,
+            tokens=None
+            if process.tokens is None or totals.updates is None
+            else process.tokens * totals.updates,
         )
         conflicts = (
             *length_conflicts(settings, epoch, totals),
@@ -189,8 +243,54 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             *interval_conflicts(settings, plan.updates, plan.validation, plan.logging, resume_points),
             *validation_conflicts(settings, task, built, validates and validation.times != 0),
             *module_conflicts(task, epoch, built),
+            *place_conflicts(settings, strategy, built),
         )
     return dataclasses.replace(plan, warnings=conflicts)
+
+
+class _Process:
+    """The memory of one process, and the tokens of an update.
+
+    Attributes:
+        memory: As `Plan.memory`.
+        offloaded: As `Plan.offloaded`.
+        unknown: As `Plan.memory_unknown`.
+        tokens: As `Plan.tokens_per_update`.
+        forward_dtype: As `Held.forward_dtype`.
+    """
+
+    def __init__(
+        self, settings: RunSettings, strategy: Strategy, built: Built, task: TaskModule, data: Any
+    ) -> None:
+        accumulation = at_start(settings.gradient_accumulation_steps)
+        local_size = max(1, strategy.world_size // settings.num_nodes)
+        held = strategy.held(built.module, built.precision, accumulation > 1, local_size)
+        self.memory = built.memory(held)
+        self.forward_dtype = None if held is None else held.forward_dtype
+        self.offloaded = () if held is None else tuple(each for each in self.memory if each in held.offloaded)
+        if strategy.sharded or (held is not None and held.gathered):
+            self.memory["gathered"] = None if held is None else held.gathered
+        self.memory |= dict.fromkeys(_OF_A_FORWARD)
+        self.unknown, self.tokens = "", None
+        try:
+            batch = example_batch(settings, task, data)
+            if task.overrides("tokens"):
+                self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size
+            if isinstance(settings.micro_batch, int):
+                batch = example_batch(settings, task, data, settings.micro_batch)
+            forward = forward_memory(settings, task, held, batch)
+            self.memory |= {"activations": forward.activations, "outputs": forward.outputs}
+        except Unknown as error:
+            self.unknown = str(error)
+
+
+def _precision_text(precision: Precision, gathered: torch.dtype | None) -> str:
+    """Return the precision's dtypes, and what the strategy computes in fewer bits than one process does."""
+    dtypes = precision.dtypes
+    text = f"{precision.name}: weights in {dtypes.storage}, products in {dtypes.compute}"
+    if gathered is not None:
+        text += ", and so are norms and the residual stream, because weights are gathered in it"
+    return text
 
 
 def _why_unknown(epoch: Epoch, totals: Totals) -> str:

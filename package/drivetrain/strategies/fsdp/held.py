@@ -1,0 +1,76 @@
+"""What one process holds of a task that FSDP2 shards."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from drivetrain.strategies.base import Held
+from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.fsdp.tensor_parallel import planned
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.wrapping import batch_norms, ignored_names, parameters_named, scalar_names, units
+
+
+def held_shards(
+    task: nn.Module, config: FSDPConfig, precision: Precision, accumulates: bool, shards: int
+) -> Held:
+    """Return the shards of the first process, which has the largest, and the most that is whole at a time.
+
+    That is the root's weights, which stay gathered, a block and those gathered in advance, and in backward
+    the gradients of the root and of a block, before and while they are reduced.
+
+    Args:
+        task: The task.
+        config: The options.
+        precision: The run's precision.
+        accumulates: Whether an update has several micro-batches.
+        shards: The processes that a parameter is sharded over.
+    """
+    split = config.tensor_parallel
+    parallel = planned(task) if split > 1 else []
+    divided = {each for part in parallel for each in part.module.parameters(recurse=False)}
+    kept = parameters_named(task, ignored_names(task, config.ignored) | scalar_names(task))
+    fractions: dict[Tensor, float] = {}
+    for each in task.parameters():
+        if each not in kept and each.numel():
+            rows, parts = each.shape[0], split if each in divided else 1
+            fractions[each] = min(1.0, -(-rows // (shards * parts)) / rows)
+    mixed = precision.compute_dtype not in (None, precision.param_dtype or task_dtype(task))
+    norms = batch_norms(task) if mixed else []
+    blocks = [each for each in units(task, config.wrap) if each not in norms]
+    inside = {each for part in (*norms, *blocks) for each in part.parameters()}
+
+    def size(part: nn.Module, trained: bool = False, reduced: bool = False) -> int:
+        total = 0
+        for each in part.parameters():
+            if each in kept or (part is task and each in inside) or (trained and not each.requires_grad):
+                continue
+            dtype = precision.compute_dtype if mixed and precision.compute_dtype else each.dtype
+            dtype = precision.reduce_dtype if reduced and precision.compute_dtype else dtype
+            total += each.numel() // (split if each in divided else 1) * dtype.itemsize
+        return total
+
+    largest = max(blocks, key=size, default=None)
+    keeps = config.sharding in ("shard_grad_op", "no_shard")
+    root = size(task) + size(task, trained=True)
+    weights = reduced = 0
+    if largest is not None:
+        ahead = 1 + max(1, config.forward_prefetch, config.backward_prefetch)
+        weights = sum(map(size, blocks)) if keeps else min(ahead, len(blocks)) * size(largest)
+        reduced = size(largest, trained=True) + size(largest, trained=True, reduced=True)
+    if accumulates and not config.reduce_each_micro_batch:  # gradients stay whole until the last one
+        whole = sum(size(each, trained=True, reduced=True) for each in (task, *blocks))
+        root, reduced = size(task), whole + size(task if largest is None else largest, trained=True)
+    else:
+        reduced = max(reduced, size(task, trained=True, reduced=True))
+    return Held(
+        fractions,
+        gathered=root + weights + reduced,
+        offloaded=frozenset(Held().divided) if config.cpu_offload else frozenset(),
+        forward_dtype=precision.compute_dtype if mixed else None,
+    )
+
+
+def task_dtype(task: nn.Module) -> object:
+    """Return the dtype of the task's first parameter, or None."""
+    return next((each.dtype for each in task.parameters()), None)

@@ -1,0 +1,231 @@
+"""What one process of a planned fit holds beside weights and optimizers, by one forward without values."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from drivetrain.checkpoint.saving.config import chosen_policies
+from drivetrain.core.stages import at_start
+from drivetrain.core.types import Batch
+from drivetrain.data.split_source import AlreadySplit
+from drivetrain.engine.memory import as_memory
+from drivetrain.engine.memory_profile import MemoryWatch
+from drivetrain.run.settings import RunSettings
+from drivetrain.strategies.base import Held, Strategy
+from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.transforms.recompute import Recomputation, checkpoint_blocks
+from drivetrain.strategies.wrapping import batch_norms
+from drivetrain.task.output import read_output
+from drivetrain.task.task import StepModule, TaskModule
+from drivetrain.trainer.plan.optimizers import Built, on_meta
+
+
+class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the plan shows
+    """A part of a plan that cannot be known beforehand; its text is the reason."""
+
+
+class Forward(NamedTuple):
+    """The memory of one micro-batch's forward, in bytes.
+
+    Attributes:
+        activations: What it keeps for backward, the batch, and a block's activations while it is recomputed.
+        outputs: The model's outputs, such as logits; their gradient is as large.
+    """
+
+    activations: int
+    outputs: int
+
+
+def example_batch(settings: RunSettings, task: TaskModule, data: Any, limit: int | None = None) -> Batch:
+    """Return a micro-batch of copies of the first sample: no other is fetched.
+
+    Args:
+        settings: The settings.
+        task: The task.
+        data: The training data.
+        limit: The most samples.
+
+    Raises:
+        Unknown: The data has no first sample that can be had without drawing from it.
+    """
+    data = data.data if isinstance(data, AlreadySplit) else data
+    try:
+        if isinstance(data, (list, tuple)):
+            return data[0]
+        if isinstance(data, DataLoader):
+            return _of_loader(data, limit)
+        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+            raise Unknown("the training data is a stream, and a plan draws nothing from it")
+        size = at_start(settings.batch_size) or getattr(data, "batch_size", None) or 1
+        collate = settings.collate or task.collate_function() or default_collate
+        return collate([data[0]] * min(size, limit or size))
+    except Unknown:
+        raise
+    except Exception as error:
+        raise Unknown(f"no batch could be made of the first sample: {_short(error)}") from error
+
+
+def _of_loader(data: DataLoader[Any], limit: int | None) -> Batch:
+    dataset: Any = data.dataset
+    if isinstance(dataset, IterableDataset):
+        raise Unknown("the training data is a stream, and a plan draws nothing from it")
+    if data.batch_sampler is None:
+        return data.collate_fn(dataset[0])
+    size = data.batch_size or getattr(data.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        raise Unknown("a batch sampler chooses the sizes of the batches")
+    return data.collate_fn([dataset[0]] * min(size, limit or size))
+
+
+def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> Forward:
+    """Run one training step's forward on tensors that have shapes, dtypes and a device, but no values.
+
+    Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
+    needed. The task is a copy, and stays as it is.
+
+    Args:
+        settings: The settings.
+        task: The task, on any device.
+        held: What a process holds of it.
+        batch: A micro-batch with values.
+
+    Raises:
+        Unknown: The step needs values, as `tensor.item()` does, or raises.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    strategy, precision = settings.select_strategy(), as_precision(settings.precision)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        copy = on_meta(task)
+        precision.convert_module(copy)
+        with mode:
+            _make_fake(copy, _device(strategy), None if held is None else held.forward_dtype)
+            batch = tree_map(lambda each: _fake(each, _device(strategy)), batch)
+        context = precision.forward_context(_device(strategy)) or nullcontext
+        watch = MemoryWatch(copy, (), torch.device("meta"), batch)
+        before = sum(watch.held().values())
+        again = _recompute(settings, strategy, copy, watch)
+        with mode, watch:
+            kept, outputs = _run(copy, context, batch, watch, before)
+        return Forward(kept + max(again.values(), default=0), outputs)
+    except Exception as error:
+        raise Unknown(f"a forward without values raises {_short(error)}") from error
+
+
+def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch, before: int) -> tuple[int, int]:
+    """Return the most bytes that a forward of the step keeps, and those of its outputs."""
+    module = StepModule(task, context)
+    module.use(task.training_step)
+    found: Any = module(batch)
+    size = 0
+    if inspect.isgenerator(found):
+        # Each loss has a graph of its own, which is freed before the next.
+        kept = max(sum(watch.held().values()) for _ in found)
+    else:
+        loss, _, _, outputs = read_output(found)
+        size = _size(each for each in tree_leaves(outputs) if getattr(each, "requires_grad", False))
+        del found, outputs
+        kept = sum(watch.held().values())
+        del loss
+    return kept - before + _size(tree_leaves(batch)), size
+
+
+def _size(values: Iterable[Any]) -> int:
+    return sum(each.nbytes for each in values if isinstance(each, Tensor))
+
+
+def _device(strategy: Strategy) -> torch.device:
+    return strategy.device if strategy.device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
+
+
+def _fake(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
+
+
+def _make_fake(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Replace the tensors of a copied module, on the meta device, by fake ones."""
+    made: dict[int, Tensor] = {}
+    norms = {id(inner) for each in batch_norms(module) for inner in each.modules()}
+    for each in module.modules():
+        wanted = None if id(each) in norms else dtype
+        for tensors, is_parameter in ((each._parameters, True), (each._buffers, False)):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = _fake(old, device, wanted if is_parameter else None)
+                    if is_parameter:
+                        new = nn.Parameter(new, old.requires_grad)
+                        new.__dict__.update(old.__dict__)
+                    made[id(old)] = new
+                tensors[name] = made[id(old)]  # type: ignore[assignment]
+
+
+def _recompute(
+    settings: RunSettings, strategy: Strategy, copy: TaskModule, watch: MemoryWatch
+) -> dict[str, int]:
+    """Make the blocks of the copy recompute as the settings say.
+
+    The first block of each class also runs once without recomputation. The returned mapping then gets the
+    bytes that such a block keeps.
+    """
+    sizes: dict[str, int] = {}
+    plain = {id(each): each.forward for each in copy.modules()}
+    blocks: Sequence[nn.Module] = ()
+    if again := as_memory(settings.memory).activation_checkpointing:
+        blocks = Recomputation(copy, again).blocks
+    elif isinstance(config := getattr(strategy, "config", None), FSDPConfig):
+        blocks = checkpoint_blocks(copy, config.activation_checkpointing)
+
+    def call(name: str, own: Any, recomputing: Any, *args: Any, **kwargs: Any) -> Any:
+        if name not in sizes:
+            before = sum(watch.held().values())
+            outputs = own(*args, **kwargs)
+            sizes[name] = sum(watch.held().values()) - before
+            del outputs
+        return recomputing(*args, **kwargs)
+
+    for block in {type(each): each for each in reversed(blocks)}.values():
+        name = type(block).__qualname__
+        vars(block)["forward"] = functools.partial(call, name, plain[id(block)], block.forward)
+    return sizes
+
+
+def checkpoint_size(settings: RunSettings, task: TaskModule, built: Built) -> int | None:
+    """Return the bytes of a checkpoint's tensors: weights, buffers and the optimizers' state.
+
+    The files' headers, and the states of callbacks and of the data, are not counted.
+    """
+    policy = next(iter(chosen_policies(settings.checkpoint)), None)
+    if any(is_lazy(each) for each in task.parameters()):
+        return None
+    left_out = task.left_out_of_checkpoints() if policy is None or policy.parameters != "all" else None
+    if policy is not None and policy.parameters == "trainable":
+        left_out = [name for name, each in task.named_parameters() if not each.requires_grad]
+    tensors = {
+        id(each): each.numel() * built.stored_dtype(each).itemsize
+        for name, each in task.state_dict(keep_vars=True).items()
+        if isinstance(each, Tensor) and name not in (left_out or ())
+    }
+    whole = built.memory(Held())["optimizer"] if policy is None or policy.resumable else 0
+    return None if whole is None else sum(tensors.values()) + whole
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:120]}{'...' if len(text) > 120 else ''}"
