@@ -16,11 +16,13 @@ from drivetrain.loggers.files import LARGEST_TABLE, FileLogger, naming, replace_
 
 @final
 class CSVLogger(FileLogger):
-    """Writes one row per log point to a CSV file: the column "step", then a column per metric.
+    """Writes one row per logged update to a CSV file: the column "step", then a column per metric.
 
-    Numbers are written with all their digits, so that reading them back gives the same bits. There is no wall
-    time, so that equal runs write equal files. A metric that first appears later adds a column, which is
-    empty in earlier rows. Every row is flushed when it is written, so a kill loses at most that row.
+    Training and validation values of one update share its row. If a metric is logged twice after one update,
+    the later value is kept. Numbers are written with all their digits, so that reading them back gives the
+    same bits. There is no wall time, so that equal runs write equal files. A metric that first appears later
+    adds a column, which is empty in earlier rows. Every row is flushed when it is written, so a kill loses at
+    most the last row.
 
     The first row of a new logger begins a new file; an earlier run's file is renamed to ``metrics.1.csv``.
     After `load_state_dict` the logger appends to the file instead, without the rows that were written after
@@ -36,23 +38,37 @@ class CSVLogger(FileLogger):
         # A dict, for its ordered keys: checking that all names are known is then one operation in C.
         self._columns: dict[str, None] = {}
         self._rows = 0
+        self._last: Mapping[str, object] = {}  # the last row that this logger has written, by column
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one row; `step` is the number of updates made."""
+        """Write one row, or fill the last one if it has the same step.
+
+        Args:
+            metrics: The values by name.
+            step: The number of updates made.
+        """
         if not self._columns.keys() >= metrics.keys():
             self._widen(metrics)
         file = self._open()
         if file.is_empty:
-            self._rows = 0
+            self._rows, self._last = 0, {}
             file.write(_table([["step", *self._columns]]).encode())
-        row = [step, *(float(metrics[name]) if name in metrics else "" for name in self._columns)]
-        file.write(_table([row]).encode())
-        file.flush()
-        self._rows += 1
+        before = self._line(self._last) if self._last.get("step") == step else b""
+        joins = bool(before) and file.ends_with(before)
+        row: dict[str, object] = {name: float(value) for name, value in metrics.items()}
+        row = {**self._last, **row} if joins else {"step": step, **row}
+        file.write(self._line(row))
+        file.flush(over=before if joins else b"")
+        self._rows += not joins
+        self._last = row
+
+    def _line(self, row: Mapping[str, object]) -> bytes:
+        return _table([[row.get(name, "") for name in ("step", *self._columns)]]).encode()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the table's columns and its number of rows."""
-        return {"columns": list(self._columns), "rows": self._rows}
+        """Return the table's columns, its number of rows and the cells of the last one."""
+        last = self._line(self._last).decode() if self._last else ""
+        return {"columns": list(self._columns), "rows": self._rows, "last": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state` without the rows that were added since; a missing or shorter file is kept.
@@ -64,7 +80,7 @@ class CSVLogger(FileLogger):
         """
         self.close()
         self._columns = dict.fromkeys(state["columns"])
-        self._rows = 0
+        self._rows, self._last = 0, {}
         self._continues = True
         if not self.path.exists():
             return
@@ -78,8 +94,14 @@ class CSVLogger(FileLogger):
             return
         self._columns, self._rows = dict.fromkeys(header[1:]), len(rows)  # in case truncating fails
         kept = rows[: int(state["rows"])]
+        last = next(csv.reader(io.StringIO(state.get("last", ""))), []) if len(kept) == state["rows"] else []
+        if last:  # without what was added to it after the state was taken
+            kept[-1] = last + [""] * (len(header) - len(last))
         self._cut([header, *kept])
         self._rows = len(kept)
+        if last:
+            cells = zip(columns[1:], last[1:], strict=False)
+            self._last = {"step": int(last[0]), **{name: cell for name, cell in cells if cell}}
         if header != columns:
             with suppress(OSError):
                 replace_text(self.path, _table([columns, *(row[: len(columns)] for row in kept)]))

@@ -144,6 +144,13 @@ class Appended:
         """Whether the file is empty."""
         return os.fstat(self._file.fileno()).st_size == 0
 
+    def ends_with(self, data: bytes) -> bool:
+        """Return whether these are the last bytes in the file: another program may have changed it."""
+        size = os.fstat(self._file.fileno()).st_size
+        with open_file(self._path, "rb") as file:
+            file.seek(max(0, size - len(data)))
+            return bool(file.read() == data)
+
     @property
     def is_gone(self) -> bool:
         """Whether the file was deleted, so that writes are lost; Windows does not allow that."""
@@ -154,20 +161,29 @@ class Appended:
         self._piece += data
         return len(data)
 
-    def flush(self) -> None:
+    def flush(self, over: bytes = b"") -> None:
         """Write the buffered piece.
+
+        Args:
+            over: The end of the file, which the piece replaces.
 
         Raises:
             OSError: The piece could not be written, and is dropped.
         """
         piece, self._piece = memoryview(self._piece), bytearray()
         before = os.fstat(self._file.fileno()).st_size
+        if over:
+            before -= len(over)
+            os.ftruncate(self._file.fileno(), before)
         try:
             while piece:
                 piece = piece[self._file.write(piece) :]
         except OSError as error:
             error.filename = str(self._path)  # as `naming` does, without a call for every piece
             os.ftruncate(self._file.fileno(), before)
+            if over:
+                with suppress(OSError):  # there was room for it a moment ago
+                    self._file.write(over)
             raise
 
     def close(self) -> None:

@@ -38,8 +38,8 @@ def read_history(path: Path) -> list[dict[str, float]]:
         path: The file.
 
     Returns:
-        A mapping for each log point: "step", the number of updates made, and the values by name. A last line
-        that a kill has cut short is left out, and so are histograms.
+        A mapping for each update after which something was logged: "step", the number of updates made, and
+        the values by name. A last line that a kill has cut short is left out, and so are histograms.
 
     Raises:
         ConfigError: There is no such file, or neither logger has written it.
@@ -64,7 +64,16 @@ def _rows(text: str) -> list[dict[str, float]]:
         rows = [loads(each) for each in whole.split("\n")[:-1]]
     else:
         rows = list(csv.DictReader(io.StringIO(whole, newline="")))
-    return [_row(each) for each in rows if not isinstance(each.get(HISTOGRAMS), dict)]
+    joined: list[dict[str, float]] = []
+    for each in rows:
+        if isinstance(each.get(HISTOGRAMS), dict):
+            continue
+        row = _row(each)
+        if joined and joined[-1]["step"] == row["step"]:
+            joined[-1].update(row)
+        else:
+            joined.append(row)
+    return joined
 
 
 def _row(values: dict[str, str]) -> dict[str, float]:

@@ -289,7 +289,9 @@ LOGGERS: Mapping[str, Row] = {
     each.name: each
     for each in (
         _mapped("TensorBoardLogger", "`TensorBoardLogger`, in the same directory", None),
-        _mapped("CSVLogger", "`CSVLogger`, in the same directory", None, "there is a row for each log point"),
+        _mapped(
+            "CSVLogger", "`CSVLogger`, in the same directory", None, "there is a row for each logged update"
+        ),
         _refused("CometLogger", _TRACKED),
         _refused("LitLogger", _TRACKED),
         _refused("Logger", _TRACKED),
