@@ -11,6 +11,7 @@ from drivetrain import Callback, CheckpointConfig
 from drivetrain import callbacks as ours
 from drivetrain.testing import assert_resumable
 from drivetrain.testing.resume.check import _run_one_process
+from drivetrain.testing.resume.digests import leaf_text
 from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recording
 from drivetrain.testing.resume.report import compare
 
@@ -94,3 +95,10 @@ def test_two_updates_are_enough_also_where_there_are_no_more() -> None:
         return trainer(max_steps=2, checkpoint=policy, callbacks=[ours.Throughput()]), Net(), loader()
 
     assert_resumable(make, updates=10)
+
+
+def test_integers_that_python_does_not_write_in_decimal_are_compared() -> None:
+    large = 1 << 20_000
+    texts = {leaf_text(each) for each in (large, large + 1, [large], [large + 1])}
+    assert len(texts) == 4
+    assert all(len(text or "") < 100 for text in texts)

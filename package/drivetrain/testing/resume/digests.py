@@ -102,11 +102,16 @@ def leaf_text(value: Any) -> str | None:
     if found is not None:
         return found
     if isinstance(value, (*_PLAIN, np.generic, count, range)):
-        text = repr(value)
+        text = _plain_text(value)
         return text if len(text) <= 60 else f"{text[:40]}... {short(text.encode())}"
     if isinstance(value, (list, tuple, deque, set, frozenset)):
         return _plain_elements(value)
     return None
+
+
+def _plain_text(value: Any) -> str:
+    # Python refuses to write an integer of over 4,300 decimal digits.
+    return hex(value) if isinstance(value, int) and value.bit_length() > 10_000 else repr(value)
 
 
 def _plain_elements(value: Any) -> str | None:
@@ -114,7 +119,7 @@ def _plain_elements(value: Any) -> str | None:
     some = ends(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
     if not all(isinstance(each, (*_PLAIN, np.generic)) for each in some):
         return None
-    text = repr(some)
+    text = f"[{', '.join(map(_plain_text, some))}]"
     shown = text if len(text) <= 60 else short(text.encode())
     return f"{type(value).__name__} of {len(value)}: {shown}"
 
