@@ -151,12 +151,15 @@ def test_launch_finds_the_machines_at_their_address_or_rendezvous():
     def where(line):
         return " ".join(launch._where(launch._parser().parse_args([*line.split(), "train.py"])))
 
-    numbered = "--nnodes 2 --node-rank 1 --master-addr host --master-port"
-    assert where("--nodes 2 --node-rank 1 --address host") == f"{numbered} 29500"
-    assert where("--nodes 2 --node-rank 1 --address host:7") == f"{numbered} 7"
-    meeting = "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host:7 --rdzv-id mine"
+    def numbered(nodes, number, place):
+        meeting = f"--rdzv-backend drivetrain --rdzv-endpoint {place} --rdzv-id drivetrain"
+        return f"--nnodes {nodes} {meeting} --rdzv-conf number={number}"
+
+    assert where("--nodes 2 --node-rank 1 --address host") == numbered(2, 1, "host:29500")
+    assert where("--nodes 2 --node-rank 1 --address host:7") == numbered(2, 1, "host:7")
+    meeting = "--nnodes 1:4 --rdzv-backend drivetrain-elastic --rdzv-endpoint host:7 --rdzv-id mine"
     assert where("--nodes 1:4 --rendezvous host:7 --job mine --max-restarts 3") == meeting
-    assert where("--devices 4") == "--standalone"
+    assert where("--devices 4") == numbered(1, 0, "127.0.0.1:0")
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_command_quietly(tmp_path, monkeypatch, capfd):

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,11 +108,14 @@ def test_emulated_bfloat16_is_refused(cuda: Cuda) -> None:
     )
 
 
-def test_a_group_of_gpus_has_a_limit_of_10_minutes(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_gpus_has_a_limit_of_10_minutes(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch gives the half hour of gloo to a group that has NCCL too."""
     given: list[dict[str, Any]] = []
-    rendezvous = iter([(torch.distributed.HashStore(), 0, 2)])
-    monkeypatch.setattr(group, "rendezvous", lambda *_, **__: rendezvous)
+    store = tmp_path / "store-1"
+    torch.distributed.FileStore(str(store), 2).set("drivetrain/all here", "")
+    monkeypatch.setenv("DRIVETRAIN_STORE", str(store))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda _, **all: given.append(all))
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))

@@ -25,6 +25,7 @@ from typing import Any
 from drivetrain.cli.parser import Parser
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError
 from drivetrain.distributed.failure.last_words import TRAINING
+from drivetrain.distributed.interfaces import resolved
 from drivetrain.distributed.launch.children import (
     LAUNCHER,
     children_of,
@@ -83,6 +84,10 @@ def run(words: Sequence[str]) -> int:
     torchrun += ["--monitor-interval", _LOOKING, *(["--module"] if parsed.module else [])]
     if not parsed.module and not os.path.isfile(parsed.program):
         raise ConfigError(f"no file {parsed.program!r}; for a module, write -m before its name")
+    for option in ("rendezvous", "address"):
+        given = getattr(parsed, option)
+        if given is not None:
+            resolved(re.sub(r":\d*$", "", given).strip("[]"), f"--{option}")
     with _threads(devices):
         code = _Attempts(parsed.max_restarts).run([*torchrun, parsed.program, *parsed.arguments])
     ours = [each for each in parsed.arguments if each.partition("=")[0] in _OPTIONS]
@@ -142,10 +147,17 @@ def _where(parsed: argparse.Namespace) -> list[str]:
                 f"--nodes {parsed.nodes}: all processes restart when a machine joins or leaves. Allow"
                 " restarts after failures too, such as --max-restarts 3"
             )
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", parsed.rendezvous, "--rdzv-id", parsed.job]
+        meeting = [
+            "--rdzv-backend",
+            "drivetrain-elastic",
+            "--rdzv-endpoint",
+            parsed.rendezvous,
+            "--rdzv-id",
+            parsed.job,
+        ]
         return ["--nnodes", parsed.nodes, *meeting]
     if parsed.nodes == "1" and parsed.address is None and parsed.node_rank in (None, 0):
-        return ["--standalone"]
+        return _numbered(1, 0, "127.0.0.1:0", parsed.job)
     if not re.fullmatch(r"[1-9]\d{0,5}", parsed.nodes):
         raise ConfigError(
             f"--nodes {parsed.nodes} needs --rendezvous HOST:PORT; with --address give one number"
@@ -158,8 +170,13 @@ def _where(parsed: argparse.Namespace) -> list[str]:
     if not 0 <= parsed.node_rank < int(parsed.nodes):
         raise ConfigError(f"--node-rank must be from 0 to {int(parsed.nodes) - 1}, not {parsed.node_rank}")
     host, _, port = parsed.address.rpartition(":") if re.search(r":\d+$", parsed.address) else ("", "", "")
-    master = ["--master-addr", host or parsed.address, "--master-port", port or str(_PORT)]
-    return ["--nnodes", parsed.nodes, "--node-rank", str(parsed.node_rank), *master]
+    endpoint = f"{host or parsed.address}:{port or _PORT}"
+    return _numbered(int(parsed.nodes), parsed.node_rank, endpoint, parsed.job)
+
+
+def _numbered(nodes: int, number: int, endpoint: str, job: str) -> list[str]:
+    meeting = ["--rdzv-backend", "drivetrain", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
+    return ["--nnodes", str(nodes), *meeting, "--rdzv-conf", f"number={number}"]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import time
@@ -16,31 +17,27 @@ from torch._C._distributed_c10d import (
     DebugLevel,
     HashStore,
     PrefixStore,
-    Store,
-    TCPStore,
     get_debug_level,
     set_debug_level,
 )
-from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.core.errors import RankFailure, StrategyError
-from drivetrain.distributed.launch.children import Child, ending, started, wait_for
+from drivetrain.distributed.launch.children import Child, ending, started
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
+from drivetrain.distributed.launch.meeting import HOSTED, Meeting
 from drivetrain.distributed.launch.rendezvous import gather, note_end
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.secret import authenticate
 from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """The back end by the kind of device that the tensors are on."""
 
-_HERE = "drivetrain/here/{}"
-"""A key in the store for each rank that has reached it."""
-
 _CUDA_LIMIT = timedelta(minutes=10)
 """NCCL's own limit of a collective. torch gives gloo's, of 30 minutes, to a group that has both."""
 
-_LOOKING = 0.05
-"""Seconds between two checks of whether the ranks started by this process have arrived."""
+_LIMIT = timedelta(minutes=30)
+"""The limit of the store, and torch's own of a collective on CPUs."""
 
 _LETTING_GO = 0.02
 """Seconds that other threads get at the end to take the interpreter's lock."""
@@ -104,6 +101,7 @@ def join(
         atexit.register(_end)
     if size > 1:
         gather(rank, size)
+        authenticate(rank, size)
     local = environment.local_rank if environment is not None else rank
     ranks = Ranks.of_job() if size > 1 else ALONE
     own = own_device(device, local, gpus)
@@ -147,18 +145,26 @@ def _connect(
 
 
 def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta | None) -> None:
-    if (environment.address is None or environment.port is None) and not _has_store():
+    if environment.address is None or environment.port is None:
         raise StrategyError(
             f"{environment.launcher} does not say how to reach rank 0. Set MASTER_ADDR to its machine and"
             " MASTER_PORT to a free port there, on all ranks"
         )
-    method = "env://" if _has_store() else f"tcp://{environment.address}:{environment.port}"
-    limit = {} if timeout is None else {"timeout": timeout}
-    hosted = _await_started(environment) if started else None
-    store, rank, size = next(rendezvous(method, environment.rank, environment.world_size, **limit))
+    rank, size = environment.rank, environment.world_size
+    meeting = Meeting(
+        rank,
+        size,
+        environment.address,
+        environment.port,
+        one_machine=environment.one_machine,
+        is_hosted=os.environ.get(HOSTED) == str(True),
+        says=environment.local_rank == 0,
+    )
+    store = meeting.store(_LIMIT if timeout is None else timeout)
     if environment.attempt:  # torch's agent keeps its store, with the keys of earlier attempts
         store = PrefixStore(f"attempt {environment.attempt}", store)
-    store.set(_HERE.format(rank), "")
+    # The ranks that this process has started are waited for as long as they run.
+    meeting.wait(store, _check_started, math.inf if started else None)
     distributed.init_process_group(
         BACKENDS[own.type],
         store=PrefixStore("default_pg", store),
@@ -167,22 +173,11 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
         timeout=_CUDA_LIMIT if timeout is None and own.type == "cuda" else timeout,
         device_id=own if own.type == "cuda" else None,
     )
-    del hosted  # torch's store shares the server, and keeps it from now on
 
 
-def _await_started(environment: ProcessEnvironment) -> Store:
-    """Wait for the ranks that this process has started; torch would wait even for one that has died."""
-    assert environment.address is not None
-    assert environment.port is not None
-    store = TCPStore(
-        environment.address, environment.port, is_master=True, wait_for_workers=False, multi_tenant=True
-    )
-    for rank, child in started.items():
-        while not store.check([_HERE.format(rank)]):
-            for each in started.values():
-                _check_runs(each)
-            wait_for([child], _LOOKING)
-    return store
+def _check_started() -> None:
+    for each in started.values():
+        _check_runs(each)
 
 
 def _check_runs(child: Child) -> None:
@@ -196,11 +191,6 @@ def _check_runs(child: Child) -> None:
         raise RankFailure(
             f"rank {child.rank} failed first, before the process group was formed: it {ending(code)}"
         )
-
-
-def _has_store() -> bool:
-    # torchrun's agent may host the store itself; only torch's env:// rendezvous handles that.
-    return "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
 
 
 def uncompared() -> distributed.ProcessGroup | None:

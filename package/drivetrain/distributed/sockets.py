@@ -15,6 +15,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 
+from drivetrain.distributed.interfaces import check_users
+
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _torch_sockets: set[tuple[int, int]] = set()
 _changing = threading.Lock()
@@ -62,7 +64,11 @@ class Bell:
 
 @contextlib.contextmanager
 def closing_sockets_in_forks() -> Iterator[None]:
-    """Run the block so that forked processes close the sockets it opens, such as those of torch."""
+    """Run the block so that forked processes close the sockets it opens, such as those of torch.
+
+    Raises:
+        StrategyError: One of them leads to a process of another user of this machine.
+    """
     before = _sockets()
     try:
         yield
@@ -71,6 +77,8 @@ def closing_sockets_in_forks() -> Iterator[None]:
         with _changing:
             _torch_sockets.intersection_update(now)  # the others are closed
             _torch_sockets.update(now - before)
+    if sys.platform == "linux" and now - before:
+        check_users(inode for _, inode in now - before)
 
 
 def reserve_port() -> int:

@@ -29,7 +29,7 @@ class Job:  # a hub and what two ranks say to it, as their channels would
     def __init__(self, limit: float | None = None) -> None:
         self.now, self.taken = 0.0, 0
         self.lines: list[Line] = []
-        self.hub = Hub(2, True, TIMES, limit, clock=lambda: self.now)
+        self.hub = Hub(2, "127.0.0.1", TIMES, limit, clock=lambda: self.now)
         take = self.hub._take
 
         def counted(peer: Any, message: dict[str, Any]) -> None:

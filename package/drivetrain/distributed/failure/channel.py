@@ -21,15 +21,26 @@ from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.hub import Hub
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
-from drivetrain.distributed.failure.messages import Cause, Line, Timing, at, connect, is_voluntary, own_hosts
+from drivetrain.distributed.failure.messages import (
+    TOKEN_BYTES,
+    Cause,
+    Line,
+    Timing,
+    at,
+    connect,
+    is_voluntary,
+    own_hosts,
+)
 from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_thread
 from drivetrain.distributed.failure.silence import DIED, Silence, machine
 from drivetrain.distributed.failure.stack_files import StackFiles, now
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
+from drivetrain.distributed.interfaces import network, own_address
 from drivetrain.distributed.interrupts import Interrupts
 from drivetrain.distributed.launch.children import outlive_parent, started, wait_for
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import launched
+from drivetrain.distributed.secret import derived, signed, verified
 from drivetrain.distributed.signals import AGENT, current
 from drivetrain.distributed.sockets import Bell
 from drivetrain.distributed.stopping import Stopping
@@ -127,14 +138,23 @@ class FailureChannel:
         # How many channels this rank has opened on this store: the same number on every rank.
         opened = store.add(f"drivetrain/failure/opened/{self.rank}", 1)
         key = f"drivetrain/failure/at/{opened}"
+        secret = derived(key)  # which is not in the store, where others may read it
         if self.rank == 0:
-            local = environment is not None and environment.local_world_size == self.world_size
-            self._hub = Hub(self.world_size, local, self._timing, self._hang_timeout).start()
-            found = {"port": self._hub.port, "token": self._hub.token, "hosts": [] if local else own_hosts()}
-            found = {**found, "machine": machine(), "pid": os.getpid(), "began": now()}
-            store.set(key, json.dumps(found))
+            local = environment is not None and environment.one_machine
+            address = environment.address if environment is not None else None
+            host = "127.0.0.1" if local else own_address(address or "") or ""
+            self._hub = Hub(
+                self.world_size, host, self._timing, self._hang_timeout, token=secret and secret[:TOKEN_BYTES]
+            ).start()
+            found = {"port": self._hub.port, "hosts": [] if local else [host] if host else own_hosts()}
+            found["bound"] = bool(host)
+            if secret is None:  # a store of a test's, or of a program's own group
+                found["token"] = self._hub.token
+            found |= {"machine": machine(), "network": network(), "pid": os.getpid(), "began": now()}
+            store.set(key, signed(key, json.dumps(found)))
         try:
-            offer = json.loads(store.get(key))
+            offer = json.loads(verified(key, store.get(key).decode()))
+            offer = offer if secret is None else {**offer, "token": secret[:TOKEN_BYTES]}
             address = environment.address if environment is not None else None
             self._line = connect(self.rank, offer, address, self._timing.silence)
         except BaseException:

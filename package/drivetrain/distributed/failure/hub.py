@@ -18,7 +18,7 @@ from typing import Any
 
 from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Timing, at
 from drivetrain.distributed.failure.place import Phase
-from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence
+from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence, is_of_job
 from drivetrain.distributed.failure.stacks import asked
 from drivetrain.distributed.failure.watchdog import Stillness
 from drivetrain.distributed.launch.children import ending, started
@@ -81,10 +81,11 @@ class Hub:
 
     Args:
         world_size: The number of ranks.
-        local: Whether all of them are on this machine.
+        host: The address to listen on; empty for all of this machine's.
         timing: The times of the channel.
         hang_timeout: Seconds without progress on any rank that count as a hang; None for no limit.
         clock: Returns seconds, as `time.monotonic` does.
+        token: The secret that a rank must send, of `TOKEN_BYTES` characters; None makes one.
 
     Attributes:
         port: The port it listens on.
@@ -97,10 +98,11 @@ class Hub:
     def __init__(
         self,
         world_size: int,
-        local: bool,
+        host: str,
         timing: Timing,
         hang_timeout: float | None,
         clock: Callable[[], float] = time.monotonic,
+        token: str | None = None,
     ) -> None:
         self._world_size = world_size
         self._timing = timing
@@ -109,7 +111,7 @@ class Hub:
         self._following = clock() + self._tick
         self._hang_timeout = hang_timeout
         self._stillness = None if hang_timeout is None else Stillness(hang_timeout, timing.opaque)
-        self._server = closed_in_forks(_listen(local))
+        self._server = closed_in_forks(_listen(host))
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -125,7 +127,7 @@ class Hub:
         self._leaving = threading.Event()
         self.finished = threading.Event()
         self.port = int(self._server.getsockname()[1])
-        self.token = os.urandom(TOKEN_BYTES // 2).hex()
+        self.token = token or os.urandom(TOKEN_BYTES // 2).hex()
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure-hub", daemon=True)
 
     def start(self) -> Hub:
@@ -402,6 +404,8 @@ class Hub:
         peer = self._peers.get(rank)
         if peer is None or peer.state == "gone" or not peer.silence.is_near or peer.pid == os.getpid():
             return ""
+        if not is_of_job(peer.pid):
+            return ""
         number, descriptor = peer.asks
         return asked(peer.pid, number, peer.pid, descriptor)
 
@@ -469,9 +473,9 @@ def _death(rank: int | None) -> str:
     return f"it {ending(code)}" + (f"; {ABOVE}" if code == -signal.SIGABRT else "")
 
 
-def _listen(local: bool) -> socket.socket:
-    if local:
-        return socket.create_server(("127.0.0.1", 0))
+def _listen(host: str) -> socket.socket:
+    if host:
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))

@@ -19,6 +19,7 @@ import torch
 
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure.silence import machine
+from drivetrain.distributed.interfaces import network
 from drivetrain.distributed.sockets import closed_in_forks
 
 TOKEN_BYTES = 32
@@ -334,15 +335,19 @@ def connect(rank: int, offer: dict[str, Any], address: str | None, timeout: floa
 
     Args:
         rank: This process.
-        offer: Rank 0's entry in the store: its "machine", "port", "token" and "hosts".
+        offer: Rank 0's entry in the store: its "machine", "network", "port", "token", "hosts", and whether it
+            listens on these alone, "bound".
         address: Rank 0's address according to the launcher, or None.
         timeout: In seconds.
 
     Raises:
         StrategyError: Rank 0 cannot be reached.
     """
-    near = not offer["hosts"] or (offer["machine"] is not None and offer["machine"] == machine())
-    hosts = ["127.0.0.1"] if near else [*filter(None, [address]), *offer["hosts"]]
+    here = (
+        offer["machine"] is not None and offer["machine"] == machine() and offer.get("network") == network()
+    )
+    near = not offer["hosts"] or (here and not offer.get("bound", False))
+    hosts = ["127.0.0.1"] if near else [*offer["hosts"], *filter(None, [address])]
     errors = []
     for host in dict.fromkeys(hosts):
         try:

@@ -95,8 +95,8 @@ class Silence:
         return state
 
     def end_process(self) -> None:
-        """Kill the process if it is on this machine: it cannot receive a message."""
-        if self.is_near and self._pid != os.getpid():
+        """Kill the process if it is a rank of this machine: it cannot receive a message."""
+        if self.is_near and self._pid != os.getpid() and is_of_job(self._pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
@@ -110,6 +110,19 @@ def machine() -> str | None:
         return f"{boot.read_text(encoding='utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return None
+
+
+def is_of_job(pid: int) -> bool:
+    """Return whether a process has started this one, or was started by it or by its launcher.
+
+    No other process may be sent a signal, whatever pid a message names.
+    """
+    if pid == os.getppid():
+        return True
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return int(stat.rpartition(")")[2].split()[1]) in (os.getpid(), os.getppid())
+    return False
 
 
 def activity(pid: int) -> Activity:

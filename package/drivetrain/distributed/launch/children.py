@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.distributed.failure.silence import activity
+from drivetrain.distributed.interfaces import loopback_variables
 
 PARENT = "DRIVETRAIN_PARENT"
 """An environment variable of a started process: its parent's pid, and "main" if a thread started it that
@@ -162,6 +163,8 @@ def ending(code: int) -> str:
 def environment_of(rank: int, world_size: int, port: int, threads: int | None) -> dict[str, str]:
     """Return the variables that torchrun would set for a rank of a job on this machine alone.
 
+    In addition they keep the ranks' connections on the loopback interface.
+
     Args:
         rank: The rank.
         world_size: The number of ranks.
@@ -176,6 +179,7 @@ def environment_of(rank: int, world_size: int, port: int, threads: int | None) -
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+        **loopback_variables(),
     }
 
 

@@ -34,6 +34,7 @@ class ProcessEnvironment:
         port: Rank 0's port; None if the launcher does not give it.
         attempt: How often the launcher has started the processes again after a failure.
         restarts: How often it may do so in all.
+        one_machine: Whether the launcher says that all processes are on this machine.
     """
 
     launcher: str
@@ -45,6 +46,7 @@ class ProcessEnvironment:
     port: int | None = None
     attempt: int = 0
     restarts: int = 0
+    one_machine: bool = False
 
     def __post_init__(self) -> None:
         """Check that the numbers are consistent, and that the port is valid.
@@ -111,6 +113,8 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessEnvironment | None:
         number("MASTER_PORT") if "MASTER_PORT" in environment else None,
         number("TORCHELASTIC_RESTART_COUNT", default=0),
         number("TORCHELASTIC_MAX_RESTARTS", default=0),
+        # Variables that were set by hand may leave it out.
+        one_machine="LOCAL_WORLD_SIZE" in environment and number("LOCAL_WORLD_SIZE") == world_size,
     )
 
 
@@ -134,6 +138,7 @@ def _slurm(environment: Mapping[str, str]) -> ProcessEnvironment | None:
         -(-world_size // nodes),
         environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "127.0.0.1")),
         number("MASTER_PORT", default=_PORTS[(job * 31 + step) % len(_PORTS)]),
+        one_machine=nodes == 1 and "SLURM_STEP_NUM_NODES" in environment,
     )
 
 
@@ -158,6 +163,7 @@ def _mpich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
         number("MPI_LOCALRANKID", default=number("PMI_RANK")),
         local_size,
         *_meeting_place("mpich", environment, local_size == number("PMI_SIZE")),
+        one_machine="MPI_LOCALNRANKS" in environment and local_size == number("PMI_SIZE"),
     )
 
 
@@ -175,6 +181,7 @@ def _mpi(launcher: str, environment: Mapping[str, str], world: str, local: str) 
         number(local.format("RANK")),
         number(local.format("SIZE")),
         *_meeting_place(launcher, environment, number(local.format("SIZE")) == world_size),
+        one_machine=number(local.format("SIZE")) == world_size,
     )
 
 

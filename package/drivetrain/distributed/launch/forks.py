@@ -29,6 +29,7 @@ from drivetrain.distributed.launch.children import (
     wait_for,
 )
 from drivetrain.distributed.launch.environment import detect
+from drivetrain.distributed.launch.meeting import private_place, remove_place
 from drivetrain.distributed.sockets import release_port, reserve_port
 
 T = TypeVar("T")
@@ -63,15 +64,17 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
     """
     _check(world_size)
     port = reserve_port()
+    place = private_place(port)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # otherwise each fork would write what is still buffered
     children: list[Child] = []
     pipes: list[int] = []
     guard: Guard | None = None
     try:
-        with _changed(environment_of(0, world_size, port, threads=1)):
+        with _changed({**environment_of(0, world_size, port, threads=1), **place}):
             for rank in range(1, world_size):
-                child, pipe = _fork(function, environment_of(rank, world_size, port, threads=1), pipes)
+                own = environment_of(rank, world_size, port, threads=1)
+                child, pipe = _fork(function, own, pipes)
                 children.append(child)
                 pipes.append(pipe)
                 started[rank] = child
@@ -82,6 +85,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
         end_all(children, grace=0)
         if guard is not None:
             guard.end()
+        remove_place(place)
         for each in children:
             started.pop(each.rank, None)
         for pipe in pipes:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.failure.messages import is_consequence
@@ -31,7 +32,7 @@ from drivetrain.distributed.launch.children import (
     wait_for,
 )
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
-from drivetrain.distributed.sockets import release_port, reserve_port
+from drivetrain.distributed.launch.meeting import HOSTED, loopback_store, private_place, remove_place
 
 _DIRECTORY = str(Path.cwd())
 """The program's first working directory; its command is run again there."""
@@ -155,12 +156,14 @@ def _check_size(found: ProcessEnvironment, local_world_size: int, num_nodes: int
 
 def _start(world_size: int) -> ProcessEnvironment:
     global _launched
-    port, threads = reserve_port(), threads_per_rank(world_size, os.environ)
+    store, threads = loopback_store(), threads_per_rank(world_size, os.environ)
+    port = store.port
     command = [sys.executable, *sys.orig_argv[1:]]
     children: list[Child] = []
+    place = {**private_place(port), HOSTED: str(True)}
     try:
         for rank in range(1, world_size):
-            own = {**environment_of(rank, world_size, port, threads), PARENT: parent_mark()}
+            own = {**environment_of(rank, world_size, port, threads), **place, PARENT: parent_mark()}
             # Only one process can read standard input, and that is this one.
             process = subprocess.Popen(
                 command, cwd=_DIRECTORY, env={**os.environ, **own}, stdin=subprocess.DEVNULL
@@ -168,16 +171,16 @@ def _start(world_size: int) -> ProcessEnvironment:
             children.append(Child(rank, process.pid, process.poll))
             started[rank] = children[-1]
     except BaseException as error:
-        release_port(port)
         end_all(children, grace=0)
+        remove_place(place)
         if isinstance(error, OSError):
             raise StrategyError(f"rank {len(children) + 1} could not be started: {error}") from error
         raise
-    os.environ.update(environment_of(0, world_size, port, threads))
+    os.environ.update({**environment_of(0, world_size, port, threads), **place})
     if threads is not None:
         torch.set_num_threads(threads)
-    _launched = _Launched(children)
-    return ProcessEnvironment("drivetrain", 0, world_size, 0, world_size, "127.0.0.1", port)
+    _launched = _Launched(children, place, store)
+    return ProcessEnvironment("drivetrain", 0, world_size, 0, world_size, "127.0.0.1", port, one_machine=True)
 
 
 class _Launched:
@@ -192,8 +195,9 @@ class _Launched:
         exit_code: Rank 0's exit code after another rank has failed; None uses that rank's.
     """
 
-    def __init__(self, children: list[Child]) -> None:
+    def __init__(self, children: list[Child], place: dict[str, str], store: Store) -> None:
         self.children = children
+        self._place, self._store = place, store
         self.is_guarded = False
         self.failure_told = False
         self.has_finished = False
@@ -228,6 +232,7 @@ class _Launched:
         self._exit(why)
 
     def _exit(self, why: str | None) -> None:
+        remove_place(self._place)
         sys.stdout.flush()
         sys.stderr.write(f"drivetrain: {why}\n" if why else "")
         sys.stderr.flush()
@@ -250,6 +255,7 @@ class _Launched:
         finally:  # also after Ctrl-C
             end_all(self.children)
             self._guard.end()
+            remove_place(self._place)
         failed = self._failed()
         error = getattr(sys, "last_value", None)
         if failed is None or (error is not None and (self.failure_told or not is_consequence(error))):

@@ -19,9 +19,13 @@ from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 
-from drivetrain.core.errors import EXIT_STOPPED
+from drivetrain.core.errors import EXIT_STOPPED, DrivetrainError
 from drivetrain.distributed.launch.children import (
     LAUNCHER,
     children_of,
@@ -30,6 +34,8 @@ from drivetrain.distributed.launch.children import (
     parent_mark,
 )
 from drivetrain.distributed.launch.environment import AGAIN
+from drivetrain.distributed.launch.machines import register, say
+from drivetrain.distributed.launch.meeting import LATE, LIMIT, REPEAT, join_timeout
 
 _IGNORED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
 """Signals that `drivetrain launch` itself sends to the ranks, which decide what to do."""
@@ -59,6 +65,7 @@ def main(words: Sequence[str], logs: Path) -> int:
     os.environ[_NO_SHARED_STORE] = "1"
     words = ["--log-dir", str(logs), *words]
     arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
+    register(logs)
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -71,16 +78,35 @@ def main(words: Sequence[str], logs: Path) -> int:
     thread = threading.Thread(target=run, name="torchrun")
     thread.start()
     failed: float | None = None
+    begun = time.monotonic()
+    late = begun + LATE
     while thread.is_alive():
         thread.join(0.1)
         failed = _kill_stuck(logs, int(arguments.nproc_per_node), failed)
         if os.environ.get(AGAIN) == "0" and len(children_of(os.getpid())) >= int(arguments.nproc_per_node):
             os.environ[AGAIN] = "1"  # later starts follow a machine that has come or gone
+        if time.monotonic() >= late:
+            late = time.monotonic() + REPEAT
+            # Numbered machines say themselves which one is missing.
+            is_elastic = arguments.rdzv_backend == "drivetrain-elastic"
+            if is_elastic and not children_of(os.getpid()):
+                say(
+                    f"waiting for {time.monotonic() - begun:.0f} s for {arguments.nnodes} machines to come to"
+                    f" {arguments.rdzv_endpoint}"
+                )
     if not errors:
         return 0
     if not isinstance(errors[0], ChildFailedError):
         closed = isinstance(errors[0], RendezvousClosedError)
-        _write_failure(logs, rank=-1, code=1, text=f"torchrun failed: {errors[0]!r}", closed=closed)
+        text = f"torchrun failed: {errors[0]!r}"
+        if isinstance(errors[0], RendezvousTimeoutError):
+            text = (
+                f"not all machines have come to {arguments.rdzv_endpoint} within {join_timeout():g} s. Start"
+                f" them in that time, or set {LIMIT} to more seconds"
+            )
+        elif isinstance(errors[0], (DrivetrainError, RendezvousStateError)):
+            text = str(errors[0])
+        _write_failure(logs, rank=-1, code=1, text=text, closed=closed)
         return 1
     rank, failure = errors[0].get_first_failure()
     code = EXIT_STOPPED if failure.exitcode == -signal.SIGINT else failure.exitcode

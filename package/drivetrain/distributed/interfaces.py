@@ -1,0 +1,146 @@
+"""The network interface of a job: which addresses it listens on, and who is at the other end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from drivetrain.core.errors import StrategyError
+
+GLOO = "GLOO_SOCKET_IFNAME"
+"""The variable that tells gloo which interface to listen on."""
+
+_ADDRESS_OF_INTERFACE = 0x8915
+"""The call SIOCGIFADDR; see netdevice(7)."""
+
+_ESTABLISHED = "01"
+
+_AGAIN = 30.0
+"""Seconds for which a name is asked for again if no name server has answered."""
+
+
+def resolved(host: str, variable: str) -> list[str]:
+    """Return the addresses of a host.
+
+    Args:
+        host: A name or an address.
+        variable: The option or variable that has it, for the error.
+
+    Raises:
+        StrategyError: The name has no address.
+    """
+    until = time.monotonic() + _AGAIN
+    while True:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(each[4][0]) for each in found))
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > until:
+                raise StrategyError(
+                    f"{variable} is {host!r}, a name without an address on {socket.gethostname()} ({error})."
+                    f" Set {variable} to a name or an address of rank 0's machine that all machines can reach"
+                ) from error
+        time.sleep(1.0)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is reachable from its own machine alone."""
+    return address.startswith("127.") or address == "::1"
+
+
+def own_address(host: str) -> str | None:
+    """Return the address of this machine from which it reaches another host; None if that is unknown.
+
+    It is unknown too for a name that leads to this machine's loopback interface, as its own name does on some
+    systems: that says nothing about the other machines.
+    """
+    with suppress(OSError, UnicodeError):
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as line:
+            line.connect(place)  # sends nothing
+            found = str(line.getsockname()[0])
+        return None if is_loopback(found) and not _is_literal(host) else found
+    return None
+
+
+def _is_literal(host: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):
+            socket.inet_pton(family, host)
+            return True
+    return False
+
+
+def network() -> str | None:
+    """Return an identifier of this machine's network namespace; None if unknown."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/net")
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address of this machine; None if unknown."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+    if ":" in address:
+        with suppress(OSError):
+            for row in Path("/proc/net/if_inet6").read_text("ascii").splitlines():
+                number, *_, name = row.split()
+                if bytes.fromhex(number) == packed:
+                    return name
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode()[:15])
+                found: bytes = fcntl.ioctl(line.fileno(), _ADDRESS_OF_INTERFACE, request)
+                if found[20:24] == packed:
+                    return name
+    return None
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return the variables that keep gloo and NCCL on the loopback interface, where the user sets none."""
+    if sys.platform == "win32":
+        return {}
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    wanted = {} if name is None else {GLOO: name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {each: value for each, value in wanted.items() if each not in os.environ}
+
+
+def check_users(inodes: Iterable[int]) -> None:
+    """Check that no other user's process is at the other end of connections that stay on this machine.
+
+    The loopback interface is open to all users of a machine, and gloo asks for no password. Only Linux tells.
+
+    Args:
+        inodes: Sockets of this process.
+
+    Raises:
+        StrategyError: A connection leads to a process of another user, who is not root.
+    """
+    rows: dict[tuple[str, str], tuple[int, int]] = {}
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", name).read_text("ascii").splitlines()[1:]:
+                _, local, remote, state, _, _, _, user, _, inode, *_ = line.split()
+                if state == _ESTABLISHED:
+                    rows[local, remote] = (int(user), int(inode))
+    own = set(inodes)
+    for (here, there), (_, mine) in rows.items():
+        found = rows.get((there, here), (0, 0))[0] if mine in own else 0
+        if found not in (0, os.getuid()):
+            raise StrategyError(
+                f"a process of another user, with the number {found}, has connected to this job in place of a"
+                " rank. The job ends: its numbers would be that process's. Run it on a machine, or in a"
+                " container, that this user cannot use"
+            )

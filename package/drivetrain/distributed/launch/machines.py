@@ -1,0 +1,171 @@
+"""How the machines of `drivetrain launch` meet: torchrun's agents, with what torch's own meetings lack.
+
+Those of torch listen on all interfaces, even for one machine, wait without a word, and unpickle what they
+find in a store that anybody can write to.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    create_handler,
+)
+
+from drivetrain.distributed.interfaces import loopback_variables, own_address, resolved
+from drivetrain.distributed.launch.meeting import STORE, Meeting, join_timeout, loopback_store
+from drivetrain.distributed.secret import SECRET, new_secret, secret
+
+_SIGNATURE = 32
+"""Bytes of a signature."""
+
+
+def register(logs: Path) -> None:
+    """Add the meetings "drivetrain", of machines that have numbers, and "drivetrain-elastic", of others.
+
+    Args:
+        logs: A folder that only this user can enter, in which the ranks of a single machine meet.
+    """
+    rendezvous_handler_registry.register("drivetrain", lambda parameters: _Numbered(parameters, logs))
+    rendezvous_handler_registry.register("drivetrain-elastic", _elastic)
+
+
+def say(text: str) -> None:
+    """Print a message of the launcher's."""
+    sys.stderr.write(f"drivetrain: {text}\n")
+    sys.stderr.flush()
+
+
+class _Numbered(RendezvousHandler):
+    """Machines that have numbers; the ranks of a single one meet in a file."""
+
+    def __init__(self, parameters: RendezvousParameters, logs: Path) -> None:
+        self._run_id = parameters.run_id
+        self._logs = logs
+        host, _, port = parameters.endpoint.rpartition(":")
+        self._meeting = Meeting(
+            int(parameters.config["number"]),
+            parameters.max_nodes,
+            host.strip("[]"),
+            int(port),
+            variable="--address",
+            each="machine",
+            say=say,
+        )
+        self._store: Store | None = None
+        self._own: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """Return the name under which torchrun knows this meeting."""
+        return "drivetrain"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the agent has the store at the ranks' MASTER_PORT."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the other machines, and return the store of the agents.
+
+        Raises:
+            StrategyError: A machine does not come, or the first one cannot be reached.
+        """
+        here = self._meeting
+        if here.size == 1:
+            self._own = self._own or loopback_store()
+            os.environ |= {STORE: str(self._logs / f"store-{self._own.port}"), SECRET: new_secret()}
+            os.environ.update(loopback_variables())
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", self._own.port))
+        if self._store is None:
+            self._store = here.store(timedelta(seconds=join_timeout()))
+            here.wait(self._store)
+        place = RendezvousStoreInfo(here.address, here.port)
+        return RendezvousInfo(self._store, here.number, here.size, place)
+
+    def is_closed(self) -> bool:
+        """Return False: there is one meeting for each attempt."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no machine joins later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the name of the job."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Do nothing; the store ends with the process."""
+        return True
+
+
+def _elastic(parameters: RendezvousParameters) -> RendezvousHandler:
+    host = parameters.endpoint.rpartition(":")[0].strip("[]") or parameters.endpoint
+    resolved(host, "--rendezvous")
+    parameters.local_addr = parameters.local_addr or own_address(host)
+    parameters.config.setdefault("join_timeout", str(int(join_timeout())))
+    backend, store = create_backend(parameters)
+    key = hmac.digest(secret(), f"machines of {parameters.run_id}".encode(), "sha256")
+    return create_handler(store, _Signed(backend, key), parameters)
+
+
+class _Signed(RendezvousBackend):
+    """A backend of torch's whose state, a pickle, is read only if it is signed with the job's secret."""
+
+    def __init__(self, backend: RendezvousBackend, key: bytes) -> None:
+        self._backend = backend
+        self._key = key
+
+    @property
+    def name(self) -> str:
+        """The name of the backend."""
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state and its token.
+
+        Raises:
+            RendezvousStateError: The state is not signed with the job's secret.
+        """
+        found = self._backend.get_state()
+        return None if found is None else (self._checked(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Write a state, as `RendezvousBackend.set_state` does.
+
+        Raises:
+            RendezvousStateError: The state that is there is not signed with the job's secret.
+        """
+        mark = hmac.digest(self._key, state, "sha256")
+        found: Any = self._backend.set_state(mark + state, token)
+        return None if found is None else (self._checked(found[0]), *found[1:])
+
+    def _checked(self, state: bytes) -> bytes:
+        mark, found = state[:_SIGNATURE], state[_SIGNATURE:]
+        if not hmac.compare_digest(mark, hmac.digest(self._key, found, "sha256")):
+            raise RendezvousStateError(
+                "the machines' list is not signed with this job's secret, and was not read: another machine"
+                f" has another secret, or a stranger wrote it. Set {SECRET} to the same text on all machines,"
+                " or give them the same file ~/.config/drivetrain/secret"
+            )
+        return found

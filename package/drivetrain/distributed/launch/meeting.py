@@ -1,0 +1,277 @@
+"""Where the processes of a job first meet: a store in a private file, or one behind a port.
+
+On one machine the launcher hands out a file in a folder that only its user can enter, and no port is opened.
+Otherwise it is torch's store at rank 0's address, which anybody who reaches the port can read and change.
+So nothing secret lies there, and `secret.authenticate` follows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+from drivetrain.core.errors import StrategyError
+from drivetrain.core.messages import logger
+from drivetrain.distributed.interfaces import (
+    GLOO,
+    interface_of,
+    loopback_variables,
+    own_address,
+    resolved,
+)
+from drivetrain.distributed.secret import SECRET, new_secret
+from drivetrain.distributed.sockets import closing_sockets_in_forks
+
+_LOG = logger(__name__)
+
+STORE = "DRIVETRAIN_STORE"
+"""An environment variable: the file in which the processes of one machine meet."""
+
+HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
+"""torch's variable: "True" if the store at MASTER_ADDR is there already, and rank 0 has none to open."""
+
+LIMIT = "DRIVETRAIN_JOIN_TIMEOUT"
+"""An environment variable: seconds that a job waits for a process or a machine that does not come."""
+
+DEFAULT_LIMIT = 1800.0
+
+_HERE = "drivetrain/here/{}"
+"""A key in the store for each process that has reached it."""
+
+_ALL = "drivetrain/all here"
+
+LATE, REPEAT = 10.0, 60.0
+"""Seconds after which a missing process is named, and after which it is named again."""
+
+_PAUSES = (0.01, 0.2)
+"""Seconds between two checks of the store: at first, and at most."""
+
+_SHOWN = 8
+"""Missing processes that a message names."""
+
+_TRY = 3.0
+"""Seconds that one attempt to connect may take."""
+
+
+def private_place(port: int) -> dict[str, str]:
+    """Make a folder for the store of a job on this machine; return the variables that lead its ranks there.
+
+    Args:
+        port: The job's MASTER_PORT. A process of another job that has inherited the variables has another.
+    """
+    folder = tempfile.mkdtemp(prefix="drivetrain-")  # which only this user may enter
+    return {STORE: os.path.join(folder, f"store-{port}"), SECRET: new_secret()}
+
+
+def remove_place(variables: dict[str, str]) -> None:
+    """Remove the folder of `private_place`."""
+    shutil.rmtree(os.path.dirname(variables[STORE]), ignore_errors=True)
+
+
+def loopback_store() -> TCPStore:
+    """Return a store that only this machine reaches, for programs that form torch's process group themselves.
+
+    Theirs would listen on all interfaces. They become clients of this one where `HOSTED` is set.
+    """
+    line = socket.create_server(("127.0.0.1", 0))
+    port = int(line.getsockname()[1])
+    with closing_sockets_in_forks():
+        return TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=line.detach()
+        )
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The place where the processes of a job meet, as one of them sees it.
+
+    Attributes:
+        number: This process, from 0.
+        size: The number of processes.
+        address: The host of number 0.
+        port: Its port.
+        variable: The option or variable that has the address, for messages.
+        each: What a process is called, such as "rank".
+        one_machine: Whether all are on this machine.
+        is_hosted: Whether another process, such as torch's agent, has the store.
+        says: Whether this process says whom it waits for.
+        say: Says it.
+    """
+
+    number: int
+    size: int
+    address: str
+    port: int
+    variable: str = "MASTER_ADDR"
+    each: str = "rank"
+    one_machine: bool = False
+    is_hosted: bool = False
+    says: bool = True
+    say: Callable[[str], None] = _LOG.warning
+
+    def store(self, timeout: timedelta) -> Store:
+        """Return the store, after waiting for the process that has it.
+
+        Raises:
+            StrategyError: The address does not resolve, the port is in use, or nobody answers there in time.
+        """
+        path = os.environ.get(STORE, "")
+        if path.endswith(f"-{self.port}"):
+            return FileStore(path, self.size)
+        addresses = resolved(
+            "127.0.0.1" if self.one_machine and not self.is_hosted else self.address, self.variable
+        )
+        self._choose_interface()
+        if self.number == 0 and not self.is_hosted:
+            return self._host(timeout)
+        self._reach(addresses)
+        try:
+            return TCPStore(addresses[0], self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
+            raise StrategyError(f"{self._place()} is no store of torch's: {error}") from error
+
+    def wait(
+        self, store: Store, check: Callable[[], None] = lambda: None, limit: float | None = None
+    ) -> None:
+        """Wait until all processes have reached the store; say after ten seconds which one is missing.
+
+        Args:
+            store: The store.
+            check: Called often; may raise.
+            limit: Seconds to wait; None takes the default.
+
+        Raises:
+            StrategyError: They have not all come in time.
+        """
+        store.set(_HERE.format(self.number), "")
+        keys = [_HERE.format(each) for each in range(self.size)]
+        patience = Patience(self._say, limit)
+        while not store.check([_ALL]):
+            if self.number == 0 and store.check(keys):
+                store.set(_ALL, "")
+                return
+            check()
+            whom = f"all {self.size} {self.each}s"
+            if self.number == 0 and patience.is_due():
+                missing = [each for each, key in enumerate(keys) if not store.check([key])]
+                more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+                whom = f"{self.each} {', '.join(map(str, missing[:_SHOWN]))}{more} of {self.size}"
+            patience.wait(f"{whom} to come to {self._place()}")
+
+    def _say(self, text: str) -> None:
+        if self.says:
+            self.say(text)
+
+    def _place(self) -> str:
+        if os.environ.get(STORE, "").endswith(f"-{self.port}"):
+            return "this machine"
+        return f"{self.address}:{self.port}"
+
+    def _choose_interface(self) -> None:
+        """Let gloo listen on the interface of the job alone; the user's choice stays."""
+        if self.one_machine:
+            os.environ.update(loopback_variables())
+            return
+        own = own_address(self.address)
+        name = None if own is None else interface_of(own)
+        if name is not None:
+            os.environ.setdefault(GLOO, name)
+
+    def _host(self, timeout: timedelta) -> Store:
+        # Where the address of this machine is unknown, listen on all.
+        host = "127.0.0.1" if self.one_machine else own_address(self.address) or ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        line = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            line.bind((host, self.port))
+            line.listen(1024)
+        except OSError as error:
+            line.close()
+            raise StrategyError(
+                f"the process group could not be formed: {self.each} 0 cannot listen on {self._place()}"
+                f" ({error}). Set MASTER_PORT to a free port, the same for all"
+            ) from error
+        return TCPStore(
+            host or "127.0.0.1",
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=line.detach(),
+        )
+
+    def _reach(self, addresses: list[str]) -> None:
+        patience = Patience(self._say)
+        while True:
+            try:
+                socket.create_connection((addresses[0], self.port), _TRY).close()
+                return
+            except OSError as error:
+                patience.wait(
+                    f"{self.each} 0 of {self.size} at {self._place()} ({error}). {self.variable} must be an"
+                    " address of its machine that this one can reach"
+                )
+
+
+class Patience:
+    """Pauses between two checks, with a message now and then, up to a limit.
+
+    Args:
+        say: Takes a message.
+        limit: Seconds; None takes that of the environment.
+    """
+
+    def __init__(self, say: Callable[[str], None], limit: float | None = None) -> None:
+        self._say = say
+        self._limit = join_timeout() if limit is None else limit
+        self._begun = time.monotonic()
+        self._next, self._pause = LATE, _PAUSES[0]
+
+    def waited(self) -> float:
+        """Return the seconds since the begin."""
+        return time.monotonic() - self._begun
+
+    def is_due(self) -> bool:
+        """Return whether the next `wait` says something or raises."""
+        return self.waited() >= min(self._next, self._limit)
+
+    def wait(self, whom: str) -> None:
+        """Pause once.
+
+        Raises:
+            StrategyError: The limit is over.
+        """
+        waited = self.waited()
+        if waited >= self._limit:
+            raise StrategyError(
+                f"waited {waited:.0f} s for {whom}. Start all processes of the job within {self._limit:g} s,"
+                f" or set {LIMIT} to more seconds"
+            )
+        if waited >= self._next:
+            self._next = waited + REPEAT
+            self._say(f"waiting for {waited:.0f} s for {whom}")
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _PAUSES[1])
+
+
+def join_timeout() -> float:
+    """Return the seconds that a job waits for a process that does not come.
+
+    Raises:
+        StrategyError: The variable has no number of seconds.
+    """
+    given = os.environ.get(LIMIT, str(DEFAULT_LIMIT))
+    with suppress(ValueError):
+        if 0 < float(given) < float("inf"):
+            return float(given)
+    raise StrategyError(f"{LIMIT}={given!r} in the environment is not a number of seconds above 0")

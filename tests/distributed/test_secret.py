@@ -1,0 +1,146 @@
+"""Ranks read only what was signed with their job's secret, and a job names whom it waits for."""
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import on_two_ranks
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
+
+from drivetrain.core.errors import RankFailure, StrategyError
+from drivetrain.distributed import interfaces, secret
+from drivetrain.distributed.failure.silence import is_of_job
+from drivetrain.distributed.launch import meeting
+from drivetrain.distributed.launch.meeting import Meeting
+
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+NOBODY = 65534
+
+
+class Code:  # what a stranger sends
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, ("run",)
+
+
+def _refused(act: Callable[[], object]) -> str:
+    with pytest.raises((RankFailure, StrategyError)) as caught:
+        act()
+    return str(caught.value)
+
+
+def exchanges(stranger: bool) -> Any:
+    rank = torch.distributed.get_rank()
+    secret.authenticate(rank, 2)
+    found: list[Any] = [None, None]
+    torch.distributed.all_gather_object(found, rank)
+    assert found == [0, 1]
+    assert secret.verified("at", secret.signed("at", "{}")) == "{}"
+    assert "signature" in _refused(lambda: secret.verified("other", secret.signed("at", "{}")))
+    assert "signature" in _refused(lambda: secret.verified("at", "{}"))
+    if stranger and rank:
+        distributed_c10d._pickler = pickle.Pickler
+    gather = lambda: torch.distributed.gather_object(Code() if rank else None, found if rank == 0 else None)  # noqa: E731
+    return _refused(gather) if stranger and rank == 0 else gather()
+
+
+@needs_gloo
+def test_an_object_is_read_only_if_it_is_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told, _ = on_two_ranks(exchanges, True)
+    assert "does not have this job's signature, and was not read" in told
+    assert not Path("run").exists()
+
+
+def has_another() -> str:
+    rank = torch.distributed.get_rank()
+    os.environ[secret.SECRET] = f"the secret of rank {rank}"
+    return _refused(lambda: secret.authenticate(rank, 2))
+
+
+@needs_gloo
+def test_a_rank_with_another_secret_is_named_on_all() -> None:
+    for rank, told in enumerate(on_two_ranks(has_another)):
+        assert f"rank {1 - rank} has another secret than rank {rank}" in told
+        assert "Set DRIVETRAIN_SECRET to the same text" in told
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs modes of files")
+def test_the_secret_of_a_user_is_a_file_that_only_this_user_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(secret.SECRET, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path, made = tmp_path / "drivetrain" / "secret", secret.secret()
+    assert secret.secret() == made
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in path.parent.iterdir()] == ["secret"]
+    path.chmod(0o640)
+    assert "others may read it: chmod 600" in _refused(secret.secret)
+    path.unlink()
+    os.mkfifo(path)
+    assert "is not a file" in _refused(secret.secret)
+    monkeypatch.setenv(secret.SECRET, "short")
+    assert "DRIVETRAIN_SECRET has 5 characters" in _refused(secret.secret)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs Linux, and another user")
+def test_a_connection_of_another_user_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        socket.create_connection(server.getsockname()).close()  # imports what the other user cannot read
+        server.accept()[0].close()
+        stranger = os.fork()
+        if stranger == 0:
+            try:
+                os.setuid(NOBODY)
+                with socket.create_connection(server.getsockname()):
+                    signal.pause()
+            finally:
+                os._exit(0)
+        connection, _ = server.accept()
+        with connection, socket.create_connection(server.getsockname()) as own:
+            inode = os.fstat(connection.fileno()).st_ino
+            interfaces.check_users([os.fstat(own.fileno()).st_ino])
+            assert f"number {NOBODY}" in _refused(lambda: interfaces.check_users([inode]))
+            os.kill(stranger, signal.SIGKILL)
+            os.waitpid(stranger, 0)
+
+
+def test_a_missing_process_is_named_and_waited_for_until_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "LATE", 0.01)
+    monkeypatch.setattr(meeting, "REPEAT", 0.01)
+    monkeypatch.setenv(meeting.LIMIT, "0.5")
+    store, told = HashStore(), list[str]()
+    first = Meeting(0, 3, "first", 7, each="machine", say=told.append)
+    second = threading.Thread(target=Meeting(2, 3, "first", 7, say=told.append).wait, args=(store, int, 60))
+    second.start()
+    last = _refused(lambda: first.wait(store))
+    assert "for machine 1 of 3 to come to first:7. Start" in last
+    assert "set DRIVETRAIN_JOIN_TIMEOUT" in last
+    assert sum("machine 1 of 3" in each for each in told) > 1
+    store.set("drivetrain/here/1", "")
+    first.wait(store)
+    second.join()
+
+
+def test_a_name_without_an_address_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Meeting(1, 2, "no\x00host", 7)
+    assert "MASTER_ADDR is 'no\\x00host', a name without an address" in _refused(lambda: here.store(None))  # type: ignore[arg-type]
+    monkeypatch.setenv(meeting.LIMIT, "soon")
+    assert "DRIVETRAIN_JOIN_TIMEOUT='soon'" in _refused(meeting.join_timeout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whose child a process is")
+def test_only_relatives_of_this_process_count_as_ranks() -> None:
+    assert is_of_job(os.getppid())
+    assert not is_of_job(0)
+    assert not is_of_job(1) or os.getppid() in (0, 1)
