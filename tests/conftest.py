@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import secrets
 import signal
 import threading
 import time
@@ -51,6 +52,8 @@ _set_SIGCHLD_handler()
 # Ignored in what a shell runs in the background, and then in all that this process starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Jobs of several processes would otherwise make the file of this user's secret, in the home directory.
+os.environ["DRIVETRAIN_SECRET"] = secrets.token_hex(32)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
