@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from drivetrain.core.errors import RankFailure, StrategyError
-from drivetrain.distributed import interfaces, secret
+from drivetrain.distributed import interfaces, secret, sockets
 from drivetrain.distributed.failure.silence import is_of_job
 from drivetrain.distributed.launch import meeting
 from drivetrain.distributed.launch.meeting import Meeting
@@ -64,6 +64,20 @@ def has_another() -> str:
     rank = torch.distributed.get_rank()
     os.environ[secret.SECRET] = f"the secret of rank {rank}"
     return _refused(lambda: secret.authenticate(rank, 2))
+
+
+def listens() -> set[str]:
+    lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    rows = [line.split() for line in lines]
+    own = {str(inode) for _, inode in sockets._sockets()}
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process listens on")
+def test_the_store_of_one_machine_listens_on_its_loopback_alone() -> None:
+    store = meeting.loopback_store()
+    assert listens() == {"0100007F"}
+    del store
 
 
 @needs_gloo
