@@ -1,5 +1,7 @@
 """Ranks that would make different collective calls get an error that says which rank makes which."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
@@ -53,6 +55,40 @@ def differing() -> list[str]:
         order.close()
         found += refused
     return found
+
+
+class Ticks:  # an event that never waits; each wait does the next thing, and the last one sets it
+    def __init__(self, *acts: Callable[[], object]) -> None:
+        self._acts = iter(acts)
+
+    def wait(self, seconds: float) -> bool:
+        act = next(self._acts, None)
+        return act is None or bool(act())
+
+
+def published() -> list[bytes]:
+    order, found = make(), list[bytes]()
+    run(order, "abc")
+    order.close()
+
+    def still() -> None:
+        found.append(order._store.get(f"{order._key}/at/{order._rank}"))
+
+    def moves() -> None:
+        order._made += 1
+
+    def asks() -> None:
+        torch.distributed.barrier()
+        order._store.add(f"{order._key}/asked", 1)
+        torch.distributed.barrier()
+
+    order._closed = Ticks(still, still, still, moves, still, still, asks, still)  # type: ignore[assignment]
+    order._watch()
+    return found[2:]
+
+
+def test_a_rank_that_stands_still_writes_nothing_into_the_store_unless_another_asks() -> None:
+    assert on_two_ranks(published)[0] == [b"3", b"3", b"3", b"4"]
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")

@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -60,10 +61,27 @@ def test_an_object_is_read_only_if_it_is_signed(tmp_path: Path, monkeypatch: pyt
     assert not Path("run").exists()
 
 
-def has_another() -> str:
-    rank = torch.distributed.get_rank()
-    os.environ[secret.SECRET] = f"the secret of rank {rank}"
-    return _refused(lambda: secret.authenticate(rank, 2))
+class Replayed:  # a store in which a stranger has put the random texts of an earlier job
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def multi_get(self, keys: list[str]) -> Any:
+        return [b"earlier"] * len(keys) if "nonce" in keys[0] else self._store.multi_get(keys)
+
+
+def has_another(replayed: bool) -> str:
+    rank, found = torch.distributed.get_rank(), distributed_c10d._get_default_store
+    if replayed:
+        distributed_c10d._get_default_store = lambda: Replayed(found())
+    else:
+        os.environ[secret.SECRET] = f"the secret of rank {rank}"
+    try:
+        return _refused(lambda: secret.authenticate(rank, 2))
+    finally:
+        distributed_c10d._get_default_store = found
 
 
 def listens() -> set[str]:
@@ -81,8 +99,9 @@ def test_the_store_of_one_machine_listens_on_its_loopback_alone() -> None:
 
 
 @needs_gloo
-def test_a_rank_with_another_secret_is_named_on_all() -> None:
-    for rank, told in enumerate(on_two_ranks(has_another)):
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_rank_with_another_secret_or_an_earlier_key_is_named_on_all(replayed: bool) -> None:
+    for rank, told in enumerate(on_two_ranks(has_another, replayed)):
         assert f"rank {1 - rank} has another secret than rank {rank}" in told
         assert "Set DRIVETRAIN_SECRET to the same text" in told
 
@@ -106,7 +125,20 @@ def test_the_secret_of_a_user_is_a_file_that_only_this_user_reads(
     assert "DRIVETRAIN_SECRET has 5 characters" in _refused(secret.secret)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs Linux, and another user")
+needs_root = pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs Linux's root")
+
+
+@needs_root
+def test_a_machine_without_a_loopback_is_told_so() -> None:
+    code = "import ctypes, sys; ctypes.CDLL(None).unshare(0x40000000) == 0 or sys.exit(77)\n"  # CLONE_NEWNET
+    code += "from drivetrain.distributed.interfaces import check_loopback; check_loopback()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if ended.returncode == 77:
+        pytest.skip("needs a new network namespace")
+    assert ended.stderr.rstrip().endswith("in its network namespace: ip link set lo up")
+
+
+@needs_root
 def test_a_connection_of_another_user_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)

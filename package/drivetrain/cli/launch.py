@@ -25,7 +25,7 @@ from typing import Any
 from drivetrain.cli.parser import Parser
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError
 from drivetrain.distributed.failure.last_words import TRAINING
-from drivetrain.distributed.interfaces import resolved
+from drivetrain.distributed.interfaces import check_resolves
 from drivetrain.distributed.launch.children import (
     LAUNCHER,
     children_of,
@@ -87,7 +87,7 @@ def run(words: Sequence[str]) -> int:
     for option in ("rendezvous", "address"):
         given = getattr(parsed, option)
         if given is not None:
-            resolved(re.sub(r":\d*$", "", given).strip("[]"), f"--{option}")
+            check_resolves(re.sub(r":\d*$", "", given).strip("[]"), f"--{option}")
     with _threads(devices):
         code = _Attempts(parsed.max_restarts).run([*torchrun, parsed.program, *parsed.arguments])
     ours = [each for each in parsed.arguments if each.partition("=")[0] in _OPTIONS]

@@ -41,7 +41,7 @@ class CollectiveOrder:
     first, through torch's store. So a step that repeats the last one sends nothing, and one that leaves out
     a block on all ranks costs one comparison. If only some ranks make another call, the others are in a
     collective already and cannot answer. A thread of each rank therefore publishes how far the rank is
-    whenever it stands still.
+    when it stands still and another rank asks. A store in a file keeps all that was ever written to it.
 
     torch's own comparison (TORCH_DISTRIBUTED_DEBUG=DETAIL) takes a further collective before each one, and
     compares kinds and shapes, which two equal blocks share.
@@ -73,6 +73,7 @@ class CollectiveOrder:
         # How many of these this rank has made on this store: the same number on every rank.
         number = store.add(f"drivetrain/order/{self._rank}", 1)
         self._key = f"drivetrain/order/{number}"
+        store.add(f"{self._key}/asked", 1)
         self._publish(store)
         store.set(f"{self._key}/wants/{self._rank}", json.dumps([-1, ""]))
         self._thread = threading.Thread(target=self._watch, name="drivetrain-order", daemon=True)
@@ -130,14 +131,16 @@ class CollectiveOrder:
             store.set(f"{here}/same", "yes" if same else "no")
         # The first one looks after the others, so that thousands of waiting ranks do not burden the store.
         pause, tick = 1e-4, _TICK if arrived == 1 else _RARE_TICK
-        following = time.monotonic() + 2 * tick
+        following, has_asked = time.monotonic() + tick, False
         while not store.check([f"{here}/same"]):
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
             if time.monotonic() >= following:
                 following += tick
-                if self._have_gone_on(call):
+                if has_asked and self._have_gone_on(call):
                     break
+                store.add(f"{self._key}/asked", 1)
+                has_asked = True
         else:
             if store.get(f"{here}/same") != b"yes":
                 raise self._error([text for _, text in self._of_all("wants")])
@@ -180,13 +183,15 @@ class CollectiveOrder:
         store.set(f"{self._key}/at/{self._rank}", json.dumps(made))
 
     def _watch(self) -> None:
-        last = published = 0
+        last, published = 0, (0, b"")
         while not self._closed.wait(_TICK):
             made = self._made
-            if made == last and made != published:
+            if made == last and made != published[0]:
                 try:
-                    self._publish(self._store)
+                    now = (made, self._store.get(f"{self._key}/asked"))
+                    if now[1] != published[1]:
+                        self._publish(self._store)
+                        published = now
                 except RuntimeError:  # the store has ended with rank 0, which the failure channel reports
                     return
-                published = made
             last = made

@@ -21,12 +21,15 @@ _ADDRESS_OF_INTERFACE = 0x8915
 
 _ESTABLISHED = "01"
 
-_AGAIN = 30.0
+_BACKLOG = 1024
+"""Connections that may wait to be accepted: all ranks connect at the same time."""
+
+_AGAIN = 8.0
 """Seconds for which a name is asked for again if no name server has answered."""
 
 
-def resolved(host: str, variable: str) -> list[str]:
-    """Return the addresses of a host.
+def check_resolves(host: str, variable: str) -> None:
+    """Check that a host has an address.
 
     Args:
         host: A name or an address.
@@ -38,8 +41,8 @@ def resolved(host: str, variable: str) -> list[str]:
     until = time.monotonic() + _AGAIN
     while True:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            return list(dict.fromkeys(str(each[4][0]) for each in found))
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
         except (OSError, UnicodeError) as error:
             if getattr(error, "errno", None) != socket.EAI_AGAIN or time.monotonic() > until:
                 raise StrategyError(
@@ -77,6 +80,22 @@ def _is_literal(host: str) -> bool:
     return False
 
 
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on one address of this machine.
+
+    Args:
+        host: The address; empty for all of this machine's, of both families.
+        port: The port; 0 takes a free one.
+    """
+    if host:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        family = socket.AF_INET6
+        return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
 def network() -> str | None:
     """Return an identifier of this machine's network namespace; None if unknown."""
     with suppress(OSError):
@@ -90,7 +109,8 @@ def interface_of(address: str) -> str | None:
         return None
     import fcntl
 
-    packed = socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    packed = socket.inet_pton(family, address.partition("%")[0])
     if ":" in address:
         with suppress(OSError):
             for row in Path("/proc/net/if_inet6").read_text("ascii").splitlines():
@@ -115,6 +135,22 @@ def loopback_variables() -> dict[str, str]:
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     wanted = {} if name is None else {GLOO: name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {each: value for each, value in wanted.items() if each not in os.environ}
+
+
+def check_loopback() -> None:
+    """Check that processes of this machine can connect to one another; torch would try for half an hour.
+
+    Raises:
+        StrategyError: The loopback interface is down, as in a new network namespace.
+    """
+    try:
+        with listen("127.0.0.1") as server:
+            socket.create_connection(server.getsockname(), timeout=3.0).close()
+    except OSError as error:
+        raise StrategyError(
+            "the processes of a job on one machine connect to one another at 127.0.0.1, and this process"
+            f" cannot ({error}). Start the loopback interface, in its network namespace: ip link set lo up"
+        ) from error
 
 
 def check_users(inodes: Iterable[int]) -> None:

@@ -32,10 +32,13 @@ _SHORTEST = 16
 
 _LENGTH = hashlib.sha256().digest_size
 
-_NONCE = "drivetrain/nonce/{}"
+_AUTHENTICATED = "drivetrain/authenticated/{}"
+"""A key in the store for each rank: how often it has done this, the same number on all."""
+
+_NONCE = "drivetrain/nonce/{}/{}"
 """A key in the store for each rank: a random text, so that no signature of an earlier job is valid."""
 
-_PROOF = "drivetrain/proof/{}"
+_PROOF = "drivetrain/proof/{}/{}"
 """A key in the store for each rank: its number, signed."""
 
 _HOW = (
@@ -48,7 +51,7 @@ _UNSIGNED = (
     " job, or was changed on its way"
 )
 
-_key = b""
+_key = _key_of_objects = b""
 _store: Store | None = None
 """The store of the process group that the key is for."""
 
@@ -106,33 +109,37 @@ def authenticate(rank: int, world_size: int) -> None:
     Raises:
         StrategyError: A rank has another secret, or there is none.
     """
-    global _key, _store
+    global _key, _key_of_objects, _store
     store: Store = distributed_c10d._get_default_store()
     if store is _store:
         return
-    store.set(_NONCE.format(rank), secrets.token_hex(16))
-    nonces = store.multi_get([_NONCE.format(each) for each in range(world_size)])
+    number, nonce = store.add(_AUTHENTICATED.format(rank), 1), secrets.token_hex(16)
+    store.set(_NONCE.format(number, rank), nonce)
+    nonces = store.multi_get([_NONCE.format(number, each) for each in range(world_size)])
+    # Not what the store says of this rank: an earlier job's nonces would make its messages valid again.
+    nonces[rank] = nonce.encode()
     key = hmac.digest(secret(), b" ".join(nonces), "sha256")
-    store.set(_PROOF.format(rank), _sign(key, f"rank {rank}".encode()).hex())
-    proofs = store.multi_get([_PROOF.format(each) for each in range(world_size)])
+    store.set(_PROOF.format(number, rank), _proof(key, rank))
+    proofs = store.multi_get([_PROOF.format(number, each) for each in range(world_size)])
     others = [
         str(each)
         for each, proof in enumerate(proofs)
-        if not hmac.compare_digest(proof, _sign(key, f"rank {each}".encode()).hex().encode())
+        if not hmac.compare_digest(proof, _proof(key, each).encode())
     ]
     if others:
         raise StrategyError(
             f"rank {', '.join(others[:8])} has another secret than rank {rank}, or is no part of this job."
             f" {_HOW.format('~/.config/drivetrain/secret')}"
         )
-    _key, _store = key, store
+    # Another key than that of texts, whose signatures lie in the store.
+    _key, _key_of_objects, _store = key, _sign(key, b"objects"), store
     distributed_c10d._pickler = _Pickler  # type: ignore[assignment]
     distributed_c10d._unpickler = _Unpickler  # type: ignore[assignment]
 
 
 def derived(label: str) -> str | None:
     """Return a secret of the running job for one purpose; None outside a job that is authenticated."""
-    return _sign(_key, label.encode()).hex() if _is_active() else None
+    return _sign(_key, f"text {label}".encode()).hex() if _is_active() else None
 
 
 def signed(label: str, text: str) -> str:
@@ -162,6 +169,10 @@ def _is_active() -> bool:
     )
 
 
+def _proof(key: bytes, rank: int) -> str:
+    return _sign(key, f"rank {rank}".encode()).hex()
+
+
 def _sign(key: bytes, data: bytes) -> bytes:
     return hmac.digest(key, data, "sha256")
 
@@ -177,7 +188,7 @@ class _Pickler:
         memory = io.BytesIO()
         pickle.Pickler(memory).dump(value)
         data = memory.getvalue()
-        self._file.write(_sign(_key, data))
+        self._file.write(_sign(_key_of_objects, data))
         self._file.write(data)
 
 
@@ -189,6 +200,6 @@ class _Unpickler:
         if not _is_active():
             return pickle.Unpickler(self._file).load()
         signature, data = self._file.read(_LENGTH), self._file.read()
-        if not hmac.compare_digest(signature, _sign(_key, data)):
+        if not hmac.compare_digest(signature, _sign(_key_of_objects, data)):
             raise RankFailure(f"a message between the ranks {_UNSIGNED}")
         return pickle.loads(data)

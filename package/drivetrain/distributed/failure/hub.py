@@ -21,6 +21,7 @@ from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence, is_of_job
 from drivetrain.distributed.failure.stacks import asked
 from drivetrain.distributed.failure.watchdog import Stillness
+from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started
 from drivetrain.distributed.sockets import closed_in_forks
 from drivetrain.distributed.stopping import Poll
@@ -111,7 +112,7 @@ class Hub:
         self._following = clock() + self._tick
         self._hang_timeout = hang_timeout
         self._stillness = None if hang_timeout is None else Stillness(hang_timeout, timing.opaque)
-        self._server = closed_in_forks(_listen(host))
+        self._server = closed_in_forks(listen(host))
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -471,11 +472,3 @@ def _death(rank: int | None) -> str:
     if code is None:
         return DIED
     return f"it {ending(code)}" + (f"; {ABOVE}" if code == -signal.SIGABRT else "")
-
-
-def _listen(host: str) -> socket.socket:
-    if host:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))

@@ -61,8 +61,8 @@ class Child:
 
 
 _GUARD = """
-import os, select, signal, sys, time
-above, *pids = map(int, sys.argv[2:])
+import os, select, shutil, signal, sys, time
+above, *pids = map(int, sys.argv[3:])
 def opened(pid):
     try:
         return os.pidfd_open(pid)
@@ -72,11 +72,10 @@ end, numbers = opened(above), {opened(each): each for each in pids}
 ranks = numbers.keys() - {-1}
 if os.getppid() != above:
     end = -1
-while ranks and end >= 0:
+ended = []
+while end >= 0 and end not in ended:
     ended = select.select([end, *ranks], [], [])[0]
     ranks -= set(ended)
-    if end in ended:
-        break
 until = time.monotonic() + float(sys.argv[1])
 while ranks and time.monotonic() < until:
     ranks -= set(select.select([*ranks], [], [], max(0, until - time.monotonic()))[0])
@@ -87,8 +86,10 @@ for each in ranks:
         sys.stderr.write(f"drivetrain: rank 0 has ended, and process {number}, another rank, was killed\\n")
     except OSError:
         pass
+shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)
 """
-"""A program that ends with the ranks, or kills those that outlive the process that started them."""
+"""A program that waits for the end of the process that started the ranks, kills those that outlive it, and
+removes the folder in which they have met."""
 
 
 class Guard:
@@ -101,12 +102,13 @@ class Guard:
 
     Args:
         children: The ranks that this process has started.
+        store: The file in which they meet. Its folder is removed if this process can no longer do that.
     """
 
-    def __init__(self, children: Iterable[Child]) -> None:
+    def __init__(self, children: Iterable[Child], store: str) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         if hasattr(os, "pidfd_open"):
-            words = [str(_LAST_WORDS), str(os.getpid()), *(str(each.pid) for each in children)]
+            words = [str(_LAST_WORDS), store, str(os.getpid()), *(str(each.pid) for each in children)]
             nowhere: Any = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
             with suppress(OSError):  # the ranks still watch by themselves
                 # In a new session: Ctrl-C signals all processes of a terminal's program.

@@ -29,7 +29,7 @@ from drivetrain.distributed.launch.children import (
     wait_for,
 )
 from drivetrain.distributed.launch.environment import detect
-from drivetrain.distributed.launch.meeting import private_place, remove_place
+from drivetrain.distributed.launch.meeting import STORE, private_place, remove_place
 from drivetrain.distributed.sockets import release_port, reserve_port
 
 T = TypeVar("T")
@@ -64,7 +64,11 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
     """
     _check(world_size)
     port = reserve_port()
-    place = private_place(port)
+    try:
+        place = private_place(port)
+    except StrategyError:
+        release_port(port)
+        raise
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # otherwise each fork would write what is still buffered
     children: list[Child] = []
@@ -78,7 +82,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
                 children.append(child)
                 pipes.append(pipe)
                 started[rank] = child
-            guard = Guard(children)
+            guard = Guard(children, place[STORE])
             return _as_rank_0(function, children, pipes)
     finally:
         release_port(port)

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from drivetrain.distributed.interfaces import loopback_variables, own_address, resolved
+from drivetrain.distributed.interfaces import check_resolves, loopback_variables, own_address
 from drivetrain.distributed.launch.meeting import STORE, Meeting, join_timeout, loopback_store
 from drivetrain.distributed.secret import SECRET, new_secret, secret
 
@@ -121,7 +121,7 @@ class _Numbered(RendezvousHandler):
 
 def _elastic(parameters: RendezvousParameters) -> RendezvousHandler:
     host = parameters.endpoint.rpartition(":")[0].strip("[]") or parameters.endpoint
-    resolved(host, "--rendezvous")
+    check_resolves(host, "--rendezvous")
     parameters.local_addr = parameters.local_addr or own_address(host)
     parameters.config.setdefault("join_timeout", str(int(join_timeout())))
     backend, store = create_backend(parameters)

@@ -23,10 +23,12 @@ from drivetrain.core.errors import StrategyError
 from drivetrain.core.messages import logger
 from drivetrain.distributed.interfaces import (
     GLOO,
+    check_loopback,
+    check_resolves,
     interface_of,
+    listen,
     loopback_variables,
     own_address,
-    resolved,
 )
 from drivetrain.distributed.secret import SECRET, new_secret
 from drivetrain.distributed.sockets import closing_sockets_in_forks
@@ -58,6 +60,9 @@ _PAUSES = (0.01, 0.2)
 _SHOWN = 8
 """Missing processes that a message names."""
 
+_LIMIT = timedelta(minutes=30)
+"""The limit of a store for groups that are not formed here, as torch's own."""
+
 _TRY = 3.0
 """Seconds that one attempt to connect may take."""
 
@@ -67,8 +72,18 @@ def private_place(port: int) -> dict[str, str]:
 
     Args:
         port: The job's MASTER_PORT. A process of another job that has inherited the variables has another.
+
+    Raises:
+        StrategyError: The folder cannot be made, or the processes could not connect to one another.
     """
-    folder = tempfile.mkdtemp(prefix="drivetrain-")  # which only this user may enter
+    check_loopback()
+    try:
+        folder = tempfile.mkdtemp(prefix="drivetrain-")  # which only this user may enter
+    except OSError as error:
+        raise StrategyError(
+            f"the folder in which the ranks meet could not be made: {error}. Set TMPDIR to another folder of"
+            " this machine"
+        ) from error
     return {STORE: os.path.join(folder, f"store-{port}"), SECRET: new_secret()}
 
 
@@ -81,13 +96,26 @@ def loopback_store() -> TCPStore:
     """Return a store that only this machine reaches, for programs that form torch's process group themselves.
 
     Theirs would listen on all interfaces. They become clients of this one where `HOSTED` is set.
+
+    Raises:
+        StrategyError: The loopback interface is down.
     """
-    line = socket.create_server(("127.0.0.1", 0))
-    port = int(line.getsockname()[1])
+    check_loopback()
     with closing_sockets_in_forks():
-        return TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=line.detach()
-        )
+        return _store_on(listen("127.0.0.1"), _LIMIT)
+
+
+def _store_on(line: socket.socket, timeout: timedelta) -> TCPStore:
+    """Return a store that takes connections from a listening socket."""
+    host, port = line.getsockname()[:2]
+    return TCPStore(
+        "127.0.0.1" if host == "::" else host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=line.detach(),
+    )
 
 
 @dataclass(frozen=True)
@@ -127,15 +155,14 @@ class Meeting:
         path = os.environ.get(STORE, "")
         if path.endswith(f"-{self.port}"):
             return FileStore(path, self.size)
-        addresses = resolved(
-            "127.0.0.1" if self.one_machine and not self.is_hosted else self.address, self.variable
-        )
+        host = "127.0.0.1" if self.one_machine and not self.is_hosted else self.address
+        check_resolves(host, self.variable)
         self._choose_interface()
         if self.number == 0 and not self.is_hosted:
             return self._host(timeout)
-        self._reach(addresses)
+        found = self._reach(host)
         try:
-            return TCPStore(addresses[0], self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            return TCPStore(found, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
         except RuntimeError as error:
             raise StrategyError(f"{self._place()} is no store of torch's: {error}") from error
 
@@ -189,33 +216,22 @@ class Meeting:
     def _host(self, timeout: timedelta) -> Store:
         # Where the address of this machine is unknown, listen on all.
         host = "127.0.0.1" if self.one_machine else own_address(self.address) or ""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        line = socket.socket(family, socket.SOCK_STREAM)
         try:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            line.bind((host, self.port))
-            line.listen(1024)
+            line = listen(host, self.port)
         except OSError as error:
-            line.close()
             raise StrategyError(
                 f"the process group could not be formed: {self.each} 0 cannot listen on {self._place()}"
                 f" ({error}). Set MASTER_PORT to a free port, the same for all"
             ) from error
-        return TCPStore(
-            host or "127.0.0.1",
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=line.detach(),
-        )
+        return _store_on(line, timeout)
 
-    def _reach(self, addresses: list[str]) -> None:
+    def _reach(self, host: str) -> str:
+        """Return the first of a host's addresses at which somebody answers."""
         patience = Patience(self._say)
         while True:
             try:
-                socket.create_connection((addresses[0], self.port), _TRY).close()
-                return
+                with socket.create_connection((host, self.port), _TRY) as line:
+                    return str(line.getpeername()[0])
             except OSError as error:
                 patience.wait(
                     f"{self.each} 0 of {self.size} at {self._place()} ({error}). {self.variable} must be an"

@@ -32,7 +32,13 @@ from drivetrain.distributed.launch.children import (
     wait_for,
 )
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
-from drivetrain.distributed.launch.meeting import HOSTED, loopback_store, private_place, remove_place
+from drivetrain.distributed.launch.meeting import (
+    HOSTED,
+    STORE,
+    loopback_store,
+    private_place,
+    remove_place,
+)
 
 _DIRECTORY = str(Path.cwd())
 """The program's first working directory; its command is run again there."""
@@ -205,7 +211,7 @@ class _Launched:
         self.exit_code: int | None = None
         self._ending = threading.Event()
         self._grouped = False
-        self._guard = Guard(children)
+        self._guard = Guard(children, place[STORE])
         atexit.register(self._finish)
         threading.Thread(target=self._watch, name="drivetrain-ranks", daemon=True).start()
 
