@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain import Callback, CompileConfig, ConfigError, Engine, OptimizerConfig, Trainer
-from drivetrain.core.synonyms import PLACES, SYNONYMS, row
+from drivetrain.core.synonyms import PLACES, SYNONYMS, help_with, row
 from drivetrain.loggers.base import LOGGERS
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.run import Run
@@ -234,6 +234,33 @@ def test_an_argument_of_another_library_is_answered_with_ours() -> None:
         "option": (lambda: OptimizerConfig("sgd", learning_rate=1.0), "called 'lr'"),
     }
     assert_refused(ConfigError, others)
+
+
+def test_an_argument_given_to_the_wrong_place_is_answered_with_the_right_one() -> None:
+    verbs = {name: getattr(Trainer, name) for name in ("fit", "validate", "test", "predict", "plan", "steps")}
+    arguments = {name: [*inspect.signature(verb).parameters][1:] for name, verb in verbs.items()}
+    fields = inspect.signature(Trainer).parameters
+    silent = []
+    for verb, own in arguments.items():
+        for name in fields.keys() - {*own}:
+            told = help_with(name, own, owner=f"Trainer.{verb}")
+            silent += [] if f"Trainer({name}=" in told or row(name, "argument") else [f"{verb}({name})"]
+    for verb, own in arguments.items():
+        for name in {*own} - fields.keys():
+            told = help_with(name, fields, owner="Trainer")
+            known = f"trainer.{verb}({name}=" in told or told.count(f"({name}=") == 3
+            silent += [] if known or row(name, "argument", "Trainer") else [f"Trainer({name})"]
+    assert not silent
+    configs = {
+        "keep_last": (lambda: quiet(keep_last=3), "Trainer(checkpoint=CheckpointConfig(keep_last=...))"),
+        "sharding": (lambda: quiet(sharding="hybrid"), "Trainer(strategy=FSDPConfig(sharding=...))"),
+        "patience": (lambda: drivetrain.CheckpointConfig(patience=3), "EarlyStopping(patience=...)"),
+        "seed": (lambda: drivetrain.FSDPConfig(seed=1), "Trainer(seed=...)"),
+        "schedule": (lambda: quiet(schedule="cosine"), "OptimizerConfig(schedule=...)"),
+        "ckpt_path": (lambda: quiet(ckpt_path="x"), "trainer.fit(resume=...)"),
+        "misspelt": (lambda: quiet(max_epoch=3), "Did you mean 'max_epochs'?"),
+    }
+    assert_refused(ConfigError, configs)
 
 
 def test_an_import_or_a_hook_of_another_library_is_answered_with_ours() -> None:

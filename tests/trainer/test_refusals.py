@@ -12,9 +12,24 @@ import torch
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Trainer
+from drivetrain import (
+    CheckpointConfig,
+    CompileConfig,
+    CSVLogger,
+    EarlyStopping,
+    Engine,
+    Float8,
+    FSDPConfig,
+    LambdaCallback,
+    MemoryConfig,
+    OptimizerConfig,
+    PreemptionConfig,
+    TaskModule,
+    TorchSchedule,
+    Trainer,
+)
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError, StrategyError
 
 COUNT = ((0, ""), (1.5, ""), (True, ""))  # no words: the name of the argument
@@ -114,7 +129,7 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
         table[f"{name} of a loader"] = (fit(pairs(), {"one": pairs(4)}, **{name: value}), *words)
     assert_refused(ConfigError, table)
     wrong: dict[str, tuple[Any, ...]] = {
-        "a tensor": (fit(torch.ones(3, 4)), "a DataLoader, a Dataset"),
+        "a tensor": (fit(torch.ones(3, 4)), "TensorDataset(x, y)"),
         "batch size": (fit(bare), "Trainer(batch_size=32)"),
         "indexed": (fit(BARE()), "Bare", "Trainer(batch_size=32)"),
         "empty": (fit([]), "training data is empty"),
@@ -181,14 +196,73 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
 
     kept = Regression(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     Trainer(max_steps=1, run_dir=tmp_path, loggers=(), progress_bar=False).fit(kept, pairs())
-    classes = variant(metrics=lambda self: {"loss": SimpleNamespace})
+
+    class NoInitStopping(EarlyStopping):
+        def __init__(self) -> None:
+            self.patience = 3
+
+    class NoInitNet(nn.Module):
+        def __init__(self) -> None:
+            self.rate = 1
+
+    class Assigned(TaskModule):
+        def __init__(self) -> None:
+            self.net = nn.Linear(1, 1)
+
+    class Renamed(TaskModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 1)
+
+    def holding(thing: Any) -> Any:
+        task = Regression()
+        task.net = thing
+        return task
+
+    def fit(task: Any, data: Any = None, **options: Any) -> Any:
+        return lambda: quiet(max_steps=1, **options).fit(task, data or pairs(), pairs())
+
+    def of_class(thing: type, *given: Any) -> tuple[Any, ...]:
+        return (*given, f"has the class {thing.__name__}, where an object", f"write {thing.__name__}(...)")
+
+    def optimizer(**options: Any) -> Any:
+        return fit(Regression(**options))
+
+    metrics = (variant(metrics=lambda self: {"loss": SimpleNamespace}), variant(metrics=lambda self: dict))
+    arguments = {
+        "callbacks": EarlyStopping,
+        "loggers": CSVLogger,
+        "strategy": FSDPConfig,
+        "precision": Float8,
+        "evaluation_precision": Float8,
+        "checkpoint": CheckpointConfig,
+        "compile": CompileConfig,
+        "memory": MemoryConfig,
+        "preemption": PreemptionConfig,
+    }
     table: dict[str, tuple[Any, ...]] = {
-        "no init": (lambda: quiet(max_steps=1).fit(NoInit(), pairs()), "super().__init__()"),
-        "a class": (
-            lambda: quiet(max_steps=1).fit(classes(), pairs(), pairs()),
-            "is the class SimpleNamespace",
+        "no init": (fit(NoInit()), "NoInit does not call super().__init__()"),
+        "no init, assigned": (Assigned, "Assigned does not call super().__init__()"),
+        "no init of a module": (fit(holding(NoInitNet())), "NoInitNet does not call super().__init__()"),
+        "no init of a callback": (
+            fit(kept, callbacks=[NoInitStopping()]),
+            "NoInitStopping does not call",
         ),
+        "metric": of_class(SimpleNamespace, fit(metrics[0]())),
+        "metrics": of_class(dict, fit(metrics[1]())),
+        "configuration": of_class(OptimizerConfig, optimizer(optimizer=OptimizerConfig)),
+        "configurations": of_class(OptimizerConfig, optimizer(optimizer={"a": OptimizerConfig})),
+        "schedule": of_class(TorchSchedule, lambda: OptimizerConfig(schedule=TorchSchedule)),
+        "data": of_class(DataLoader, fit(kept, DataLoader)),
+        "engine": of_class(FSDPConfig, lambda: Engine(strategy=FSDPConfig)),
+        **{name: of_class(kind, lambda n=name, k=kind: quiet(**{n: k})) for name, kind in arguments.items()},
+        "part of an epoch": (lambda: quiet(validate_every=0.25), "'0.25 epochs'"),
+        "epochs": (lambda: quiet(max_steps="1 epoch"), "For epochs give max_epochs"),
+        "part of the run": (lambda: OptimizerConfig(warmup_steps=0.1), "give warmup_ratio"),
+        "number": (lambda: OptimizerConfig(warmup_ratio=100), "give warmup_steps"),
+        "none": (lambda: quiet(log_every=0), "None"),
         "other": (lambda: Other.from_checkpoint(tmp_path), "another task"),
+        "other weights": (lambda: quiet().validate(Renamed(), pairs(), checkpoint=tmp_path), "another task"),
         "verb": (lambda: quiet(max_steps=1).fit(kept, pairs(), batch_size=3), "Trainer(batch_size=...)"),
     }
     assert_refused((ConfigError, CheckpointError), table)

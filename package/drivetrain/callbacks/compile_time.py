@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.core.messages import logger
+from drivetrain.core.validation import by_name
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 _LOG = logger(__name__)
 
 
+@by_name
 class CompileTime(Callback):
     """Prints once how long compiling took, and subtracts it from the time of training.
 

@@ -16,7 +16,7 @@ from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.errors import ConfigError, DivergenceError, NonFiniteError, nearest
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import count, flag, number
+from drivetrain.core.validation import by_name, count, flag, number
 from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.own_loop_checkpoint import like_module
 from drivetrain.run.checkpoint import roll_back
@@ -43,6 +43,7 @@ _UNREAD = 1000
 """The most updates between two reads of the losses, if no log point or save comes first."""
 
 
+@by_name
 class LossSpike(Callback):
     """Detects updates whose loss is far above the recent ones, and skips them or rolls the run back.
 

@@ -15,7 +15,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import clean_name, parameter_names
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import count
+from drivetrain.core.validation import by_name, count
 from drivetrain.engine.skip import all_finite
 from drivetrain.strategies.transforms.compile import as_compile
 
@@ -61,6 +61,7 @@ _ORIGIN = "_nonfinite_detector_origin"
 """The attribute that marks a tensor whose gradient has a hook."""
 
 
+@by_name
 class NonFiniteDetector(Callback):
     """Names the first module whose output, or whose output's gradient, is NaN or infinite.
 

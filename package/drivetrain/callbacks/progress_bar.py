@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.core.validation import by_name
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -23,6 +24,7 @@ _LEAST_BAR = 8
 """The fewest columns of the bar itself; a value that would leave it less is not beside it."""
 
 
+@by_name
 class ProgressBar(Callback):
     """Shows the updates made, the time left and the latest metrics, on stderr of the main rank.
 

@@ -41,10 +41,12 @@ class Every:
     def __init__(self, spec: str | int | float | timedelta | Every, unit: str | None = None) -> None:
         amount, name = _parse(spec) if unit is None else (_number(spec), _unit(unit, spec))
         if not (amount > 0 and math.isfinite(amount)):
-            raise ConfigError(f"an interval must be positive, not {spec!r}")
+            raise ConfigError(f"an interval must be positive, not {spec!r}. None leaves out what it is for")
         if amount != int(amount) and name in ("steps", "samples", "tokens"):
+            part = f"{amount:g}" if amount < 1 else "0.5"
             raise ConfigError(
-                f"an interval of {spec!r} is not a whole number of {name}. A part of an epoch is '0.5 epochs'"
+                f"an interval of {spec!r} is not a whole number of {name}. A part of an epoch is"
+                f" '{part} epochs'"
             )
         object.__setattr__(self, "amount", amount)
         object.__setattr__(self, "unit", name)
@@ -66,7 +68,8 @@ def _unit(name: str, spec: object) -> str:
     for each in units:
         if unit in (each, each[:-1]):
             return each
-    raise ConfigError(f"unknown unit {name!r} in the interval {spec!r}. {nearest(unit, units)}")
+    updates = "Updates are called steps. " if unit.startswith(("batch", "iter")) else ""
+    raise ConfigError(f"unknown unit {name!r} in the interval {spec!r}. {updates}{nearest(unit, units)}")
 
 
 def _number(spec: object) -> float:
@@ -89,6 +92,7 @@ def _parse(spec: object) -> tuple[float, str]:
     raise ConfigError(
         f"{spec!r} is not an interval. Write a number of steps, or a text such as "
         "'500 steps', '1 epoch', '10 minutes' or '1_000_000 tokens'"
+        + ("; None leaves out what it is for" if spec is False else "")
     )
 
 

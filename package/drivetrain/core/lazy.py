@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from drivetrain.core.public import HOMES
+
 
 def exports(
     package: str, homes: Mapping[str, Sequence[str]]
@@ -17,6 +19,7 @@ def exports(
         package: The package's `__name__`.
         homes: The exported names, by the module that defines them.
     """
+    HOMES[package] = homes
     module_of = {name: module for module, names in homes.items() for name in names}
 
     def get(name: str) -> Any:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.public import public_classes
 
 PLACES = {
     "Trainer": "Trainer({})",
@@ -184,6 +185,44 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "limit_eval_batches limit_val_batches": "Trainer.limit_validation_batches",
         "limit_predict_batches limit_test_batches limit_train_batches": "same: a whole number, or a fraction below 1",
         "save_best_only": "CheckpointConfig.by",
+        "initial_value_threshold": "none: the first value is kept, and each better one after it",
+        "loss_weights": 'a mapping from the task\'s loss(outputs, batch): its "loss" is the weighted sum',
+        "sample_weight": "a column of the batch, which the task's loss(outputs, batch) multiplies by, and loss_weight(batch), which returns its sum",
+        "shuffle": "DataLoader.shuffle; a bare Dataset is shuffled in training and never in an evaluation",
+        "steps_per_execution": "none: each update is one call; Trainer(compile=True) compiles the blocks",
+        "validation_batch_size": "Trainer.evaluation_batch_size; for a bare Dataset, or DataLoader(batch_size=...)",
+        "workers use_multiprocessing": "Trainer.num_workers; for a bare Dataset, or DataLoader(num_workers=...)",
+        "max_queue_size": "DataLoader.prefetch_factor",
+        "ema ema_decay ema_momentum use_ema swa": "Trainer.callbacks=[WeightAverage()]",
+        "early_stopping": 'Trainer.callbacks=[EarlyStopping("validation/loss")]',
+        "loss_scale_factor": 'Trainer.precision="16-mixed"; the scale is found by itself',
+        "zero_stage": "DeepSpeedConfig.stage",
+        "data_parallel_size dp_size gpus n_gpu n_gpus num_gpus nproc_per_node world_size": "Trainer.devices",
+        "nnodes": "Trainer.num_nodes",
+        "tpu_cores": 'Trainer.strategy="xla"',
+        "device": "Trainer.strategy",
+        "clip_grad_norm grad_clip gradient_clip grad_norm": "Trainer.max_grad_norm",
+        "accum accumulation_steps grad_accum grad_accumulation gradient_accumulation": "Trainer.gradient_accumulation_steps",
+        "autocast mixed use_amp": 'Trainer.precision="bf16-mixed"',
+        "log_dir logdir save_dir work_dir": "Trainer.run_dir",
+        "checkpoint_dir checkpoint_path ckpt_dir": "CheckpointConfig.directory",
+        "experiment_name": "Trainer.run_name",
+        "random_seed random_state rng_seed": "Trainer.seed",
+        "warmup": "OptimizerConfig.warmup_steps",
+        "max_length": "none: the data decides the lengths of samples",
+        "run_eagerly": "Trainer.compile; False is the default",
+        "baseline": "none: EarlyStopping(stop_at=...) ends a run at a value, and patience without a better one",
+        "filepath": "CheckpointConfig.directory",
+        "save_freq": 'CheckpointConfig.every="1 epoch"',
+        "decay": "OptimizerConfig.weight_decay; for a rate that falls schedule=...",
+        "clipnorm global_clipnorm": "OptimizerConfig.max_grad_norm",
+        "offload": "FSDPConfig.cpu_offload=True | MemoryConfig.offload_activations=True",
+        "tp_size tensor_parallel_size tensor_model_parallel_size": "FSDPConfig.tensor_parallel",
+        "expert_parallel expert_parallel_size ep_size": "none: experts are not divided over processes; strategy='fsdp' shards their weights",
+        "sequence_parallel": "none: sequences are not divided over processes; a style SequenceParallel() in the task's parallel_plan() divides norms",
+        "use_orig_params": "none: FSDP2 always keeps the original parameters",
+        "sync_module_states": "none: always; all ranks begin with rank 0's values",
+        "reshard_after_forward": "FSDPConfig.sharding",
         "validation_freq": "Trainer.validate_every",
         "steps_per_epoch": "Trainer.limit_train_batches",
         "validation_steps": "Trainer.limit_validation_batches",
@@ -279,7 +318,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "use_cache": "model.config.use_cache = False, before the fit",
         "use_cpu no_cuda": 'Trainer.strategy="cpu"',
         "val_data val_dataloader val_dataloaders": "fit.validation_data | test.data",
-        "verbose": "none: verbs return their values, and result.stop_reason says why a fit ended",
+        "verbose": "Trainer.progress_bar; verbs return their values",
         "warmup_ratio": "OptimizerConfig.warmup_ratio",
         "weight_decay": "OptimizerConfig.weight_decay",
         "weights_only": "none: weights are always read without running what a file names",
@@ -313,9 +352,12 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "Engine.max_grad_norm": "engine.step(optimizer, max_grad_norm=...)",
         "Engine.micro_batch": "Trainer(micro_batch=...): in a loop of your own the parts are yours to make",
         "PreemptionConfig.timeout": "PreemptionConfig.deadline",
-        "Trainer.fit.batch_size": "Trainer.batch_size; for a bare Dataset",
-        "Trainer.fit.epochs Trainer.fit.max_epochs": "Trainer.max_epochs",
-        "Trainer.fit.callbacks": "Trainer.callbacks",
+        "Trainer.metrics Trainer.fit.metrics": "the task's metrics(), a mapping of names to metrics",
+        "Trainer.loss": "the task's loss(outputs, batch)",
+        "Trainer.ckpt_path": "fit.resume | test.checkpoint",
+        "Trainer.fit.x Trainer.fit.y Trainer.x Trainer.y": "fit.train_data=TensorDataset(x, y); with Trainer(batch_size=...)",
+        "Trainer.fit.test_data Trainer.test_data": "test.data",
+        "EarlyStopping.verbose": "none: result.stop_reason says why a fit ended, and ProgressBar shows the values",
         "Trainer.fit.data Trainer.steps.data Trainer.plan.data": "fit.train_data",
     },
     # Methods that Lightning and transformers call by themselves. Ours are hooks of callbacks, never of a task.
@@ -415,6 +457,14 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "Trainer.callback_metrics Trainer.logged_metrics": "the metrics of what fit returns, or run.metrics in a callback",
         "Trainer.current_epoch Trainer.global_step Trainer.state": "the progress of what fit returns, or run.progress in a callback; its history has what was logged",
         "Trainer.evaluate": "trainer.validate(task, data), or trainer.test(task, data)",
+        "Trainer.evaluate_generator Trainer.eval Trainer.test_on_batch": "trainer.validate(task, data), or trainer.test(task, data)",
+        "Trainer.fit_generator": "trainer.fit(task, data)",
+        "Trainer.predict_generator Trainer.predict_on_batch": "trainer.predict(task, data)",
+        "Trainer.train_on_batch": "trainer.steps(task, data), which yields after every update",
+        "Trainer.get_weights Trainer.set_weights Trainer.trainable_variables": "task.state_dict() and task.load_state_dict(...)",
+        "Trainer.load_weights": "task.load_weights(path)",
+        "Trainer.save Trainer.save_weights": "the model.safetensors that a finished fit leaves in its run_dir",
+        "Trainer.summary": "drivetrain.callbacks.summarize(task), or ModelSummary() among the callbacks",
         "Trainer.model": "the task, which is trained in place",
         "Trainer.save_checkpoint": "Trainer(checkpoint=CheckpointConfig(every=...)), or run.save() in a callback; a finished fit is saved without it",
         "Trainer.save_model": "the model.safetensors that a finished fit leaves in its run_dir",
@@ -572,9 +622,21 @@ SYNONYMS: dict[str, dict[str, str]] = {
     },
     "strategy": {
         "npu": "none: Ascend NPUs are not supported",
-        "hpu": "none: Gaudi HPUs are not supported",
+        "hpu habana": "none: Gaudi HPUs are not supported",
+        "mlu musa": "none: this accelerator is not supported",
+        "ipu": "none: Graphcore's IPUs are not supported",
+        "neuron trainium inferentia": "none: AWS Trainium is not supported",
         "fsdp2": "fsdp",
-        "megatron megatron_lm": "FSDPConfig(tensor_parallel=2)",
+        "bagua data_parallel ddp2 distributed distributed_data_parallel horovod sagemaker": "ddp",
+        "colossalai fairscale fully_sharded model_parallel": "fsdp",
+        "hip rocm": "cuda",
+        "single_device": "cpu",
+        "metal apple": "mps",
+        "trn": "none: AWS Trainium is not supported",
+        "megatron megatron_lm tp tensor_parallel": "FSDPConfig(tensor_parallel=2)",
+        "pp pipeline pipeline_parallel gpipe": "none: layers are not divided over processes; 'fsdp' shards them",
+        "cp context_parallel sequence_parallel": "none: sequences are not divided over processes",
+        "ep expert_parallel": "none: experts are not divided over processes; 'fsdp' shards their weights",
         "ddp_find_unused_parameters_true": "DDPConfig(find_unused_parameters=True)",
         "ddp_fork ddp_notebook ddp_spawn dp": "ddp",
         "deepspeed_stage_1": "zero1",
@@ -609,6 +671,9 @@ _ROWS = {
     for name in names.split()
 }
 
+_MANY = 4
+"""The most places that may take an argument of one name for all of them to count."""
+
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 _OF_TASKS = ("attribute", "hook", "common hook")
@@ -642,13 +707,48 @@ def help_with(name: str, allowed: Iterable[str], kind: str = "argument", owner: 
     """
     names = sorted(allowed)
     ours = None if name.lower() in names else row(name, kind, owner)
-    if ours is None or ours.startswith("same"):
-        return nearest(name, names)
-    return f"{_sentence(ours, names)} Allowed: {', '.join(map(repr, names))}."
+    listed = f"Allowed: {', '.join(map(repr, names)) or 'none'}."
+    if ours is not None and not ours.startswith("same"):
+        return f"{_sentence(ours, names, owner)} {listed}"
+    if kind == "argument" and (places := takers(name, owner)):
+        return f"It is an argument of {' or '.join(places[:3])}. {listed}"  # of verbs, the first three
+    return nearest(name, names)
 
 
-def _sentence(ours: str, allowed: Iterable[str] = ()) -> str:
-    """Put an answer of the table into words."""
+def takers(name: str, owner: str = "") -> list[str]:
+    """Return the calls of ours that take an argument, as a user writes them; those of `owner` come first.
+
+    Args:
+        name: The argument.
+        owner: The place that does not take it: "Trainer", "Trainer.fit".
+    """
+    first = owner.partition(".")[0]
+    places = [first, "Trainer", *PLACES]
+    found: dict[str, int] = {}
+    for kind in public_classes():
+        title = kind.__name__
+        order = places.index(title) if title in places else len(places)
+        for method in dir(kind):
+            call = getattr(kind, method, None)
+            taken = getattr(call, "arguments_by_name", ())
+            if method == "__init__" and not taken and title in PLACES:
+                taken = inspect.signature(kind).parameters
+            if name not in taken:
+                continue
+            if method == "__init__":
+                shown = PLACES.get(title, f"{title}({{}})")
+            elif title == "Trainer":
+                shown = PLACES.get(method, f"trainer.{method}({{}})")
+            else:
+                continue
+            found.setdefault(shown.format(f"{name}=..."), order)
+    if len(found) > _MANY:  # a common word, which means something of its own in each place
+        found = {shown: order for shown, order in found.items() if order < len(places) and first == "Trainer"}
+    return sorted(found, key=found.__getitem__)
+
+
+def _sentence(ours: str, allowed: Iterable[str] = (), owner: str = "") -> str:
+    """Put an answer of the table into words; `owner` is the place that takes the allowed names."""
     if ours.startswith("none: "):
         return f"It has no counterpart here: {ours.removeprefix('none: ')}."
     shown: list[str] = []
@@ -660,7 +760,8 @@ def _sentence(ours: str, allowed: Iterable[str] = ()) -> str:
         argument, _, note = rest.partition("; ")
         name, _, value = argument.partition("=")
         note = f", {note}" if note else ""
-        if name in allowed:
+        is_verb = place in ("fit", "test", "predict")
+        if name in allowed and (is_verb == ("." in owner) or not owner.startswith("Trainer")):
             called = argument if value not in ("", "True") else f"called {name!r}"
             return f"Here it is {called}{note}."
         shown.append(PLACES[place].format(argument if value else f"{name}=...") + note)

@@ -45,7 +45,26 @@ def by_name(target: T) -> T:
         check_names(owner, given, known, what="argument")
         return target(self, *positional, **given)
 
+    checked.arguments_by_name = known  # type: ignore[attr-defined]  # `synonyms.takers` looks for it
     return cast(T, checked)
+
+
+def check_no_class(name: str, *values: object) -> None:
+    """Check that no value is a class where an object is wanted.
+
+    Args:
+        name: The user's name for it.
+        values: What the user gave.
+
+    Raises:
+        ConfigError: One is; says how to write the object.
+    """
+    for each in values:
+        if isinstance(each, type):
+            raise ConfigError(
+                f"{name} has the class {each.__name__}, where an object is wanted: write"
+                f" {each.__name__}(...), with its parentheses"
+            )
 
 
 def number(
@@ -95,7 +114,8 @@ def duration(name: str, value: str | float | timedelta | None) -> float | None:
     found = Every(value).seconds
     if found is None:
         raise ConfigError(
-            f"{name}={value!r} is not a time; give seconds, a timedelta, or a text such as '2 hours'"
+            f"{name}={value!r} is not a time; give seconds, a timedelta, or a text such as '2 hours'. Updates"
+            " and epochs are limited by max_steps and max_epochs"
         )
     return found
 

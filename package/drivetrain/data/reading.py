@@ -153,6 +153,11 @@ def _source(
             )
     elif isinstance(loader, (list, tuple)):
         return BatchSource(name, _ready_batches(loader, name), share)
+    if isinstance(loader, Tensor):
+        raise DataError(
+            f"the {name} data is a Tensor. Put it and its targets into a dataset,"
+            " torch.utils.data.TensorDataset(x, y), and give the Trainer a batch_size"
+        )
     if not _gives_batches(loader):
         raise DataError(
             f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"

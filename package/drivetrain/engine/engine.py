@@ -20,7 +20,7 @@ from drivetrain.core.messages import set_rank
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Batch
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, check_no_class
 from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
 from drivetrain.data.consistency import check_data
 from drivetrain.distributed.failure.lifetime import ProgramChannel
@@ -88,6 +88,8 @@ class Engine:
         compile: bool | Mapping[str, Any] | CompileConfig = False,
         memory: Mapping[str, Any] | MemoryConfig | None = None,
     ) -> None:
+        check_no_class("Engine(strategy=)", strategy)
+        check_no_class("Engine(precision=)", precision)
         # Unique to this engine: a module stores it to show which engine has converted it.
         self.precision = copy.copy(select_precision(precision, strategy=strategy))
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)

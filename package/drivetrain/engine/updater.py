@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
 from drivetrain.core.errors import CheckpointError, ConfigError, StrategyError
+from drivetrain.core.validation import check_no_class
 from drivetrain.strategies import Strategy
 from drivetrain.task.optim.build import (
     apply_factor,
@@ -246,11 +247,13 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
             " function of the parameters, such as `lambda params:"
             f" torch.optim.{type(configured).__name__}(params, ...)`"
         )
+    _check_not_class(configured)
     if isinstance(configured, Mapping):
         if not configured:
             raise ConfigError("configure_optimizers returned an empty mapping")
         specs: dict[str, OptimizerSpec] = {}
         for name, spec in configured.items():
+            _check_not_class(spec)
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"an optimizer's name must be a text, not {name!r}")
             if not isinstance(spec, OptimizerConfig) and not callable(spec):
@@ -268,6 +271,12 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
         " mapping of names to them, or a function of the parameters that returns an optimizer or"
         " (optimizer, scheduler), the scheduler stepped once per update, or a TorchSchedule"
     )
+
+
+def _check_not_class(spec: object) -> None:
+    """Check that it is no class; an optimizer's is a function of the parameters."""
+    if not (isinstance(spec, type) and issubclass(spec, Optimizer)):
+        check_no_class("configure_optimizers", spec)
 
 
 def configured_specs(

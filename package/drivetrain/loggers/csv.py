@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, final
 
 from drivetrain.core.files import open_file, read_text
+from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import LARGEST_TABLE, FileLogger, naming, replace_text
 
 
+@by_name
 @final
 class CSVLogger(FileLogger):
     """Writes one row per logged update to a CSV file: the column "step", then a column per metric.

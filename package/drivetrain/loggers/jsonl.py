@@ -11,12 +11,14 @@ from typing import Any, final
 
 from drivetrain.core.files import lines_of
 from drivetrain.core.types import Histogram
+from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import FileLogger, naming, to_json
 
 HISTOGRAMS = "histograms"
 """The name of a log point's histograms."""
 
 
+@by_name
 @final
 class JSONLinesLogger(FileLogger):
     """Writes one JSON object per log point: ``{"step": 50, "train/loss": 0.512}``.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Histogram, Json
+from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import Appended, to_json
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _LOG = logger(__name__)
 _PATTERN = "events.out.tfevents.*"
 
 
+@by_name
 class TensorBoardLogger:
     """Writes scalars and histograms, and the configuration as a text and for the tab HParams, to an event
     file for TensorBoard.

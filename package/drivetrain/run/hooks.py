@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ class Hooks:
                     f"{callback!r} is not a callback: it lacks all hooks ({', '.join(HOOKS)}). Subclass "
                     "drivetrain.Callback, or use LambdaCallback(on_step_end=...)"
                 )
+            _check_constructed(callback)
             for name in dir(callback):
                 if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name)):
                     raise ConfigError(
@@ -72,6 +74,25 @@ class Hooks:
 
     def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
         raise AttributeError(name)
+
+
+def _check_constructed(callback: Any) -> None:
+    """Check that a subclass of a callback of ours has called its constructor, by the attributes that it sets.
+
+    Raises:
+        ConfigError: It has not; names the class.
+    """
+    kind = type(callback)
+    base = next((each for each in kind.__mro__ if each.__module__.startswith("drivetrain.")), kind)
+    code = getattr(inspect.unwrap(vars(base).get("__init__", object.__init__)), "__code__", None)
+    if base is kind or code is None or not hasattr(callback, "__dict__"):
+        return
+    sets = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    if 2 * len(sets & vars(callback).keys()) < len(sets):  # some may be set on a condition
+        raise ConfigError(
+            f"the constructor of {kind.__name__} does not call super().__init__(), which {base.__name__}"
+            " needs; call it first"
+        )
 
 
 def _check_takes_the_run(hook: Callable[..., Any] | None, name: str) -> None:

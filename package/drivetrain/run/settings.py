@@ -18,7 +18,7 @@ from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.stages import Stages, most, stages_or_number
 from drivetrain.core.types import Logger
-from drivetrain.core.validation import count, duration, flag, number, one_of
+from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
 from drivetrain.engine.evaluation_precision import check_evaluation_precision
 from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
 from drivetrain.engine.splitting import check_micro_batch
@@ -130,6 +130,10 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         """Check every argument, and normalise intervals, so that an error comes now rather than later."""
+        for each in dataclasses.fields(self):
+            if each.name not in ("collate", "group_by_length"):  # functions, which a class may be
+                value = getattr(self, each.name)
+                check_no_class(each.name, *(value if isinstance(value, (list, tuple)) else (value,)))
         if self.max_epochs is not None:
             epochs = number("max_epochs", self.max_epochs, above=0)
             object.__setattr__(self, "max_epochs", int(epochs) if epochs.is_integer() else epochs)
@@ -139,8 +143,13 @@ class RunSettings:
             "min_steps",
             "evaluation_batch_size",
         ):
-            if getattr(self, name) is not None:
-                count(name, getattr(self, name), at_least=1)
+            if (given := getattr(self, name)) is not None:
+                if name.endswith("_steps") and isinstance(given, str):
+                    raise ConfigError(
+                        f"{name} must be a whole number of updates, not {given!r}. For epochs give"
+                        f" {name.replace('steps', 'epochs')}, for a time max_time"
+                    )
+                count(name, given, at_least=1)
         for name in ("epochs", "steps"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if least is not None and most is not None and least > most:
@@ -334,8 +343,7 @@ def checked_callbacks(spec: Any) -> tuple[Any, ...]:
     Raises:
         ConfigError: They are not a sequence, a class instead of an object, or a method that is no hook.
     """
-    single = not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping))
-    if single or any(isinstance(each, type) for each in spec):
+    if not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping)):
         raise ConfigError(f"callbacks must be a sequence of callback objects, not {spec!r}")
     callbacks = tuple(spec)
     Hooks(callbacks)

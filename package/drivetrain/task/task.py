@@ -18,7 +18,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
-from drivetrain.core.validation import check_names
+from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size
 from drivetrain.data.feed import Measure
 from drivetrain.distributed.failure.named_places import named_place
@@ -32,6 +32,19 @@ if TYPE_CHECKING:
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """The columns that `metric_inputs` looks for, in this order."""
+
+
+def check_constructed(module: nn.Module) -> None:
+    """Check that a module's constructor has called that of `nn.Module`.
+
+    Raises:
+        ConfigError: It has not; names the class.
+    """
+    if "_parameters" not in vars(module):
+        raise ConfigError(
+            f"the constructor of {type(module).__name__} does not call super().__init__(); call it first,"
+            " before anything is assigned"
+        )
 
 
 class TaskModule(nn.Module):
@@ -101,6 +114,10 @@ class TaskModule(nn.Module):
         raise AttributeError(missing(type(self), name))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "_parameters" not in self.__dict__ and isinstance(value, (nn.Module, Tensor)):
+            check_constructed(self)
+        if name == "loss":
+            check_no_class(f"{type(self).__name__}.loss", value)
         if name in _RESERVED:
             raise ConfigError(
                 f"{type(self).__name__}.{name} is a method of TaskModule, which an attribute would hide."

@@ -40,7 +40,7 @@ from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import as_compile
-from drivetrain.task.task import TaskModule, known_fit, train_loaded
+from drivetrain.task.task import TaskModule, check_constructed, known_fit, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
 from drivetrain.trainer.try_out import overfitting
@@ -56,11 +56,10 @@ def check_task(task: object) -> TaskModule:
         ConfigError: It is a class, or no TaskModule, or one written for another library.
     """
     if isinstance(task, TaskModule):
-        if "_parameters" not in vars(task):
-            raise ConfigError(
-                f"the constructor of {type(task).__name__} does not call super().__init__(); call it first,"
-                " before anything is assigned"
-            )
+        waiting: list[Any] = [task]
+        while waiting:
+            check_constructed(each := waiting.pop())
+            waiting += (child for child in each._modules.values() if child is not None)
         check_task_names(task, HOOKS)
         return task
     if isinstance(task, type) and issubclass(task, TaskModule):

@@ -11,6 +11,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.synonyms import foreign
 from drivetrain.core.types import Stateful
+from drivetrain.core.validation import check_no_class
 from drivetrain.task.task import TaskModule
 
 _METHODS = ("train_data", "validation_data", "test_data", "predict_data")
@@ -80,6 +81,8 @@ def begun(verb: str, task: TaskModule, *given: Any) -> Iterator[None]:
         task: The task.
         *given: The data as given; what is no data object, or has neither method, is left alone.
     """
+    for each in given:
+        check_no_class("the data", *(each.values() if isinstance(each, Mapping) else (each,)))
     objects = {id(each): each for each in given if _is_data_object(each)}.values()
     begun_: list[Any] = []
     try:

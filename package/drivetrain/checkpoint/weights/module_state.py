@@ -125,6 +125,8 @@ def load_module_state(
             problems.append(f"{name!r} has shape {tuple(stored.shape)} there, {tuple(mine.shape)} here")
         elif mine.dtype != stored.dtype and not adopt_dtypes:
             problems.append(f"{name!r} is {stored.dtype} there, {mine.dtype} here (another precision?)")
+    if given and own and not own.keys() & given.keys():
+        problems.insert(0, "it is a checkpoint of another task, for no weight has a name of this one's")
     if problems:
         raise misfit(module, where, problems)
     put_state(module, given, adopt_dtypes=adopt_dtypes)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format.tree import well_formed
 from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.validation import check_no_class
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine.metrics.over_all import OverAll
 from drivetrain.engine.metrics.states import (
@@ -65,17 +66,14 @@ class DeclaredMetrics:
     """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, ranks: Ranks = ALONE) -> None:
+        check_no_class("metrics()", metrics)
         if not isinstance(metrics, Mapping):
             raise ConfigError(
                 f"metrics() must return a mapping of names to metrics, not a {type(metrics).__name__}"
             )
         names: dict[int, str] = {}
         for name, metric in metrics.items():
-            if isinstance(metric, type):
-                raise ConfigError(
-                    f"metrics()[{name!r}] is the class {metric.__name__}; give an object:"
-                    f" {metric.__name__}(...)"
-                )
+            check_no_class(f"metrics()[{name!r}]", metric)
             first = names.setdefault(id(metric), name)
             if first != name:
                 raise ConfigError(

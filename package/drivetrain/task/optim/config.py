@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.registry import Registry
-from drivetrain.core.validation import check_names, count, flag, keywords, number
+from drivetrain.core.validation import check_names, check_no_class, count, flag, keywords, number
 from drivetrain.task.optim.groups import ParameterGroup
 from drivetrain.task.optim.quantized import QUANTIZED
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_schedule
@@ -121,8 +121,8 @@ class OptimizerConfig:
             "lr": None if lr is None else number("lr", lr, at_least=0),
             "weight_decay": number("weight_decay", weight_decay, at_least=0),
             "schedule": schedule,
-            "warmup_steps": count("warmup_steps", warmup_steps),
-            "warmup_ratio": number("warmup_ratio", warmup_ratio, at_least=0, below=1),
+            "warmup_steps": _warmup_steps(warmup_steps),
+            "warmup_ratio": _warmup_ratio(warmup_ratio),
             "warmup_power": number("warmup_power", warmup_power, above=0),
             "total_steps": None if total_steps is None else count("total_steps", total_steps, at_least=1),
             "schedule_options": dict(schedule_options or {}),
@@ -144,6 +144,20 @@ class OptimizerConfig:
     def factory(self) -> OptimizerFactory:
         """The class or function named by `name`."""
         return OPTIMIZERS[self.name] if isinstance(self.name, str) else self.name
+
+
+def _warmup_steps(given: object) -> int:
+    if isinstance(given, float) and 0 < given < 1:
+        raise ConfigError(
+            f"warmup_steps={given} is no number of updates. For a part of them give warmup_ratio"
+        )
+    return count("warmup_steps", given)
+
+
+def _warmup_ratio(given: object) -> float:
+    if isinstance(given, int) and given > 1:
+        raise ConfigError(f"warmup_ratio={given} is no part of the updates. For a number give warmup_steps")
+    return number("warmup_ratio", given, at_least=0, below=1)
 
 
 def optimizer_title(config: OptimizerConfig) -> str:
@@ -226,11 +240,13 @@ def _check_schedule(config: OptimizerConfig) -> None:
     if isinstance(schedule, LRScheduler) or (
         isinstance(schedule, type) and issubclass(schedule, LRScheduler)
     ):
+        given = f", here the class {schedule.__name__}" if isinstance(schedule, type) else ""
         raise ConfigError(
-            "schedule takes a name or a function from the update's number to a factor, not a torch "
-            "scheduler. To use one, let configure_optimizers return a callable that gives (optimizer, "
-            "schedule)"
+            "schedule takes a name or a function from the update's number to a factor, not a"
+            f" torch scheduler{given}. To use one, let configure_optimizers return a callable that gives"
+            " (optimizer, schedule)"
         )
+    check_no_class("OptimizerConfig(schedule=)", schedule)
     if isinstance(schedule, PlateauSchedule):
         raise ConfigError(
             "a plateau schedule has state, and a configuration cannot hold state: write "
