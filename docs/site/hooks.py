@@ -178,7 +178,7 @@ def _help(command: str) -> str:
     text = io.StringIO()
     with mock.patch.dict(os.environ, COLUMNS="88"), contextlib.redirect_stdout(text):
         command_line([*command.split(), "--help"])
-    usage, trainer, _ = text.getvalue().partition("\narguments of Trainer:")
+    usage, trainer, _ = text.getvalue().partition("\narguments of Trainer: length:")
     if not trainer or command == "fit":
         return f"```text\n{text.getvalue().rstrip()}\n```"
     return f"```text\n{usage.rstrip()}\n```\n\nThe arguments of the Trainer are those of `drivetrain fit`."

@@ -153,6 +153,11 @@ def test_help_lists_every_argument_with_its_text_and_default(drive, typed):
     names = ("strategy.bucket_mb", "checkpoint.keep_last", *trainer("").to_json())
     whole = "--task.whole WHOLE A whole number, of 100 % or less. (type: int, default: 0)"
     assert [each for each in (whole, *(f"--trainer.{name}" for name in names)) if each not in text] == []
+    groups = ("length", "where it runs", "numbers", "gradient", "data", "evaluation", "records", "safety")
+    places = [text.index(f"arguments of Trainer: {each}: --trainer.") for each in groups]
+    assert places == sorted(places)
+    assert "arguments of Trainer: --trainer." not in text  # none is outside of a group
+    assert 'see `drivetrain strategies`. Example: strategy="fsdp". (type: ' in text  # one default
 
 
 def test_options_of_a_strategy_make_its_configuration(here):

@@ -1,8 +1,10 @@
 """The Trainer: its verbs and their files, and that no two runs disturb each other."""
 
 import dataclasses
+import inspect
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,14 @@ from safetensors.torch import load_file
 from tests.support.outcome import weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 
-from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
+from drivetrain import (
+    CheckpointConfig,
+    EarlyStopping,
+    LambdaCallback,
+    MemoryConfig,
+    OptimizerConfig,
+    Trainer,
+)
 
 
 def dropping() -> Regression:
@@ -118,3 +127,25 @@ def test_evaluation_loads_weights_first_and_writes_its_values(tmp_path: Path, ve
     for data in (pairs(4), {"a": pairs(4), "b": pairs(6)}):  # the second replaces the first
         values = evaluate(Regression(), data, save_to=target)
         assert json.loads(target.read_text()) == values
+
+
+GROUPS = ("Length", "Where it runs", "Numbers", "Gradient", "Data", "Evaluation", "Records", "Safety")
+
+
+def test_every_argument_is_in_one_group_of_the_docstring_with_its_default_and_an_example() -> None:
+    doc = str(inspect.getdoc(Trainer)).partition("\n\nRaises:")[0]
+    parts = [each.partition("\n") for each in re.split(r"(?m)^Attributes: ", doc)[1:]]
+    assert tuple(title for title, _, _ in parts) == GROUPS
+    arguments = re.findall(r"(?ms)^    (\w+): (.*?)(?=^    \w|\Z)", "\n".join(rest for _, _, rest in parts))
+    fields = {each.name: each.default for each in dataclasses.fields(Trainer)}
+    assert [name for name, _ in arguments] == [*fields]  # each once, and the signature in the same order
+    known = {each.__name__: each for each in (CheckpointConfig, EarlyStopping, MemoryConfig)} | {"pad": list}
+    Path("vocabulary.txt").write_text("a", encoding="utf-8")  # one example's
+    for name, text in arguments:
+        found = re.search(r" Default: (.*)\. Example: (.*)\.$", " ".join(text.split()))
+        assert found, name
+        default, example = found.groups()
+        assert eval(default) == fields[name], name
+        assert example.startswith(f"{name}="), name
+        given = eval(f"dict({example})", known)
+        assert getattr(Trainer(**given), name) != fields[name], name

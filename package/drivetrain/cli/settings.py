@@ -377,15 +377,19 @@ def _add_arguments(
 
 def _add_fields(parser: ArgumentParser, section: str, kind: Any, leave_out: Collection[str]) -> None:
     """Add the arguments of the Trainer, or of a configuration."""
-    group = parser.add_argument_group(f"arguments of {kind.__name__}")
-    texts = _documented(kind)
     types = {name: _writable(hint) for name, hint in get_type_hints(kind).items()}
     if kind is Trainer:
         types |= {"callbacks": list[_Callback], "loggers": list[_Logger | str]}
-    for field in dataclasses.fields(kind):
-        if field.name not in leave_out:
-            name, text = f"--{section}.{field.name}", texts.get(field.name)
-            group.add_argument(name, type=types[field.name], default=_default(field), help=text)
+    fields = {each.name: each for each in dataclasses.fields(kind) if each.name not in leave_out}
+    documented = _documented(kind)
+    others = fields.keys() - {name for texts in documented.values() for name in texts}
+    rest: dict[str, str | None] = dict.fromkeys(sorted(others))
+    groups: list[tuple[str, Mapping[str, str | None]]] = [*documented.items(), ("", rest)]
+    for title, texts in groups:
+        group = parser.add_argument_group(f"arguments of {kind.__name__}{title and f': {title.lower()}'}")
+        for name in [each for each in texts if each in fields]:
+            default = _default(fields[name])
+            group.add_argument(f"--{section}.{name}", type=types[name], default=default, help=texts[name])
 
 
 def _writable(hint: Any) -> Any:
@@ -411,13 +415,24 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return None if field.default is dataclasses.MISSING else field.default
 
 
-def _documented(kind: type) -> dict[str, str]:
-    """Return the text for each argument in the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
+def _documented(kind: type) -> dict[str, dict[str, str]]:
+    """Return the text for each argument in the docstrings of a class and its bases, by the group's title.
+
+    A section "Attributes: Length" is a group of its own. Defaults are left out, because the parser adds them.
+    """
+    found: dict[str, dict[str, str]] = {}
+    google = docstring_parser.DocstringStyle.GOOGLE
     for each in reversed(kind.__mro__):
-        for entry in docstring_parser.parse(each.__doc__ or "").params:
-            text = " ".join((entry.description or "").split()).replace("%", "%%")
-            found |= dict.fromkeys(entry.arg_name.split(", "), text)
+        for part in re.split(r"(?m)^(?=(?:Attributes|Args):)", inspect.cleandoc(vars(each)["__doc__"] or "")):
+            head, _, rest = part.partition("\n")
+            word, _, title = head.partition(":")
+            if word not in ("Attributes", "Args"):
+                continue
+            # The parser wants a summary before the section.
+            for entry in docstring_parser.parse(f"_\n\n{word}:\n{rest}", google).params:
+                text = " ".join((entry.description or "").split()).replace("%", "%%")
+                text = re.sub(r" Default: .*?\. (?=Example: )", " ", text)
+                found.setdefault(title.strip(), {}).update(dict.fromkeys(entry.arg_name.split(", "), text))
     return found
 
 

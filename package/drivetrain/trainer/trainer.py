@@ -104,97 +104,140 @@ class PredictResult:
 class Trainer(RunSettings):
     """The configuration of runs: validated when it is made, never changed. Every verb builds a new run.
 
-    Attributes:
+    Its arguments are in eight groups: length, where it runs, numbers, gradient, data, evaluation, records and
+    safety. One of the first three must be given to train; every other has a default.
+
+    Attributes: Length
         max_epochs: Passes over the training data, of known length for a fraction (2.5); one of the three
-            limits must be given to train.
-        max_steps: Optimizer updates.
-        max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta.
+            limits must be given to train. Default: None. Example: max_epochs=10.
+        max_steps: Optimizer updates. Default: None. Example: max_steps=10_000.
+        max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta. Default: None. Example:
+            max_time="12 hours".
         min_epochs: No callback, such as `EarlyStopping`, ends a fit before so many epochs are complete. The
-            three limits, signals and non-finite losses do.
-        min_steps: The same in updates; if both are given, both must be reached.
-        strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
-            `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`.
-        devices: The number of processes; or which GPUs to use, by index, such as [0, 2], one process for
-            each; or "auto". An index counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible.
-        num_nodes: The number of machines.
-        precision: "32", "tf32", "bf16-mixed", "16-mixed", "fp8", "bf16-true", "16-true", "64", or a
-            `Precision`; "auto" takes it from `accelerate launch` or an Accelerator, else "32".
-        evaluation_precision: The precision that weights are stored in during evaluations and predictions,
-            also those of a fit: "bf16-true", "16-true" or "64"; the weights of before return bitwise. None
-            evaluates in `precision`.
-        gradient_accumulation_steps: Micro-batches per update: a number, or numbers by points of the run, such
-            as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs or samples;
-            see `ramp`.
-        max_grad_norm: Clip the gradient's global norm to this; None disables clipping.
-        max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
-        micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
-            memory runs out, or None for all. The batch of an update stays what it is.
-        validate_every: When to validate during a fit, which validates at its end if it has not before; None
-            disables it.
-        validate_from: No validation is due before this point, an interval from the run's start ("2 epochs").
-            One that is due at the point itself is made. None delays nothing.
-        log_every: When to log.
-        log_first_step: Whether to log after the first update of the run too.
-        checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
-            "async" for the same in the background, False for none, a `CheckpointConfig`, or a list of several
-            that all apply.
-        assets: Files to store beside the weights in each checkpoint: a list, or a mapping of names, of paths,
-            objects with `save_pretrained(folder)`, or functions of the folder to write into.
-        callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`.
-        loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none.
-        progress_bar: Show progress, and a table of the task before training.
-        train_metrics: Whether declared metrics are updated in training too.
-        compile: True, or a `CompileConfig`, to run the task's repeated blocks in compiled form.
-        memory: A `MemoryConfig`, or a mapping of its options: which tensors to recompute in backward,
-            to keep in the host's memory, or to free early.
-        seed: Seeds the order of the data and every random stream of a run.
-        data_seed: Seeds the order of the training data, and what loading it draws, apart from all other
-            streams; None takes `seed`.
-        deterministic: Insist on deterministic kernels while a run lasts.
-        on_bad_batch: What to do with a training batch that the data raises for: "raise", or "skip" to leave
-            it out, report it and count it in `progress.bad_batches`, as long as they are few.
-        on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to go on,
-            say what was not saved, and try again when the next one is due. A run whose end cannot be saved
-            raises in any case.
-        hang_timeout: Seconds, a timedelta, or "10 minutes", without progress after which all processes are
-            ended with exit code 75 and their stacks, naming the rank that is behind; None disables it.
-            Compiling, saving and loading have an hour more.
-        on_nonfinite: What to do about a NaN or infinite loss: "raise" at the next log point, "skip" each
-            update with such a loss or gradient, or "stop" the run in order. If a validation loss or the
-            metric of `EarlyStopping` is not finite, "raise" and "stop" end the run after a save, and "skip"
-            goes on with a warning.
-        preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
-            that says so; or a `PreemptionConfig`, or a mapping of its options.
-        batch_size: For data given as a bare Dataset. The items of an `IterableDataset` are samples with it,
-            and ready batches without. Numbers by points of the run, as for `gradient_accumulation_steps`, for
-            training data with a length.
-        evaluation_batch_size: The number for evaluations and predictions; None takes `batch_size`, and of
-            several numbers the largest.
-        collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
-            takes torch's default.
-        group_by_length: Put samples of similar lengths into the same update, for training data given as a
-            bare Dataset. The name of a column with a number or with tokens ("input_ids"), or a function of a
-            sample that returns its length. It is read once for each sample before training. None only
-            shuffles.
-        num_workers: Worker processes for data given as a bare Dataset.
-        limit_train_batches: At most this many micro-batches an epoch; a number below 1, such as 0.1, is a
-            fraction of them, rounded down, at least one.
-        limit_validation_batches, limit_test_batches, limit_predict_batches: The same for the batches of each
-            loader.
-        sanity_validation: Validate on so many batches of each loader before training, so that a fault in
-            validation shows at once. Nothing of it is kept. The hooks of an evaluation are called, with
-            `run.evaluation.is_sanity_check` set; what reads a whole evaluation, such as `compute_metrics`,
-            is not. "auto" takes 2 if they are under a hundredth of an epoch's batches, else none; None takes
-            none. A resumed fit makes none.
+            three limits, signals and non-finite losses do. Default: None. Example: min_epochs=3.
+        min_steps: The same in updates; if both are given, both must be reached. Default: None. Example:
+            min_steps=1_000.
         try_out: A trial: "batches", or a number of them, fits one epoch of one batch (or so many) of each
             loader, begins afresh, and writes nothing: no checkpoints, logs, results or predictions. Other
             verbs take as many. "overfit" trains and validates on the first `limit_train_batches` batches of
             the training data (1 if that is None) in every epoch, and saves no checkpoints. Callbacks that
-            need checkpoints are left out and named.
+            need checkpoints are left out and named. Default: None. Example: try_out="batches".
+
+    Attributes: Where it runs
+        strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
+            `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`. Default:
+            "auto". Example: strategy="fsdp".
+        devices: The number of processes; or which GPUs to use, by index, such as [0, 2], one process for
+            each; or "auto". An index counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible. Default:
+            "auto". Example: devices=2.
+        num_nodes: The number of machines. Default: 1. Example: num_nodes=2.
+        compile: True, or a `CompileConfig`, to run the task's repeated blocks in compiled form. Default:
+            False. Example: compile=True.
+        memory: A `MemoryConfig`, or a mapping of its options: which tensors to recompute in backward, to keep
+            in the host's memory, or to free early. Default: None. Example:
+            memory=MemoryConfig(activation_checkpointing=True).
+
+    Attributes: Numbers
+        precision: "32", "tf32", "bf16-mixed", "16-mixed", "fp8", "bf16-true", "16-true", "64", or a
+            `Precision`; "auto" takes it from `accelerate launch` or an Accelerator, else "32". Default:
+            "auto". Example: precision="bf16-mixed".
+        evaluation_precision: The precision that weights are stored in during evaluations and predictions,
+            also those of a fit: "bf16-true", "16-true" or "64"; the weights of before return bitwise. None
+            evaluates in `precision`. Default: None. Example: evaluation_precision="bf16-true".
+        seed: Seeds the order of the data and every random stream of a run. Default: 0. Example: seed=1.
+        data_seed: Seeds the order of the training data, and what loading it draws, apart from all other
+            streams; None takes `seed`. Default: None. Example: data_seed=2.
+        deterministic: Insist on deterministic kernels while a run lasts. Default: False. Example:
+            deterministic=True.
+
+    Attributes: Gradient
+        gradient_accumulation_steps: Micro-batches per update: a number, or numbers by points of the run, such
+            as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs or samples;
+            see `ramp`. Default: 1. Example: gradient_accumulation_steps=4.
+        max_grad_norm: Clip the gradient's global norm to this; None disables clipping. Default: None.
+            Example: max_grad_norm=1.0.
+        max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
+            Default: None. Example: max_grad_value=0.5.
+        micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
+            memory runs out, or None for all. The batch of an update stays what it is. Default: None. Example:
+            micro_batch="auto".
+
+    Attributes: Data
+        batch_size: For data given as a bare Dataset. The items of an `IterableDataset` are samples with it,
+            and ready batches without. Numbers by points of the run, as for `gradient_accumulation_steps`, for
+            training data with a length. Default: None. Example: batch_size=32.
+        num_workers: Worker processes for data given as a bare Dataset. Default: 0. Example: num_workers=4.
+        collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
+            takes torch's default. Default: None. Example: collate=pad.
+        group_by_length: Put samples of similar lengths into the same update, for training data given as a
+            bare Dataset. The name of a column with a number or with tokens ("input_ids"), or a function of a
+            sample that returns its length. It is read once for each sample before training. None only
+            shuffles. Default: None. Example: group_by_length="input_ids".
+        limit_train_batches: At most this many micro-batches an epoch; a number below 1, such as 0.1, is a
+            fraction of them, rounded down, at least one. Default: None. Example: limit_train_batches=0.1.
+        on_bad_batch: What to do with a training batch that the data raises for: "raise", or "skip" to leave
+            it out, report it and count it in `progress.bad_batches`, as long as they are few. Default:
+            "raise". Example: on_bad_batch="skip".
+
+    Attributes: Evaluation
+        validate_every: When to validate during a fit, which validates at its end if it has not before; None
+            disables it. Default: "1 epoch". Example: validate_every="500 steps".
+        validate_from: No validation is due before this point, an interval from the run's start ("2 epochs").
+            One that is due at the point itself is made. None delays nothing. Default: None. Example:
+            validate_from="2 epochs".
+        evaluation_batch_size: The samples of a batch in evaluations and predictions of a bare Dataset; None
+            takes `batch_size`, and of several numbers the largest. Default: None. Example:
+            evaluation_batch_size=128.
+        limit_validation_batches: As `limit_train_batches`, of each validation loader. Default: None. Example:
+            limit_validation_batches=20.
+        limit_test_batches: The same of each test loader. Default: None. Example: limit_test_batches=20.
+        limit_predict_batches: The same of each loader to predict. Default: None. Example:
+            limit_predict_batches=20.
+        sanity_validation: Validate on so many batches of each loader before training, so that a fault in
+            validation shows at once. Nothing of it is kept. The hooks of an evaluation are called, with
+            `run.evaluation.is_sanity_check` set; what reads a whole evaluation, such as `compute_metrics`, is
+            not. "auto" takes 2 if they are under a hundredth of an epoch's batches, else none; None takes
+            none. A resumed fit makes none. Default: "auto". Example: sanity_validation=5.
+
+    Attributes: Records
+        checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
+            "async" for the same in the background, False for none, a `CheckpointConfig`, or a list of several
+            that all apply. Default: True. Example: checkpoint=CheckpointConfig(by="validation/accuracy").
+        assets: Files to store beside the weights in each checkpoint: a list, or a mapping of names, of paths,
+            objects with `save_pretrained(folder)`, or functions of the folder to write into. Default: ().
+            Example: assets=["vocabulary.txt"].
         run_dir: Where checkpoints, logs and the ledger of what the time went to are kept; None makes a new
-            `runs/<task>-<time>` for every fit that writes.
+            `runs/<task>-<time>` for every fit that writes. Default: None. Example: run_dir="runs/first".
         run_name: The name of the run: a new run directory is called `runs/<run_name>-<time>`, and loggers
-            find it as `config["trainer"]["run_name"]` in what `log_config` is given.
+            find it as `config["trainer"]["run_name"]` in what `log_config` is given. Default: None. Example:
+            run_name="baseline".
+        loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none. Default: ("tensorboard",
+            "csv"). Example: loggers="jsonl".
+        log_every: When to log. Default: "50 steps". Example: log_every="10 steps".
+        log_first_step: Whether to log after the first update of the run too. Default: False. Example:
+            log_first_step=True.
+        train_metrics: Whether declared metrics are updated in training too. Default: True. Example:
+            train_metrics=False.
+        progress_bar: Show progress, and a table of the task before training. Default: True. Example:
+            progress_bar=False.
+        callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`. Default: (). Example:
+            callbacks=[EarlyStopping("validation/loss")].
+
+    Attributes: Safety
+        on_nonfinite: What to do about a NaN or infinite loss: "raise" at the next log point, "skip" each
+            update with such a loss or gradient, or "stop" the run in order. If a validation loss or the
+            metric of `EarlyStopping` is not finite, "raise" and "stop" end the run after a save, and "skip"
+            goes on with a warning. Default: "raise". Example: on_nonfinite="skip".
+        on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to go on,
+            say what was not saved, and try again when the next one is due. A run whose end cannot be saved
+            raises in any case. Default: "raise". Example: on_save_error="warn".
+        hang_timeout: Seconds, a timedelta, or "10 minutes", without progress after which all processes are
+            ended with exit code 75 and their stacks, naming the rank that is behind; None disables it.
+            Compiling, saving and loading have an hour more. Default: 600.0. Example:
+            hang_timeout="30 minutes".
+        preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
+            that says so; or a `PreemptionConfig`, or a mapping of its options. Default: True. Example:
+            preemption=False.
 
     Raises:
         ConfigError: A value that is not allowed; says what is.
