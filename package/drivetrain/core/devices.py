@@ -17,3 +17,8 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values: one on the meta device has none, nor has a fake one of a plan."""
+    return not (tensor.is_meta or type(tensor).__name__ == "FakeTensor")  # its module is slow to import

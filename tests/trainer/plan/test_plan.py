@@ -189,6 +189,37 @@ def test_activations_are_those_that_autograd_keeps_with_and_without_recomputatio
         assert plan([batch] * 2, task=wide(), max_epochs=1, precision=precision).memory["activations"]
 
 
+class Words(Blocks):
+    def __init__(self):
+        super().__init__(Wide, 16, OptimizerConfig("adamw", lr=0.01))
+        self.embed = nn.Embedding(5, 16)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for each in self.blocks:
+            x = each(x)
+        self.dtype = x.dtype
+        return self.head(x)
+
+
+WORDS = [torch.zeros(4, 3, dtype=torch.long)] * 2
+
+
+def _stream_dtype(options):
+    task = Words()
+    quiet(max_steps=1, devices=2, precision="bf16-mixed", **options).fit(task, WORDS)
+    return task.dtype
+
+
+def test_a_plan_says_where_the_residual_stream_has_16_bits():
+    for strategy, dtype in (("ddp", torch.float32), ("fsdp", torch.bfloat16)):
+        options = {"strategy": strategy}
+        trainer = quiet(max_steps=1, devices=2, precision="bf16-mixed", **options)
+        said = trainer.plan(Words(), WORDS).precision
+        assert on_two_ranks(_stream_dtype, options)[0] == dtype
+        assert ("residual stream" in said) == (dtype == torch.bfloat16)
+
+
 def _measured(options):
     report, sizes = MemoryReport(show=False), ModelSummary(sizes=True)
     quiet(max_epochs=1, devices=2, callbacks=[report, sizes], **options).fit(
@@ -215,6 +246,11 @@ class Tokens(Classifier):
     def __init__(self, reads_values=False):
         super().__init__()
         self.reads_values = reads_values
+        self.kept = []
+
+    def forward(self, features):
+        self.kept.append(features)
+        return super().forward(features)
 
     def tokens(self, batch):
         return int((batch[1] >= 0).sum())
@@ -229,6 +265,9 @@ def test_tokens_count_where_the_task_does_and_a_step_that_needs_values_has_no_ac
     found = plan(task=Tokens(), max_epochs=2, gradient_accumulation_steps=2)
     assert (found.tokens_per_update, found.tokens) == (8, 8 * 6)
     assert "8 per update, 48 in all" in str(found)
+    task = Tokens()
+    plan(task=task, max_epochs=2)
+    assert task.kept == []  # what the forward keeps is the copy's
     found = plan(task=Tokens(reads_values=True), max_epochs=2)
     assert found.memory["activations"] is None
     assert "DataDependent" in found.memory_unknown

@@ -17,6 +17,7 @@ from drivetrain.checkpoint.saving.assets import Assets
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
 from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.core.devices import has_values
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
@@ -358,6 +359,8 @@ class TransformersTask(TaskModule):
             return super().training_step(batch)
         if any(each._compiled_call_impl is not None for each in self.modules()):
             return super().training_step(batch)
+        if not all(has_values(each) for each in batch.values() if isinstance(each, Tensor)):
+            return super().training_step(batch)  # a plan's
         with counted_targets() as counts:
             output = super().training_step(batch)
         weight = float(self.loss_weight(batch))

@@ -23,6 +23,8 @@ from drivetrain.task.optim.quantized import is_quantized, parts_of, uncompiled
 from drivetrain.task.optim.schedules import PlateauSchedule
 from drivetrain.task.task import TaskModule
 
+_CONTAINERS = (dict, list, set)
+
 _SAMPLED = 100  # the number of updates at which a user's schedule is sampled to find its peak
 _HORIZON = 10_000  # the updates to search for the peak if the run's length is unknown
 
@@ -56,7 +58,10 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def on_meta(task: TaskModule) -> TaskModule:
-    """Return a copy of the task whose parameters and buffers are on the meta device; all else is shared."""
+    """Return a copy of the task whose parameters and buffers are on the meta device.
+
+    Lists, mappings and sets among the attributes of modules are copied; all other attributes are shared.
+    """
     made: dict[int, Any] = {}
 
     def tensor(old: Tensor | None) -> Tensor | None:
@@ -73,7 +78,9 @@ def on_meta(task: TaskModule) -> TaskModule:
         if old is None or id(old) in made:
             return made.get(id(old))
         new = made[id(old)] = object.__new__(type(old))
-        new.__dict__.update(old.__dict__)
+        # What a step keeps in a list or a mapping of its own must not reach the task.
+        own = {name: copy.copy(each) for name, each in vars(old).items() if isinstance(each, _CONTAINERS)}
+        new.__dict__.update({**vars(old), **own})
         for kind, remade in (("_parameters", tensor), ("_buffers", tensor), ("_modules", module)):
             new.__dict__[kind] = {name: remade(each) for name, each in old.__dict__[kind].items()}
         return new

@@ -275,7 +275,7 @@ class _Process:
         try:
             batch = example_batch(settings, task, data)
             if task.overrides("tokens"):
-                self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size
+                self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
             if isinstance(settings.micro_batch, int):
                 batch = example_batch(settings, task, data, settings.micro_batch)
             forward = forward_memory(settings, task, held, batch)
@@ -289,7 +289,7 @@ def _precision_text(precision: Precision, gathered: torch.dtype | None) -> str:
     dtypes = precision.dtypes
     text = f"{precision.name}: weights in {dtypes.storage}, products in {dtypes.compute}"
     if gathered is not None:
-        text += ", and so are norms and the residual stream, because weights are gathered in it"
+        text += ", and so are embeddings, norms and the residual stream, by the weights"
     return text
 
 
