@@ -289,7 +289,7 @@ def _precision_text(precision: Precision, gathered: torch.dtype | None) -> str:
     dtypes = precision.dtypes
     text = f"{precision.name}: weights in {dtypes.storage}, products in {dtypes.compute}"
     if gathered is not None:
-        text += ", and so are embeddings, norms and the residual stream, by the weights"
+        text += ", and so are embeddings and the residual stream, by the weights"
     return text
 
 
