@@ -201,6 +201,10 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.patience = 3
 
+    class Keras:
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            pass
+
     class NoInitNet(nn.Module):
         def __init__(self) -> None:
             self.rate = 1
@@ -261,6 +265,23 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
         "part of the run": (lambda: OptimizerConfig(warmup_steps=0.1), "give warmup_ratio"),
         "number": (lambda: OptimizerConfig(warmup_ratio=100), "give warmup_steps"),
         "none": (lambda: quiet(log_every=0), "None"),
+        "a directory": (
+            lambda: quiet(checkpoint="runs/x"),
+            "CheckpointConfig(directory=...)",
+            "fit(resume=...)",
+        ),
+        "a mode": (lambda: quiet(compile="max-autotune"), "CompileConfig(mode='max-autotune')"),
+        "latest": (lambda: quiet().validate(kept, pairs(), checkpoint="latest"), "'last'"),
+        "one callback": (lambda: quiet(callbacks=EarlyStopping()), "[EarlyStopping(...)]"),
+        "a hook of Keras": (
+            lambda: quiet(callbacks=[Keras()]),
+            "is a hook of Keras",
+            "on_epoch_end(self, run)",
+        ),
+        "loss": (
+            fit(variant(loss=lambda self, outputs: outputs.mean())()),
+            "`def loss(self, outputs, batch)`",
+        ),
         "other": (lambda: Other.from_checkpoint(tmp_path), "another task"),
         "other weights": (lambda: quiet().validate(Renamed(), pairs(), checkpoint=tmp_path), "another task"),
         "verb": (lambda: quiet(max_steps=1).fit(kept, pairs(), batch_size=3), "Trainer(batch_size=...)"),

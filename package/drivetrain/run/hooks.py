@@ -106,7 +106,11 @@ def _check_takes_the_run(hook: Callable[..., Any] | None, name: str) -> None:
     try:
         signature.bind(None)
     except TypeError:
+        wrong = "cannot be called"
+    else:
+        wrong = "is a hook of Keras" if "logs" in signature.parameters else ""
+    if wrong:
         raise ConfigError(
-            f"{name}({', '.join(signature.parameters)}) cannot be called: a hook is given the run"
-            f" alone. Write it as `def {name.partition('.')[2]}(self, run)`"
-        ) from None
+            f"{name}({', '.join(signature.parameters)}) {wrong}: a hook is given the run alone. Write it as"
+            f" `def {name.partition('.')[2]}(self, run)`"
+        )

@@ -179,7 +179,7 @@ class RunSettings:
                     " validates needs no check of it. Leave one of them out"
                 )
         if self.try_out not in (None, "batches", "overfit"):
-            if isinstance(self.try_out, str):
+            if isinstance(self.try_out, (str, bool)):
                 raise ConfigError(
                     f"try_out must be 'batches', a number of them, or 'overfit', not {self.try_out!r}"
                 )
@@ -344,7 +344,9 @@ def checked_callbacks(spec: Any) -> tuple[Any, ...]:
         ConfigError: They are not a sequence, a class instead of an object, or a method that is no hook.
     """
     if not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping)):
-        raise ConfigError(f"callbacks must be a sequence of callback objects, not {spec!r}")
+        raise ConfigError(
+            f"callbacks must be a sequence of callback objects, such as [EarlyStopping(...)], not {spec!r}"
+        )
     callbacks = tuple(spec)
     Hooks(callbacks)
     return callbacks
@@ -373,8 +375,13 @@ def checkpoint_policy(spec: object) -> object:
     if isinstance(spec, (list, tuple)):
         policies = as_policies(spec)
         return policies if len(policies) > 1 else policies[0]
+    hint = ""
+    if isinstance(spec, Mapping):
+        hint = ". Options are given as CheckpointConfig(every=..., by=...)"
+    elif isinstance(spec, (str, os.PathLike)):
+        hint = ". A path is CheckpointConfig(directory=...); a checkpoint to go on from is fit(resume=...)"
     raise ConfigError(
-        f"checkpoint must be True, False, 'async', a CheckpointConfig or a list of them, not {spec!r}"
+        f"checkpoint must be True, False, 'async', a CheckpointConfig or a list of them, not {spec!r}{hint}"
     )
 
 

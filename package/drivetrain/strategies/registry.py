@@ -142,7 +142,7 @@ def _check_name(spec: Any) -> None:
     elif kind == "Accelerator":
         hint = "Write AccelerateConfig(accelerator=...)"
     else:
-        hint = nearest("", STRATEGIES)
+        hint = f"'auto' chooses by the hardware. {nearest('', STRATEGIES)}"
     raise ConfigError(
         f"strategy must be a name, a configuration such as FSDPConfig(), or an instance, not {spec!r}. {hint}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,24 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
 
 
+def _check_loss(task: TaskModule) -> None:
+    """Check that the task's loss takes the outputs and the batch, where the engine calls it.
+
+    Raises:
+        ConfigError: It takes something else.
+    """
+    if task.overrides("training_step") or not task.overrides("loss"):
+        return
+    signature = inspect.signature(task.loss, follow_wrapped=False)
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError(
+            f"{type(task).__name__}.loss takes ({', '.join(signature.parameters)}), and is given the outputs"
+            " of forward and the batch. Write it as `def loss(self, outputs, batch)`"
+        ) from None
+
+
 def check_task(task: object) -> TaskModule:
     """Return the task after a check of its type.
 
@@ -61,6 +80,7 @@ def check_task(task: object) -> TaskModule:
             check_constructed(each := waiting.pop())
             waiting += (child for child in each._modules.values() if child is not None)
         check_task_names(task, HOOKS)
+        _check_loss(task)
         return task
     if isinstance(task, type) and issubclass(task, TaskModule):
         raise ConfigError(f"the task is the class {task.__name__}; pass an instance: {task.__name__}(...)")

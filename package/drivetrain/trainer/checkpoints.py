@@ -276,6 +276,8 @@ def named_checkpoint(settings: RunSettings, checkpoint: str) -> str:
     word, _, by = os.fspath(checkpoint).partition(":")
     if word != "best" and checkpoint != "last":
         path = os.fspath(checkpoint)
+        if path in ("latest", "newest", "final") and not os.path.exists(path):
+            raise ConfigError(f"checkpoint={path!r} is no path. Give 'last' or 'best' of run_dir, or a path")
         return path if is_weight_file(path) else resolve(path)
     root = checkpoint_root(settings, settings.run_dir)
     if root is None:

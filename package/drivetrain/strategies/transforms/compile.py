@@ -117,6 +117,11 @@ def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig 
         check_names("compile", spec, [*names, "disable"])
         config = CompileConfig(**{name: value for name, value in spec.items() if name != "disable"})
         return None if spec.get("disable") else config
+    if isinstance(spec, str):
+        raise ConfigError(
+            f"compile must be True or False, a CompileConfig or a mapping of its options, not {spec!r}. A"
+            f" mode is CompileConfig(mode={spec!r})"
+        )
     return CompileConfig() if flag("compile (unless it is a CompileConfig or a mapping)", spec) else None
 
 
