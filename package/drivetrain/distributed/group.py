@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
 )
 
 from drivetrain.core.errors import RankFailure, StrategyError
+from drivetrain.distributed.interfaces import GLOO
 from drivetrain.distributed.launch.children import Child, ending, started
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch.meeting import HOSTED, Meeting
@@ -139,7 +140,8 @@ def _connect(
             with closing_sockets_in_forks():
                 _meet(environment, own, timeout)
     except (RuntimeError, ValueError) as error:
-        raise StrategyError(f"the process group could not be formed: {error}") from error
+        advice = "" if environment is None else _advice(environment)
+        raise StrategyError(f"the process group could not be formed: {error}{advice}") from error
     _formed = True
     _bound = own if own.type == "cuda" else None
 
@@ -172,6 +174,16 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
         world_size=size,
         timeout=_CUDA_LIMIT if timeout is None and own.type == "cuda" else timeout,
         device_id=own if own.type == "cuda" else None,
+    )
+
+
+def _advice(environment: ProcessEnvironment) -> str:
+    """Return what to do if the processes of several machines cannot connect."""
+    if environment.one_machine:
+        return ""
+    return (
+        f". Each process connects to all others, at the interface that {GLOO} names on each machine; here it"
+        f" is {os.environ.get(GLOO)!r}. Set it to the interface by which the other machines reach this one"
     )
 
 

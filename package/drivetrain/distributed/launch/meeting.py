@@ -152,9 +152,8 @@ class Meeting:
         Raises:
             StrategyError: The address does not resolve, the port is in use, or nobody answers there in time.
         """
-        path = os.environ.get(STORE, "")
-        if path.endswith(f"-{self.port}"):
-            return FileStore(path, self.size)
+        if self._is_private():
+            return FileStore(os.environ[STORE], self.size)
         host = "127.0.0.1" if self.one_machine and not self.is_hosted else self.address
         check_resolves(host, self.variable)
         self._choose_interface()
@@ -192,16 +191,23 @@ class Meeting:
                 missing = [each for each, key in enumerate(keys) if not store.check([key])]
                 more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
                 whom = f"{self.each} {', '.join(map(str, missing[:_SHOWN]))}{more} of {self.size}"
-            patience.wait(f"{whom} to come to {self._place()}")
+            patience.wait(f"{whom} to come to {self._place()}", self._advice())
 
     def _say(self, text: str) -> None:
         if self.says:
             self.say(text)
 
+    def _advice(self) -> str:
+        if self._is_private():
+            return ""
+        return f" {self.variable} must be an address of {self.each} 0's machine that all others can reach."
+
+    def _is_private(self) -> bool:
+        """Return whether the processes meet in a file."""
+        return os.environ.get(STORE, "").endswith(f"-{self.port}")
+
     def _place(self) -> str:
-        if os.environ.get(STORE, "").endswith(f"-{self.port}"):
-            return "this machine"
-        return f"{self.address}:{self.port}"
+        return "this machine" if self._is_private() else f"{self.address}:{self.port}"
 
     def _choose_interface(self) -> None:
         """Let gloo listen on the interface of the job alone; the user's choice stays."""
@@ -233,10 +239,8 @@ class Meeting:
                 with socket.create_connection((host, self.port), _TRY) as line:
                     return str(line.getpeername()[0])
             except OSError as error:
-                patience.wait(
-                    f"{self.each} 0 of {self.size} at {self._place()} ({error}). {self.variable} must be an"
-                    " address of its machine that this one can reach"
-                )
+                whom = f"{self.each} 0 of {self.size} at {self._place()} ({error})"
+                patience.wait(whom, self._advice())
 
 
 class Patience:
@@ -261,8 +265,12 @@ class Patience:
         """Return whether the next `wait` says something or raises."""
         return self.waited() >= min(self._next, self._limit)
 
-    def wait(self, whom: str) -> None:
+    def wait(self, whom: str, advice: str = "") -> None:
         """Pause once.
+
+        Args:
+            whom: Whom this process waits for.
+            advice: Sentences about what may be wrong, each after a space.
 
         Raises:
             StrategyError: The limit is over.
@@ -270,12 +278,12 @@ class Patience:
         waited = self.waited()
         if waited >= self._limit:
             raise StrategyError(
-                f"waited {waited:.0f} s for {whom}. Start all processes of the job within {self._limit:g} s,"
-                f" or set {LIMIT} to more seconds"
+                f"waited {waited:.0f} s for {whom}.{advice} Start all processes of the job within"
+                f" {self._limit:g} s, or set {LIMIT} to more seconds"
             )
         if waited >= self._next:
             self._next = waited + REPEAT
-            self._say(f"waiting for {waited:.0f} s for {whom}")
+            self._say(f"waiting for {waited:.0f} s for {whom}.{advice}")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _PAUSES[1])
 
