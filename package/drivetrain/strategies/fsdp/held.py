@@ -1,4 +1,4 @@
-"""What one process holds of a task that FSDP2 shards."""
+"""The memory that one process needs for a task that FSDP2 shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of a planned fit holds beside weights and optimizers, by one forward without values."""
+"""The memory of a planned fit beside weights and optimizers, by one forward without values."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
 from drivetrain.trainer.plan.optimizers import Built, on_meta
 
+_CPU = torch.device("cpu")
+"""The device of tensors without values. Fake ones of a GPU would start CUDA, and no fork could use it then."""
+
 
 class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the plan shows
     """A part of a plan that cannot be known beforehand; its text is the reason."""
@@ -57,7 +60,7 @@ def example_batch(settings: RunSettings, task: TaskModule, data: Any, limit: int
         limit: The most samples.
 
     Raises:
-        Unknown: The data has no first sample that can be had without drawing from it.
+        Unknown: The data is a stream, or its first sample or batch raises.
     """
     data = data.data if isinstance(data, AlreadySplit) else data
     try:
@@ -111,9 +114,9 @@ def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, b
         copy = on_meta(task)
         precision.convert_module(copy)
         with mode:
-            _make_fake(copy, _device(strategy), None if held is None else held.forward_dtype)
-            batch = tree_map(lambda each: _fake(each, _device(strategy)), batch)
-        context = precision.forward_context(_device(strategy)) or nullcontext
+            _make_fake(copy, _CPU, None if held is None else held.forward_dtype)
+            batch = tree_map(lambda each: _fake(each, _CPU), batch)
+        context = precision.forward_context(_CPU) or nullcontext
         watch = MemoryWatch(copy, (), torch.device("meta"), batch)
         before = sum(watch.held().values())
         again = _recompute(settings, strategy, copy, watch)
@@ -144,10 +147,6 @@ def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch, befor
 
 def _size(values: Iterable[Any]) -> int:
     return sum(each.nbytes for each in values if isinstance(each, Tensor))
-
-
-def _device(strategy: Strategy) -> torch.device:
-    return strategy.device if strategy.device.type in ("cpu", "cuda", "xpu") else torch.device("cpu")
 
 
 def _fake(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -78,7 +78,7 @@ def on_meta(task: TaskModule) -> TaskModule:
         if old is None or id(old) in made:
             return made.get(id(old))
         new = made[id(old)] = object.__new__(type(old))
-        # What a step keeps in a list or a mapping of its own must not reach the task.
+        # A step may store tensors in a list or a mapping of the task, and these have no values.
         own = {name: copy.copy(each) for name, each in vars(old).items() if isinstance(each, _CONTAINERS)}
         new.__dict__.update({**vars(old), **own})
         for kind, remade in (("_parameters", tensor), ("_buffers", tensor), ("_modules", module)):

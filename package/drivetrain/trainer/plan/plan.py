@@ -16,6 +16,7 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
+from drivetrain.engine.memory import as_memory
 from drivetrain.run.settings import RunSettings, stages_of
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
@@ -59,11 +60,11 @@ class Plan:
         processes: How many processes train together.
         parameters: The number of parameters.
         trainable: The number of those that are trained.
-        memory: Bytes that one process holds, the first, whose shards are the largest: "parameters",
-            "gradients" and "optimizer" (its state); where weights are sharded "gathered", what is whole for a
-            while; of one micro-batch "activations", which forward keeps or backward recomputes, and
-            "outputs", such as logits, whose gradient is as large. Tensors that a kernel or the optimizer's
-            step needs for a moment are not counted.
+        memory: Bytes that the first process holds, whose shards are the largest. Always there are
+            "parameters", "gradients" and "optimizer", its state. "gathered" is what is whole for a while,
+            where weights are sharded. "activations" are those of one micro-batch that forward keeps or
+            backward recomputes. "outputs" are those of the model, such as logits, whose gradient is as large.
+            Tensors that a kernel or the optimizer's step needs for a moment are not counted.
         warnings: Conflicts, each with what to do about it.
         also_saving: When it saves by the other policies.
         precision: The precision, with the dtypes that differ by strategy.
@@ -271,6 +272,8 @@ class _Process:
         if strategy.sharded or (held is not None and held.gathered):
             self.memory["gathered"] = None if held is None else held.gathered
         self.memory |= dict.fromkeys(_OF_A_FORWARD)
+        if as_memory(settings.memory).offload_activations:
+            self.offloaded += ("activations",)
         self.unknown, self.tokens = "", None
         try:
             batch = example_batch(settings, task, data)
