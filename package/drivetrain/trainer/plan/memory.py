@@ -31,7 +31,7 @@ from drivetrain.task.task import StepModule, TaskModule
 from drivetrain.trainer.plan.optimizers import Built, on_meta
 
 _CPU = torch.device("cpu")
-"""The device of tensors without values. Fake ones of a GPU would start CUDA, and no fork could use it then."""
+"""The device of tensors without values. Fake ones of a GPU start CUDA, and no fork could use it then."""
 
 
 class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the plan shows
