@@ -1,5 +1,6 @@
 """Callbacks that read and change weights: the same under every strategy, however it divides them."""
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,13 @@ class Curve(TaskModule):  # a task whose loss looks at a parameter that may be d
 
 def example(page: str, name: str) -> type[Callback]:  # a callback of a page's
     text = (ROOT / page).read_text(encoding="utf-8")
-    (block,) = [each for each in re.findall(r"```python\n(.*?)```", text, re.S) if f"class {name}(" in each]
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    (block,) = [each for each in blocks if f"class {name}(" in each]
     namespace: dict[str, Any] = {"__name__": "page"}
+    before = [node for each in blocks[: blocks.index(block)] for node in ast.parse(each).body]
+    for node in before:
+        if re.match(r"(import|from) (torch|drivetrain)", ast.unparse(node)):
+            exec(ast.unparse(node), namespace)
     exec(compile(block.partition("\ntrainer = ")[0], page, "exec", dont_inherit=True), namespace)
     kind: type[Callback] = namespace[name]
     return kind
