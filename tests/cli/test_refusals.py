@@ -36,6 +36,7 @@ def test_mistakes_in_the_arguments_of_fit(refuse):
 def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
     lines = {
         "precision fp8 --trainer.precision.recipe rowise": "Did you mean 'rowwise'?",
+        "resume auto": "Write --resume in place of --trainer.resume",
         "checkpoint.save_top_k 1": "Here it is called 'best'.",
         f"{STOPPING}.monitor x": "called 'metric'",
         "callbacks drivetrain.EarlyStoping": "Did you mean 'EarlyStopping'?",

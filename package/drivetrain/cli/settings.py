@@ -465,6 +465,9 @@ def _choices(annotation: str) -> str:
 
 def _unknown(kind: Any, name: str, allowed: Iterable[str]) -> ConfigError:
     """Return the error for an argument that a class or a function does not have."""
+    option = f"--{name.replace('_', '-')}"
+    if kind is Trainer and option in _OPTIONS:
+        return ConfigError(f"Trainer has no argument {name!r}. Write {option} in place of --trainer.{name}")
     is_ours = kind.__module__.startswith("drivetrain.")
     hint = help_with(name, allowed, owner=kind.__name__) if is_ours else nearest(name, allowed)
     return ConfigError(f"{kind.__name__} has no argument {name!r}. {hint}")
