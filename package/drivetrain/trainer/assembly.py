@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -394,6 +395,19 @@ def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -
     return FrozenParameters(engine.ranks.first(lambda: fingerprints(task, names)))
 
 
+def given_run_dir(run_dir: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a run directory.
+
+    Raises:
+        ConfigError: A file has its name, or that of a folder above it.
+    """
+    given = Path(run_dir).absolute()
+    taken = next((each for each in (given, *given.parents) if each.exists()), None)
+    if taken is not None and not taken.is_dir():
+        raise ConfigError(f"run_dir={str(run_dir)!r} cannot be made: {str(taken)!r} is a file")
+    return given
+
+
 def pick_run_dir(settings: RunSettings, task: TaskModule) -> Path | None:
     """Return the run directory: the given one, or a new one if the run writes files.
 
@@ -403,11 +417,7 @@ def pick_run_dir(settings: RunSettings, task: TaskModule) -> Path | None:
         ConfigError: A file has its name. The error comes now, not hours later at the first save.
     """
     if settings.run_dir is not None:
-        given = Path(settings.run_dir).absolute()
-        taken = next((each for each in (given, *given.parents) if each.exists()), None)
-        if taken is not None and not taken.is_dir():
-            raise ConfigError(f"run_dir={str(settings.run_dir)!r} cannot be made: {str(taken)!r} is a file")
-        return given
+        return given_run_dir(settings.run_dir)
     if not has_run_dir(settings):
         return None
     stem = f"{settings.run_name or type(task).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import (
     CheckpointConfig,
+    ConfigError,
     MemoryReport,
     ModelSummary,
     OptimizerConfig,
@@ -137,9 +138,12 @@ def test_memory_and_the_checkpoint_are_those_of_a_run(tmp_path):
         assert found.memory["parameters"] == found.memory["gradients"] == held
         state = sum(each.numel() * each.element_size() for each in recorder.state)
         assert found.memory["optimizer"] == state, name
-        files = [each.stat().st_size for each in Path(result.last_checkpoint).rglob("*.safetensors")]
-        assert found.checkpoint <= sum(files) < found.checkpoint + 2500, name  # with the headers of the files
+        files = list(Path(result.last_checkpoint).rglob("*.safetensors"))
+        size = sum(each.stat().st_size for each in files)
+        assert found.checkpoint <= size < found.checkpoint + 2500, name  # with the headers of the files
         assert "holds the checkpoints of an earlier run" in runner.plan(Classifier(), samples()).warnings[-1]
+    with pytest.raises(ConfigError, match="is a file"):
+        quiet(max_steps=1, run_dir=files[0]).plan(Classifier(), samples())
 
 
 class Wide(nn.Module):

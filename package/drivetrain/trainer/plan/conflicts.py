@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.checkpoint.locate import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.saving.config import chosen_policies, rankings
+from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import StrategyError
 from drivetrain.core.intervals import Every, exact
@@ -23,7 +24,7 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.checks import check_gathering
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.task import TaskModule, train_loaded
-from drivetrain.trainer.assembly import every
+from drivetrain.trainer.assembly import every, given_run_dir
 from drivetrain.trainer.checkpoints import checkpoint_root
 from drivetrain.trainer.plan.counts import Epoch, Firings
 from drivetrain.trainer.plan.optimizers import Built
@@ -146,9 +147,21 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
 
 
 def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> Iterator[str]:
-    """Yield what a fit would refuse where it runs, or what this machine's memory does not hold."""
+    """Yield what a fit would refuse where it runs, or what this machine's memory does not hold.
+
+    Raises:
+        ConfigError: The run directory cannot be made.
+    """
+    if settings.run_dir is not None:
+        given_run_dir(settings.run_dir)
     root = checkpoint_root(settings, settings.run_dir) if settings.checkpoint else None
-    if root is not None and (there := newest_first(file_system(root).join(root, CHECKPOINTS))):
+    there: Sequence[str] = ()
+    try:
+        if root is not None and settings.try_out is None:
+            there = newest_first(file_system(root).join(root, CHECKPOINTS))
+    except StorageError as error:  # such as that of a store that this machine does not reach
+        yield f"whether an earlier run has checkpoints there is not known: {error}"
+    if root is not None and there:
         yield (
             f"{as_given(settings, root)} holds the checkpoints of an earlier run (the newest is {there[0]}),"
             " and fit refuses to start there afresh. To go on from there, fit(..., resume='auto'); for a new"
