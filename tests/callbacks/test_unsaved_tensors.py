@@ -1,9 +1,11 @@
-"""Tensors that training changes and no checkpoint holds are named by a warning; no others are."""
+"""Tensors that steps need and no checkpoint holds are named by a warning, no others; generators go on."""
 
+import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.messages import heard
@@ -12,7 +14,7 @@ from tests.support.tasks import FEATURES, Regression, pairs, quiet, variant
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from drivetrain import CheckpointConfig
+from drivetrain import CheckpointConfig, LambdaCallback
 
 
 def told(task: Regression, run_dir: Path, every: str = "1 epoch", **options: Any) -> list[str]:
@@ -58,18 +60,69 @@ def test_hidden_state_of_an_lstm_is_named_once_in_each_fit_with_what_to_do(tmp_p
     assert told(Recurrent(), tmp_path, checkpoint=False) == []
 
 
-def test_a_tensor_that_changes_is_named_however_it_is_kept(tmp_path: Path) -> None:
+def test_what_a_step_reads_from_an_earlier_one_is_named_however_it_is_kept(tmp_path: Path) -> None:
     for name, touch, begin in (
-        ("replace", lambda task: setattr(task, "kept", torch.zeros(2) + task.calls), None),
+        ("replace", lambda task: setattr(task, "kept", task.kept * task.calls), torch.ones(2)),
         ("add", lambda task: task.kept.add_(1), torch.zeros(2)),
-        ("grow", lambda task: task.kept.resize_(task.calls), torch.zeros(0)),
-        ("append", lambda task: task.kept.append(torch.zeros(1)), []),
+        ("part", lambda task: (task.kept[:1].fill_(task.calls), task.kept.sum()), torch.zeros(2)),
+        ("append", lambda task: (task.kept.append(torch.zeros(1)), sum(task.kept)), [torch.zeros(1)]),
         ("average", lambda task: task.kept["mean"].lerp_(torch.ones(1), 0.1), {"mean": torch.zeros(1)}),
+        ("array", lambda task: task.kept.__iadd__(1), np.zeros(2)),
     ):
         task = Touched(touch)
         task.kept = begin
         (text,) = told(task, tmp_path / name, max_epochs=1)
         assert text.startswith("training changes tensors that no checkpoint holds: 'kept' of Touched."), name
+
+
+def test_what_a_step_only_leaves_or_writes_before_it_reads_is_not_named(tmp_path: Path) -> None:
+    def part(task: Any) -> None:
+        task.kept[: task.calls] = 1.0
+        task.line.weight.sum() + task.kept[: task.calls].sum()
+
+    def grow(task: Any) -> None:  # as a cache of rotary embeddings
+        if len(task.kept) < task.calls:
+            task.kept = torch.arange(float(task.calls))
+        task.kept.sum()
+
+    for name, touch, begin in (
+        ("loss", lambda task: setattr(task, "kept", task.line.weight.sum()), None),
+        ("record", lambda task: setattr(task, "kept", torch.zeros(2) + task.calls), None),
+        ("log", lambda task: task.kept.append(torch.zeros(1)), []),
+        ("scratch", lambda task: task.kept.copy_(torch.ones(2) * task.calls).sum(), torch.zeros(2)),
+        ("out", lambda task: torch.add(torch.ones(2), task.calls, out=task.kept).sum(), torch.zeros(2)),
+        ("part", part, torch.zeros(20)),
+        ("grow", grow, torch.arange(2.0)),
+    ):
+        task = Touched(touch)
+        task.kept = begin
+        assert told(task, tmp_path / name, every="2 steps", max_epochs=1) == [], name
+
+
+def test_a_tensor_that_a_callback_changes_is_named(tmp_path: Path) -> None:
+    task = Touched(lambda task: None)
+    task.teacher = {"weight": torch.zeros(2)}
+    average = LambdaCallback(on_step_end=lambda run: run.task.teacher["weight"].add_(1))
+    assert len(told(task, tmp_path, callbacks=[average])) == 1
+
+
+def test_random_generators_of_a_task_go_on_after_a_resume(tmp_path: Path) -> None:
+    class Noisy(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise, self.others = torch.Generator(), [random.Random(1), np.random.default_rng(2)]
+            self.named, self.drawn = {"numpy": np.random.RandomState(3)}, list[Any]()
+
+        def forward(self, features: Tensor) -> Tensor:
+            some = torch.rand(1, generator=self.noise).item(), self.others[0].random()
+            self.drawn.append((*some, self.others[1].normal(), self.named["numpy"].normal()))
+            return super().forward(features)
+
+    whole, first, second = Noisy(), Noisy(), Noisy()
+    for task, where, epochs in ((whole, "whole", 2), (first, "parts", 1), (second, "parts", 2)):
+        assert told(task, tmp_path / where, max_epochs=epochs, resume="auto", seed=1) == []
+    assert len(whole.drawn) > len(first.drawn)
+    assert whole.drawn == first.drawn + second.drawn
 
 
 def test_caches_buffers_views_of_weights_and_numbers_are_not_named(tmp_path: Path) -> None:

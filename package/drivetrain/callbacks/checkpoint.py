@@ -158,8 +158,10 @@ class CheckpointSaver(Callback):
     def on_save(self, run: Run) -> None:
         """Save if an interval ends here, a metric is among the best, or the run is about to end."""
         if self._unsaved_tensors is None and run.step is not None:  # the first update of this program
-            self._unsaved_tensors = UnsavedTensors(run.task)
+            self._unsaved_tensors = UnsavedTensors(run.engine)
             _check_extent(run)
+        elif self._unsaved_tensors is not None:
+            self._unsaved_tensors.end_update()
         if self.manager.is_writing:
             self._attempt(run, self.manager.poll)
         progress = run.progress

@@ -6,16 +6,22 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cache
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.checkpoint.weights.module_state import clean_name, is_extra
 from drivetrain.core.messages import logger
+from drivetrain.strategies.transforms.compile import inside_compiled
+from drivetrain.task.attributes import attributes_of, leaves, modules_of
+
+if TYPE_CHECKING:
+    from drivetrain.engine.engine import Engine
 
 _LOG = logger(__name__)
 
@@ -25,44 +31,106 @@ WARNING = "training changes tensors that no checkpoint holds"
 _MANY = 1000
 """The number of elements of a container to check."""
 
-_DEPTH = 4
-"""The levels of containers and objects in an attribute to check."""
+_SETS = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "zeros_", "ones_", "constant_"})
+"""Functions of torch that write all of their first argument, whatever it held."""
 
-_LIBRARIES = frozenset(
-    {"abc", "builtins", "collections", "deepspeed", "drivetrain", "torch", "torch_xla", "torchao", "typing"}
+_LOOKS = frozenset(
+    {"size", "dim", "numel", "stride", "__len__", "type", "device", "is_floating_point", "is_contiguous"}
+    | {"data_ptr", "element_size", "ndimension", "get_device", "detach_", "requires_grad_", "resize_"}
 )
-"""Packages whose classes rebuild or save their attributes without the user's help."""
+"""Functions of torch that read no values; those whose name begins with `new_` or ends in `_like`, too."""
 
-_OPAQUE = _LIBRARIES | {"lightning", "pytorch_lightning", "peft", "transformers", "torchmetrics"}
-"""Packages whose objects in attributes are not searched: they are no modules, and belong to a library."""
+_LARGEST_ARRAY = 1 << 26
+"""The most bytes of an array of numpy that is compared; larger ones are data."""
 
-_OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams"})
-"""Attributes that torch and this package store in modules of any class."""
+_Value: TypeAlias = "Tensor | np.ndarray[Any, Any]"
+_Place = tuple[str, Any]
+"""An attribute's full name, and a tensor's place in it."""
 
-_PLAIN = (int, float, str, bytes, type(None))
 
-_Mark = tuple[Callable[[], Tensor | None], int, tuple[int, ...]]
+class _Mark(NamedTuple):
+    """What a tensor was at some time.
+
+    Attributes:
+        reference: A weak reference to it.
+        version: torch's count of its changes; -1 if nobody counts them.
+        shape: Its shape.
+        checksum: The checksum of its values.
+    """
+
+    reference: Callable[[], _Value | None]
+    version: int
+    shape: tuple[int, ...]
+    checksum: int
 
 
 class UnsavedTensors:
-    """Finds tensors that change between the first update and a save, and that the checkpoint does not hold.
+    """Finds tensors that training changes, that steps read, and that no checkpoint holds.
 
     It checks buffers with `persistent=False`, trained parameters that the state dict leaves out, and a
-    module's plain attributes, with what is in their containers and in objects of the user's classes. A tensor
-    that the first update makes or moves, and that then stays the same, is a cache. Of most, weak references
-    and version counters are kept, so there is no wait for the device. Buffers are compared by checksums,
-    because strategies write to them without changing them.
+    module's plain attributes, with what is in their containers and in objects of the user's classes. In the
+    second update of a program, each call of torch in the task's step is looked at, and again in an update
+    after a save, if a tensor has changed that no step was seen to read. A tensor that is written whole before
+    it is read is a record or scratch memory, and one that only grows is a cache. Nobody sees who reads an
+    array of numpy: those are named that are changed in place. Compiled code is not looked at, so that there
+    each change counts.
 
     Args:
-        task: The task, after the first update of this program.
+        engine: Runs the task's steps, and has made the first update of this program.
     """
 
-    def __init__(self, task: nn.Module) -> None:
-        self._marks = {name: _marks(each) for name, each in _candidates(task)}
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._marks = {name: _marks(each) for name, each in _candidates(engine.task)}
         self._known: set[str] = set()
+        self._watch: _Watch | None = None
+        self._watched: set[_Place] = set()
+        self._read: set[_Place] = set()
+        self._written: set[_Place] = set()
+        self._can_watch = not engine.compilation.parts and not inside_compiled(engine.task)
+        if self._marks:
+            self._watch_next(self._marks)
+
+    def _watch_next(self, names: Collection[str]) -> None:
+        """Look at the calls of torch in the next update's step."""
+        if not self._can_watch:
+            return
+        engine, inner = self._engine, self._engine.run_step
+        self._watch = watch = _Watch(
+            {
+                (name, place): tensor
+                for name, each in _candidates(engine.task)
+                if name in names
+                for place, tensor in each.tensors.items()
+                if isinstance(tensor, Tensor)
+            }
+        )
+
+        def watched(batch: Any) -> Any:
+            if watch.is_over:
+                return inner(batch)
+            with watch:
+                return inner(batch)
+
+        def end() -> None:
+            watch.is_over = True
+            if engine.run_step is watched:
+                engine.run_step = inner
+
+        watch.end = end
+        engine.run_step = watched
+
+    def end_update(self) -> None:
+        """Note what an update's step has read, if it was looked at."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+            self._watched |= watch.places
+            self._read |= watch.read
+            self._written |= watch.written - watch.read
 
     def warn(self, task: nn.Module, saved: Snapshot) -> None:
-        """Warn of tensors that have changed since the last call, once for each name.
+        """Warn of tensors that have changed since the first update, once for each name.
 
         Args:
             task: The task.
@@ -70,13 +138,11 @@ class UnsavedTensors:
         """
         weights = saved.tensors["model"]
         skipped = self._known | weights.keys()
-        before, now = self._marks, {name: each for name, each in _candidates(task) if name not in skipped}
-        self._marks = {name: _marks(each) for name, each in now.items()}
-        changed = [
-            name
-            for name, marks in self._marks.items()
-            if _differs(before.get(name, {}), marks, now[name].grows)
-        ]
+        now = {name: each for name, each in _candidates(task) if name not in skipped}
+        needed = {name: self._needed(name, each) for name, each in now.items()}
+        changed = [name for name, each in needed.items() if each]
+        if unread := [name for name, each in needed.items() if each is None]:
+            self._watch_next(unread)
         if changed:
             # A frozen parameter that a checkpoint leaves out does not change.
             held = _storages(
@@ -100,12 +166,118 @@ class UnsavedTensors:
             return
         self._known.update(changed)
         _LOG.warning(
-            f"{WARNING}: {', '.join(map(repr, changed))} of {type(task).__name__}. A resumed run is not exact"
-            " if a step reads what an earlier step has left there. Register the tensor as a buffer"
-            " (register_buffer, without persistent=False), return it from get_extra_state of its module, or"
-            " keep it in a callback that has state_dict. 'drivetrain check-resume' finds out whether a step"
-            " depends on it"
+            f"{WARNING}: {', '.join(map(repr, changed))} of {type(task).__name__}. A resumed run begins with"
+            " other values. Register the tensor as a buffer (register_buffer, without persistent=False),"
+            " return it from get_extra_state of its module, or keep it in a callback that has state_dict."
+            " 'drivetrain check-resume' finds out whether a step depends on it"
         )
+
+    def _needed(self, name: str, candidate: _Candidate) -> bool | None:
+        """Return whether a step needs what training has changed; None if none was seen to read it."""
+        before, unread = self._marks.setdefault(name, {}), False
+        if candidate.grows and len(candidate.tensors) > len(before) > 0:
+            if not self._can_watch or any((name, place) in self._read for place in before):
+                return True
+            unread = True
+        for place, tensor in candidate.tensors.items():
+            mark = before.get(place)
+            if mark is None:  # it is new, as in a dict that caches
+                before[place] = _mark(tensor)
+                continue
+            is_same = mark.reference() is tensor
+            if is_same and mark.version == _version(tensor) >= 0 and not candidate.by_value:
+                continue
+            is_array, key = not isinstance(tensor, Tensor), (name, place)
+            if self._can_watch and not is_array and key not in self._read:
+                # Nobody sees a callback read what it changes in place.
+                if not is_same or key in self._written or key not in self._watched:
+                    unread = unread or key not in self._written
+                    continue
+            elif is_array and not is_same:
+                before[place] = _mark(tensor)
+                continue
+            now = _mark(tensor)
+            if mark.checksum not in (now.checksum, _checksum(_part(tensor, mark.shape))):
+                return True
+            before[place] = now
+        return None if unread else False
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which tensors a step reads before it writes all of them.
+
+    Args:
+        tensors: The tensors by place, which the previous update has left.
+
+    Attributes:
+        places: All places.
+        read: The places of those that are read first.
+        written: The places of those that are written before what is written is read.
+        is_over: Whether the update is over.
+    """
+
+    def __init__(self, tensors: Mapping[_Place, Tensor]) -> None:
+        super().__init__()
+        self.places, self.is_over = set(tensors), False
+        self.read: set[_Place] = set()
+        self.written: set[_Place] = set()
+        self.end: Callable[[], None]
+        self._left: dict[int, tuple[Callable[[], Tensor | None], list[_Place]]] = {}
+        for place, tensor in tensors.items():
+            self._left.setdefault(id(tensor), (weakref.ref(tensor), []))[1].append(place)
+        self._parts: set[tuple[int, str | None]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._left:
+            self._note(getattr(func, "__name__", ""), args, kwargs, result)
+        return result
+
+    def _note(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        is_look = name in _LOOKS or name.startswith("new_") or name.endswith("_like")
+        if is_look or (name == "__get__" and not isinstance(result, Tensor)):
+            return
+        first = args[0] if args else None
+        whole = name in _SETS or (name == "__set__" and isinstance(args[1], Tensor))  # `.data = other`
+        if name in ("__setitem__", "__getitem__"):
+            part = id(first), _key(args[1])
+            whole = name == "__setitem__" and part[1] in ("slice(None, None, None)", "Ellipsis")
+            if name == "__setitem__" and not whole:
+                self._parts.add(part)
+                self.written.update(self._left.get(id(first), (None, ()))[1])  # unless another part is read
+            elif part[1] is not None and part in self._parts:  # what this step has written
+                return
+        read = [*args[1:], *(each for name, each in kwargs.items() if name != "out")]
+        if not whole and name != "__setitem__" and not (name == "to" and result is first):
+            read.append(first)
+        for each in _flat(read):
+            self.read.update(self._take(each))
+        for each in _flat([first if whole else None, kwargs.get("out")]):
+            self.written.update(self._take(each))
+
+    def _take(self, tensor: Tensor) -> list[_Place]:
+        reference, places = self._left.get(id(tensor), (None, []))
+        if reference is None or reference() is not tensor:
+            return []
+        del self._left[id(tensor)]
+        return places
+
+
+def _key(index: Any) -> str | None:
+    """Return an index as a text; None if a tensor is in it, whose values are on a device."""
+    parts = index if isinstance(index, tuple) else (index,)
+    inner = [(each.start, each.stop, each.step) if isinstance(each, slice) else (each,) for each in parts]
+    is_plain = all(isinstance(each, (int, type(None), type(...))) for each in chain.from_iterable(inner))
+    return repr(index) if is_plain else None
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _flat(each)
 
 
 class _Extras:
@@ -126,8 +298,9 @@ class _Extras:
         opaque += [name for name, each in weights.items() if is_extra(name) and each.dtype == torch.uint8]
         self._opaque = tuple(clean_name(name).rpartition("_extra_state")[0] for name in opaque)
 
-    def hold(self, name: str, tensors: Iterable[Tensor]) -> bool:
+    def hold(self, name: str, values: Iterable[_Value]) -> bool:
         """Return whether all of an attribute's tensors are held, as tensors or as numbers."""
+        tensors = [torch.as_tensor(each) for each in values]
         return name.startswith(self._opaque) or all(
             any(_equal(each, other) for other in self._tensors) or _contains(self._values, _numbers(each))
             for each in tensors
@@ -160,7 +333,7 @@ class _Candidate(NamedTuple):
         by_value: Whether only other values are a change.
     """
 
-    tensors: dict[Any, Tensor]
+    tensors: dict[Any, _Value]
     grows: bool = False
     by_value: bool = False
 
@@ -168,15 +341,11 @@ class _Candidate(NamedTuple):
 def _candidates(task: nn.Module) -> Iterator[tuple[str, _Candidate]]:
     """Yield buffers that are not persistent and attributes with tensors, by full name."""
     own = {id(each) for each in task.parameters()}
-    for prefix, module in _modules(task, "", set()):
+    for prefix, module in modules_of(task):
         for name in module._non_persistent_buffers_set:
             if (buffer := module._buffers.get(name)) is not None:
                 yield clean_name(prefix + name), _Candidate({None: buffer}, by_value=True)
-        if _is_of_library(type(module)):  # type: ignore[arg-type]  # mypy: no class of modules is hashable
-            continue
-        for name, value in vars(module).items():
-            if name in _OF_MODULES or isinstance(value, _PLAIN):
-                continue
+        for name, value in attributes_of(module):
             tensors = _tensors(value, own)
             # torch's weight_norm, spectral_norm and pruning compute the tensor in each forward.
             computed = f"{name}_g" in module._parameters or f"{name}_orig" in module._parameters
@@ -184,87 +353,59 @@ def _candidates(task: nn.Module) -> Iterator[tuple[str, _Candidate]]:
                 yield clean_name(prefix + name), _Candidate(tensors, isinstance(value, (list, deque)))
 
 
-@cache
-def _is_of_library(kind: type) -> bool:
-    return {each.__module__.partition(".")[0] for each in kind.__mro__} <= _LIBRARIES
-
-
-def _is_metric(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
-
-
-def _modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with the prefix of their attributes' names, except metrics, which have an own state."""
-    if module in seen or _is_metric(module):
-        return
-    seen.add(module)
-    yield prefix, module
-    for name, child in module.named_children():
-        yield from _modules(child, f"{prefix}{name}.", seen)
-
-
-def _tensors(value: Any, own: Collection[int]) -> dict[Any, Tensor]:
-    """Return the tensors in an attribute's value by their place, except parameters of the task.
+def _tensors(value: Any, own: Collection[int]) -> dict[Any, _Value]:
+    """Return the tensors and arrays in an attribute's value by their place, except parameters of the task.
 
     Args:
         value: The value.
         own: The ids of the task's parameters.
     """
-    found: dict[Any, Tensor] = {}
-    seen: set[int] = set()
-
-    def search(place: tuple[Any, ...], each: Any, depth: int) -> None:
-        if isinstance(each, Tensor):
-            if id(each) not in own:
+    found: dict[Any, _Value] = {}
+    for place, each in leaves(value, (Tensor, np.ndarray)):
+        if isinstance(each, np.ndarray):
+            if each.dtype.kind in "biuf" and each.nbytes <= _LARGEST_ARRAY:
                 found[place] = each
-            return
-        if depth == 0 or id(each) in seen or len(found) >= _MANY:
-            return
-        seen.add(id(each))
-        items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(each, nn.Module):  # in a container, where torch does not look for modules
-            items = () if _is_metric(each) else chain(each.named_parameters(), each.named_buffers())
-        elif isinstance(each, dict):
-            items = each.items()
-        elif isinstance(each, (list, tuple, deque)):
-            items = enumerate(each)
-        elif not isinstance(each, type) and type(each).__module__.partition(".")[0] not in _OPAQUE:
-            items = getattr(each, "__dict__", {}).items()
-        for key, inner in islice(items, _MANY):
-            search((*place, key), inner, depth - 1)
-
-    search((), value, _DEPTH)
+        # A step cannot go on in the graph of an earlier one, so that such a tensor is a record.
+        elif id(each) not in own and each.grad_fn is None:
+            found[place] = each
     return found
 
 
 def _marks(candidate: _Candidate) -> dict[Any, _Mark]:
-    return {key: _mark(each, candidate.by_value) for key, each in candidate.tensors.items()}
+    return {place: _mark(each) for place, each in candidate.tensors.items()}
 
 
-def _mark(tensor: Tensor, by_value: bool) -> _Mark:
-    shape = tuple(tensor.shape)
-    if by_value and not tensor.is_meta:
-        data = tensor.detach().cpu().contiguous().reshape(-1)
-        return _no_reference, zlib.crc32(data.view(torch.uint8).numpy().tobytes()), shape
-    return weakref.ref(tensor), -1 if tensor.is_inference() else tensor._version, shape
+def _mark(value: _Value) -> _Mark:
+    return _Mark(weakref.ref(value), _version(value), tuple(value.shape), _checksum(value))
 
 
-def _no_reference() -> None:
-    """Stand for a weak reference to a tensor that is compared by its values."""
+def _version(value: _Value) -> int:
+    return -1 if not isinstance(value, Tensor) or value.is_inference() else value._version
 
 
-def _differs(before: Mapping[Any, _Mark], now: Mapping[Any, _Mark], grows: bool) -> bool:
-    """Return whether a tensor was changed or replaced, or a list of tensors has grown."""
-    return (grows and len(now) > len(before) > 0) or any(
-        key in before and (before[key][0]() is not mark[0]() or before[key][1:] != mark[1:])
-        for key, mark in now.items()
-    )
+def _checksum(value: _Value) -> int:
+    if isinstance(value, Tensor):
+        if value.is_meta or value.layout is not torch.strided:
+            return 0
+        data = value.detach().cpu().contiguous().reshape(-1)
+        return zlib.crc32(data.view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(np.ascontiguousarray(value).tobytes())
 
 
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
+def _part(value: _Value, shape: tuple[int, ...]) -> _Value:
+    """Return what a tensor of another shape holds at the beginning of each dimension."""
+    if len(value.shape) != len(shape) or tuple(value.shape) == shape:
+        return value
+    return value[tuple(slice(size) for size in shape)]
+
+
+def _storages(values: Iterable[_Value]) -> set[int]:
     """Return the memory addresses of tensors that have memory."""
     found = set()
-    for each in tensors:
+    for each in values:
+        if not isinstance(each, Tensor):
+            found.add(each.__array_interface__["data"][0])
+            continue
         try:
             found.add(each.untyped_storage().data_ptr())
         except (RuntimeError, NotImplementedError):  # sparse, sharded or not made yet

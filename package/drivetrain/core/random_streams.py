@@ -205,6 +205,43 @@ def load_host_state(state: Mapping[str, Any]) -> None:
     )
 
 
+def generator_state(
+    generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState,
+) -> Any:
+    """Return the state of a user's generator in a form that a checkpoint can store."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return {"version": version, "words": np.array(words, dtype=np.int64), "gauss": gauss}
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def load_generator_state(
+    generator: torch.Generator | random.Random | np.random.Generator | np.random.RandomState, state: Any
+) -> None:
+    """Load a state that `generator_state` returned for a generator of the same kind.
+
+    Raises:
+        CheckpointError: A position that no generator can have; numpy would read beyond its buffer.
+    """
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+    else:
+        inner = state["state"]
+        for position, most in ((inner.get("pos", 0), _MT19937_WORDS), (state.get("buffer_pos", 0), 4)):
+            if not isinstance(position, int) or not 0 <= position <= most:
+                raise CheckpointError(f"the checkpoint's generator of numpy is at {str(position)[:40]}")
+        if isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
+        else:
+            generator.bit_generator.state = state
+
+
 class HostDraws:
     """A snapshot of Python's and numpy's global generators.
 

@@ -17,13 +17,14 @@ from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
-from drivetrain.core.random_streams import host_state
+from drivetrain.core.random_streams import generator_state, host_state, load_generator_state
 from drivetrain.core.types import Json, Stateful
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
 from drivetrain.run.imported import restore_imported
 from drivetrain.run.run import Run
+from drivetrain.task.attributes import generators_of
 from drivetrain.task.optim.given import KEEP
 from drivetrain.task.optim.state import TRAINED, take_averages
 from drivetrain.task.stored import pack_hparams
@@ -176,6 +177,7 @@ def _own_state(run: Run) -> dict[str, Any]:
     first = run.engine.ranks.rank == 0
     return {
         "host_streams": host_state(),
+        "generators": {name: generator_state(each) for name, each in generators_of(run.task).items()},
         "buffer": run.engine.buffer.state_dict(),
         "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
         **({"postponed": run.postponed} if run.postponed is not None else {}),
@@ -376,6 +378,8 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.agreed = asked if run.evaluation_feeds else asked - {"validate"}
     if mine:
         run.host_streams = mine[0]["host_streams"]
+        if "generators" in mine[0]:  # older checkpoints do not have it
+            _restore_generators(run, mine[0]["generators"])
         engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)
         run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
         metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]
@@ -395,6 +399,24 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
             tree["loggers"],
             "logger",
             lambda part: run.logging_to(part, changed.format(type(part).__name__)),
+        )
+
+
+def _restore_generators(run: Run, states: Mapping[str, Any]) -> None:
+    """Restore the random generators in the task's attributes; warn of those that the checkpoint lacks."""
+    generators = generators_of(run.task)
+    for name, each in generators.items():
+        if name in states:
+            with well_formed(f"the checkpoint's state of the random generator {name!r}"):
+                load_generator_state(each, states[name])
+    task = type(run.task).__name__
+    if new := sorted(generators.keys() - states.keys()):
+        _LOG.warning(
+            f"the checkpoint has no state for random generators of {task}, which start anew: {', '.join(new)}"
+        )
+    if gone := sorted(states.keys() - generators.keys()):
+        _LOG.warning(
+            f"the checkpoint has the state of random generators that {task} does not have: {', '.join(gone)}"
         )
 
 
