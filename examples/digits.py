@@ -30,7 +30,7 @@ from drivetrain import (
 
 
 class Digits(TaskModule):
-    def __init__(self, hidden: int = 128, learning_rate: float = 1e-3):
+    def __init__(self, hidden: int = 128, learning_rate: float = 1e-2):
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
         self.learning_rate = learning_rate
@@ -45,9 +45,7 @@ class Digits(TaskModule):
         return {"accuracy": MulticlassAccuracy(10)}
 
     def configure_optimizers(self):
-        return OptimizerConfig(
-            "adamw", lr=self.learning_rate, weight_decay=0.01, schedule="cosine", warmup_steps=100
-        )
+        return OptimizerConfig("adamw", lr=self.learning_rate, schedule="cosine", warmup_steps=20)
 
 
 class DigitImages(Dataset):
