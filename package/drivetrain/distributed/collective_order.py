@@ -35,7 +35,7 @@ _LEARNT = 100_000
 
 
 class CollectiveOrder:
-    """A check of the order in which a strategy makes collective calls; `next` is called before each.
+    """A check of the order of a strategy's collective calls; `next` is called before each.
 
     A call that followed the same call before is made at once. Any other is compared with the other ranks'
     first, through torch's store. So a step that repeats the last one sends nothing, and one that leaves out

@@ -58,7 +58,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(host: str) -> str | None:
-    """Return the address of this machine from which it reaches another host; None if that is unknown.
+    """Return this machine's own address on the way to another host; None if that is unknown.
 
     It is unknown too for a name that leads to this machine's loopback interface, as its own name does on some
     systems: that says nothing about the other machines.

@@ -82,6 +82,7 @@ def test_recomputed_buffers_and_draws_are_those_of_one_forward() -> None:
     assert not wrong
 
 
+@pytest.mark.heavy("two ranks, with and without recomputation")
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_recomputed_buffers_and_draws_are_those_of_one_forward_on_two_ranks() -> None:
     def compare() -> list[str]:

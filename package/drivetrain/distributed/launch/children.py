@@ -88,8 +88,8 @@ for each in ranks:
         pass
 shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)
 """
-"""A program that waits for the end of the process that started the ranks, kills those that outlive it, and
-removes the folder in which they have met."""
+"""A program that waits until the process that started the ranks has ended, kills ranks that outlive it, and
+removes their meeting folder."""
 
 
 class Guard:

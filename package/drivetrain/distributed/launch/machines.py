@@ -41,7 +41,7 @@ def register(logs: Path) -> None:
     """Add the meetings "drivetrain", of machines that have numbers, and "drivetrain-elastic", of others.
 
     Args:
-        logs: A folder that only this user can enter, in which the ranks of a single machine meet.
+        logs: A folder where the ranks of a single machine meet; only this user can enter it.
     """
     rendezvous_handler_registry.register("drivetrain", lambda parameters: _Numbered(parameters, logs))
     rendezvous_handler_registry.register("drivetrain-elastic", _elastic)

@@ -36,7 +36,7 @@ from drivetrain.distributed.sockets import closing_sockets_in_forks
 _LOG = logger(__name__)
 
 STORE = "DRIVETRAIN_STORE"
-"""An environment variable: the file in which the processes of one machine meet."""
+"""An environment variable: the file where the processes of one machine meet."""
 
 HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
 """torch's variable: "True" if the store at MASTER_ADDR is there already, and rank 0 has none to open."""
@@ -81,7 +81,7 @@ def private_place(port: int) -> dict[str, str]:
         folder = tempfile.mkdtemp(prefix="drivetrain-")  # which only this user may enter
     except OSError as error:
         raise StrategyError(
-            f"the folder in which the ranks meet could not be made: {error}. Set TMPDIR to another folder of"
+            f"the meeting folder of the ranks could not be made: {error}. Set TMPDIR to another folder of"
             " this machine"
         ) from error
     return {STORE: os.path.join(folder, f"store-{port}"), SECRET: new_secret()}
