@@ -81,7 +81,10 @@ OUTPUT = {
         "strategies/fsdp/strategy.py",
         "strategies/deepspeed/library.py",
     ),
-    "warnings.warn": ("core/synonyms.py",),  # methods of a class that the user has written
+    "warnings.warn": (
+        "core/synonyms.py",  # methods of a class that the user has written
+        "core/deprecation.py",
+    ),
 }
 
 

@@ -1,13 +1,15 @@
-"""What `pip install .` installs: the wheel is built from the checkout's own files and looked into."""
+"""The source archive, what it installs, and the files about the project."""
 
+import re
 import shutil
 import subprocess
 import sys
-import zipfile
-from email.parser import Parser
+from configparser import ConfigParser
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+import yaml
 
 import drivetrain
 
@@ -16,25 +18,80 @@ PACKAGE = ROOT / "package"
 
 
 @pytest.mark.landing
-def test_the_wheel_has_every_module_the_metadata_and_the_command(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "wheel"
+def test_the_source_archive_builds_and_installs_every_module_and_the_command(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(PACKAGE, source / "package", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("setup.cfg", "setup.py", "README.md", "LICENSE"):
+    files = ["CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md"]
+    files += ["pyproject.toml", "setup.cfg", "setup.py"]
+    for name in [*files, "tests/test_packaging.py"]:
+        (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source / name)
-    words = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(source)]
-    command = [sys.executable, "-m", "pip", "wheel", *words]
-    subprocess.run(command, check=True, capture_output=True, timeout=3600)
-    (built,) = target.glob("*.whl")
-    with zipfile.ZipFile(built) as wheel:
-        names = wheel.namelist()
-        (metadata,) = (wheel.read(name) for name in names if name.endswith(".dist-info/METADATA"))
-        (entries,) = (wheel.read(name) for name in names if name.endswith("entry_points.txt"))
+    build = "import setuptools.build_meta as each; each.build_sdist('dist')"
+
+    def run(*words: str, cwd: Path) -> str:
+        return subprocess.run(
+            [sys.executable, *words], check=True, capture_output=True, text=True, timeout=3600, cwd=cwd
+        ).stdout
+
+    run("-c", build, cwd=source)
+    (archive,) = (source / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert {path.name for path in unpacked.iterdir()} == {*files, "PKG-INFO", "package"}
+    words = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--target",
+        str(target),
+        str(archive),
+    ]
+    run("-m", "pip", "install", *words, cwd=tmp_path)
     modules = [*PACKAGE.rglob("*.py"), PACKAGE / "drivetrain" / "py.typed"]
-    assert {path.relative_to(PACKAGE).as_posix() for path in modules} <= set(names)
-    assert b"drivetrain = drivetrain.cli.main:main" in entries
-    fields = Parser().parsestr(metadata.decode())
+    installed = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
+    assert {path.relative_to(PACKAGE) for path in modules} <= installed
+    (folder,) = target.glob("*.dist-info")
+    found = Distribution.at(folder)
+    (command,) = found.entry_points
+    assert (command.name, command.value) == ("drivetrain", "drivetrain.cli.main:main")
+    fields = found.metadata
     assert (fields["Version"], fields["Requires-Python"]) == (drivetrain.__version__, ">=3.11")
-    required = {each.split(">")[0] for each in fields.get_all("Requires-Dist", []) if "extra" not in each}
+    assert {"Author", "Home-page", "Keywords", "License", "Project-URL"} <= set(fields)
+    required = {each.split(">")[0] for each in found.requires or [] if "extra" not in each}
     core = "torch safetensors torchmetrics tensorboard tqdm numpy xxhash jsonargparse docstring-parser"
     assert required == set(core.split())
-    assert {"deepspeed", "accelerate", "xla", "examples", "test"} <= set(fields.get_all("Provides-Extra", []))
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import drivetrain; print(drivetrain.__file__)"
+    assert run("-I", "-c", code, str(target), cwd=tmp_path).startswith(str(target))
+
+
+def test_the_files_about_the_project_agree() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (ruff,) = hooks["repos"]
+    pinned = (ROOT / "tests" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert "ruff=={}".format(ruff["rev"].removeprefix("v")) in pinned
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == drivetrain.__version__
+    metadata = ConfigParser()
+    metadata.read(ROOT / "setup.cfg", encoding="utf-8")
+    lists = dict(metadata["options.extras_require"])
+    assert len(set(lists.values())) == len(lists), "two extras are the same"
+    assert citation["authors"] == [{"name": metadata["metadata"]["author"]}]
+
+
+def test_the_workflows_call_targets_of_the_makefile_and_name_the_torch_that_it_names() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    torch = re.search(r"^TORCH \?= (\S+)$", makefile, re.M)
+    assert torch
+    for path in sorted((ROOT / ".github").rglob("*.yml")):
+        parsed = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for job in parsed.get("jobs", {}).values() if path.parent.name == "workflows" else ():
+            assert {"runs-on", "steps"} <= set(job)
+            for step in job["steps"]:
+                assert ("run" in step) != ("uses" in step), step
+                for target in re.findall(r"^make (\S+)$", step.get("run", ""), re.M):
+                    assert re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", makefile, re.M), target
+                named = step.get("env", {}).get("TORCH", torch[1])
+                assert named.startswith((torch[1], "--pre torch ")), named
+        if path.parent.name == "ISSUE_TEMPLATE" and path.stem != "config":
+            assert "drivetrain env" in path.read_text(encoding="utf-8")

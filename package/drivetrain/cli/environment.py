@@ -11,11 +11,15 @@ from typing import Any
 
 from drivetrain.core.version import __version__
 
-_NEEDED = ("torch", "safetensors", "torchmetrics", "tensorboard", "tqdm", "numpy", "xxhash")
+_NEEDED = ("torch", "safetensors", "torchmetrics", "tensorboard", "tqdm", "numpy", "xxhash", "jsonargparse")
 _EXTRAS = {
     "deepspeed": ("deepspeed",),
     "accelerate": ("accelerate",),
+    "torchao": ("torchao",),
     "xla": ("torch_xla",),
+    "transformers": ("transformers", "peft"),
+    "lightning": ("lightning", "pytorch-lightning"),
+    "hub": ("huggingface_hub",),
     "remote": ("fsspec",),
     "s3": ("s3fs",),
     "examples": ("scikit-learn",),
@@ -46,6 +50,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
+        "cuda": torch.version.cuda,
         "packages": {name: _version(name) for name in _NEEDED},
         "devices": devices,
         "extras": {extra: {name: _version(name) for name in names} for extra, names in _EXTRAS.items()},
@@ -58,7 +63,7 @@ def print_environment(as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
-    rows = [(name, str(found[name])) for name in ("drivetrain", "python", "platform", "cores")]
+    rows = [(name, str(found[name])) for name in ("drivetrain", "python", "platform", "cores", "cuda")]
     rows += [(name, each or "not installed") for name, each in found["packages"].items()]
     for device in found["devices"]:
         details = [f"{name} {value}" for name, value in device.items() if name not in ("type", "name")]

@@ -80,7 +80,7 @@ class Float8(Precision):
             MissingDependencyError: torchao is not installed.
         """
         if not is_installed("torchao"):
-            raise MissingDependencyError("torchao", "fp8", f"precision {self.name!r}")
+            raise MissingDependencyError("torchao", "torchao", f"precision {self.name!r}")
         if self.emulate:
             allowed = device.type in ("cpu", "cuda")
             return "" if allowed else f"float8 is emulated on CPUs and CUDA GPUs, not on {device.type!r}"

@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Callable[..., Optimizer]:
     if kind is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_installed("torchao"):
-        raise MissingDependencyError("torchao", "quantized", f"the optimizer {name!r}")
+        raise MissingDependencyError("torchao", "torchao", f"the optimizer {name!r}")
     from torchao import optim
 
     return getattr(optim, kind)  # type: ignore[no-any-return]
