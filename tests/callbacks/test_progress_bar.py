@@ -106,12 +106,14 @@ def test_a_terminal_gets_a_bar_that_ends_full_and_goes_on_after_a_resume(drive, 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_terminal_keeps_a_line_per_epoch_and_cuts_no_number(drive, columns):
     results = [{"loss": 0.12345, "accuracy": 0.98768}] * 2
-    with terminal(columns=columns) as screen:
+    with terminal(1e9, columns) as screen:  # no update but the first draws the bar
         drive(ProgressBar(), epochs=2, results=results).fit()
     text = screen.text.replace("\r\n    ", " | ")  # a long line goes on in the next, indented
     for number in (1, 2):
         line = text.split(f"epoch {number}/2 | update {4 * number}/8 | train/loss ")[1]
         assert line.split("\r")[0].endswith(" | validation/loss 0.1235 | validation/accuracy 0.9877")
+        below = next(part for part in line.split("\r")[1:] if "%" in part)
+        assert f"epoch {number}/2: {50 * number:3}%" in below
     bar = screen.text.rstrip().split("\r")[-1]
     assert len(bar) <= columns
     assert "█" * 5 in bar

@@ -77,6 +77,13 @@ def test_the_first_update_is_due_once() -> None:
     assert not Trigger(None, 5).due(Progress(updates=1, epoch_updates=1), False)
 
 
+def test_an_interval_of_steps_may_end_with_epochs_too() -> None:
+    for steps, found in ((7, [5, 7, 10, 14, 15]), (4, [4, 5, 8, 10, 12, 15]), (5, [5, 10, 15])):
+        trigger = Trigger(Every(steps))
+        trigger.ends_epochs = True
+        assert due(trigger, 5, 3) == found
+
+
 # Random runs and one rule for every unit: an interval has ends on a clock of its unit. After an update, and
 # when an epoch ends, it is due if its clock has reached an end since the run asked before. Nothing else, such
 # as a restart, makes it due or keeps it from being due.

@@ -322,6 +322,31 @@ def test_validate_from_and_log_first_step_decide_when_as_the_plan_says() -> None
     assert quiet(**options).plan(Regression(), pairs(10)).logging.times == 2
 
 
+def test_training_is_logged_at_the_end_of_epochs_and_as_an_interval_that_is_given_says() -> None:
+    class Stream:  # of no known length
+        def __iter__(self) -> Iterator[Any]:
+            return iter(pairs(12))
+
+    for data, options, points, planned in (
+        (pairs(12), {}, [6, 6, 12, 12], 2),
+        (Stream(), {}, [6, 6, 12, 12], None),
+        (pairs(12), {"log_every": "50 steps"}, [6, 12, 12], 0),
+        (pairs(120), {}, [50, 60, 60, 100, 120, 120], 4),
+        (
+            pairs(120),
+            {"max_epochs": 5, "validate_every": None},
+            [50, 60, 100, 120, 150, 180, 200, 240, 250, 300],
+            10,
+        ),
+    ):
+        seen: list[int] = []
+        note = LambdaCallback(on_log=lambda run, seen=seen: seen.append(run.progress.updates))
+        trainer = quiet(callbacks=[note], **{"max_epochs": 2, **options})
+        trainer.fit(Regression(), data, pairs(2))
+        assert seen == points, options
+        assert trainer.plan(Regression(), data, pairs(2)).logging.times == planned
+
+
 def test_a_fit_that_has_validated_does_not_do_so_again_at_its_end(tmp_path: Path) -> None:
     options: Any = {"validate_every": "4 steps"}
     assert recorded(tmp_path, max_steps=6, **options).count("on_evaluation_end") == 1

@@ -107,7 +107,7 @@ def test_metric_names_that_meet_are_refused() -> None:
         return lambda: fit(**hook(name, lambda run: run.log(key, 1.0)), **more)
 
     table: dict[str, tuple[Any, ...]] = {
-        "of two stages": (lambda: fit(same(), validation=pairs(2)), "of validation and 'loss' of train"),
+        "of two stages": (lambda: fit(same(), validation=pairs(2)), "of train and 'loss' of validation"),
         "logged": (logs("on_log", "train/loss"), "run.log('train/loss'", "'loss' of train"),
         "the tables' count": (lambda: fit(counts()), "metric_name gave 'step'"),
         "watched by nobody's name": (

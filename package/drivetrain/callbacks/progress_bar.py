@@ -143,6 +143,9 @@ class ProgressBar(Callback):
         if self._bar is None:
             print(" | ".join(parts), file=sys.stderr, flush=True)
         elif self._bar.fits:
+            if self._beside:
+                self._bar.show_beside(self._beside)
+            self._bar.n = run.progress.updates  # write() draws the bar again, below the line
             self._bar.write(_wrapped(parts, self._bar.format_dict["ncols"]), file=sys.stderr)
 
     def _look_for_screen(self) -> None:

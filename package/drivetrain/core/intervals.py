@@ -131,12 +131,16 @@ class Trigger:
         updates_per_epoch: Needed for fractions of an epoch: the number, or a function of the epoch that
             returns it; None if the data's length is not known.
 
+    Attributes:
+        ends_epochs: Whether an interval of steps is due at the end of every epoch too.
+
     Raises:
         ConfigError: A fraction of an epoch of unknown length.
     """
 
     def __init__(self, every: Every | None, updates_per_epoch: PerEpoch | None = None) -> None:
         self.every = every
+        self.ends_epochs = False
         self._by_epoch: Callable[[int], int] | None = None
         self._steps = 0
         self._within_epoch: tuple[int, int] | None = None
@@ -188,7 +192,8 @@ class Trigger:
             epoch_ended: Whether the update was the last of its epoch.
         """
         if self._steps:
-            return progress.updates % self._steps == 0 and self._is_new(progress.updates)
+            due = progress.updates % self._steps == 0 or (epoch_ended and self.ends_epochs)
+            return due and self._is_new(progress.updates)
         if self._epochs:
             return epoch_ended and progress.epoch % self._epochs == 0
         if self._within_epoch is not None:

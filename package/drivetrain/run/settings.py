@@ -118,7 +118,7 @@ class RunSettings:
     run_dir: str | os.PathLike[str] | None = None
     run_name: str | None = None
     loggers: str | Logger | Sequence[str | Logger] = ("tensorboard", "csv")
-    log_every: Interval | None = "50 steps"
+    log_every: Interval | None = "auto"
     log_first_step: bool = False
     train_metrics: bool = True
     progress_bar: bool = True
@@ -208,7 +208,7 @@ class RunSettings:
         for name in ("max_time", "hang_timeout"):
             object.__setattr__(self, name, duration(name, getattr(self, name)))
         for name in ("validate_every", "validate_from", "log_every"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and (name, getattr(self, name)) != ("log_every", "auto"):
                 object.__setattr__(self, name, Every(getattr(self, name)))
         for name in ("log_first_step", "progress_bar", "train_metrics", "deterministic"):
             flag(name, getattr(self, name))

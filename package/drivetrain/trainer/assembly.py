@@ -96,6 +96,9 @@ def check_task(task: object) -> TaskModule:
 _VERBS = {"validation": "validate"}
 """The Trainer's method of a stage, if its name differs."""
 
+_LOGGED = 50
+"""The updates between two log points by default."""
+
 
 @contextmanager
 def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: Any) -> Iterator[Engine]:
@@ -200,6 +203,14 @@ def every(interval: Any) -> Every | None:
     return None if interval is None else Every(interval)
 
 
+def log_interval(settings: RunSettings, per_epoch: PerEpoch | None) -> Every | None:
+    """Return the interval of logging; "auto" is an epoch if that is known to be short."""
+    if settings.log_every != "auto":
+        return every(settings.log_every)
+    updates = per_epoch(0) if callable(per_epoch) else per_epoch
+    return Every("1 epoch") if updates is not None and updates < _LOGGED else Every(_LOGGED)
+
+
 def make_triggers(settings: RunSettings, updates_per_epoch: PerEpoch | None, validates: bool) -> Triggers:
     """Return the triggers of logging and validation.
 
@@ -213,8 +224,10 @@ def make_triggers(settings: RunSettings, updates_per_epoch: PerEpoch | None, val
         validate = Trigger(validate_every, updates_per_epoch)
     else:
         validate = DelayedTrigger(validate_every, begins, updates_per_epoch)
-    log = FirstUpdateTrigger if settings.log_first_step else Trigger
-    return Triggers(log(every(settings.log_every), updates_per_epoch), validate)
+    kind = FirstUpdateTrigger if settings.log_first_step else Trigger
+    log = kind(log_interval(settings, updates_per_epoch), updates_per_epoch)
+    log.ends_epochs = settings.log_every == "auto"
+    return Triggers(log, validate)
 
 
 def checked_fit_data(settings: RunSettings, train_data: Any, validation_data: Any) -> tuple[Any, Any]:

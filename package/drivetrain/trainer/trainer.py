@@ -213,7 +213,8 @@ class Trainer(RunSettings):
             run_name="baseline".
         loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none. Default: ("tensorboard",
             "csv"). Example: loggers="jsonl".
-        log_every: When to log. Default: "50 steps". Example: log_every="10 steps".
+        log_every: When to log. "auto" is every 50 updates and at the end of every epoch; where an epoch has
+            fewer updates, at its end alone. Default: "auto". Example: log_every="10 steps".
         log_first_step: Whether to log after the first update of the run too. Default: False. Example:
             log_first_step=True.
         train_metrics: Whether declared metrics are updated in training too. Default: True. Example:

@@ -18,7 +18,7 @@ def may_be_logged(run: Run) -> bool:
     if every is None:
         due = False
     elif every.unit == "steps":
-        due = update % int(every.amount) == 0
+        due = update % int(every.amount) == 0 or (run.triggers.log.ends_epochs and ends_epoch(run))
     else:
         due = every.unit != "epochs" or every.amount < 1 or ends_epoch(run)
     return due or update in (1, run.totals.updates) or run.totals.updates is None

@@ -136,7 +136,13 @@ def _sample_counter(data: Any, given: int | None) -> Callable[[int], int] | None
 
 
 def firings(
-    interval: Every | None, epoch: Epoch, totals: Totals, *, begins: Every | None = None, first: bool = False
+    interval: Every | None,
+    epoch: Epoch,
+    totals: Totals,
+    *,
+    begins: Every | None = None,
+    first: bool = False,
+    ends_epochs: bool = False,
 ) -> Firings:
     """Compute when an interval is due in a run, from the number of times it has passed after each update.
 
@@ -146,24 +152,26 @@ def firings(
         totals: The planned length.
         begins: The point before which nothing is due.
         first: Whether the first update is due too.
+        ends_epochs: Whether an interval of steps is due at the end of every epoch too.
     """
     if interval is None:
         return Firings(None, 0)
-    passed = _passed(interval, epoch, totals.updates_per_epoch)
+    every, passed = str(interval), _passed(interval, epoch, totals.updates_per_epoch)
+    if ends_epochs and interval.unit == "steps":
+        every = f"{every} and the end of each epoch"
+        passed = _with_epochs(int(interval.amount), epoch, totals.updates_per_epoch)
     if passed is not None and begins is not None:
         passed = _passed_since(begins, passed, epoch, totals.updates_per_epoch)
     if passed is None:
-        return Firings(str(interval), None, 1 if first else None)
+        return Firings(every, None, 1 if first else None)
     if first and not passed(1):
         passed = _with_first(passed)
     updates = range(_ENDLESS + 1 if totals.updates is None else totals.updates + 1)
     times = passed(updates[-1])
     due_first = bisect_left(updates, 1, key=passed) if times else None
     if totals.updates is None:
-        return Firings(str(interval), None, due_first)
-    return Firings(
-        str(interval), times, due_first, bisect_left(updates, times, key=passed) if times else None
-    )
+        return Firings(every, None, due_first)
+    return Firings(every, times, due_first, bisect_left(updates, times, key=passed) if times else None)
 
 
 def _passed(interval: Every, epoch: Epoch, per_epoch: int | None) -> Callable[[int], int] | None:
@@ -210,6 +218,20 @@ def _passed_since(
             return None
         start = bisect_left(range(_ENDLESS), 1, key=reached)
     return lambda updates: max(0, passed(updates) - passed(start - 1))
+
+
+def _with_epochs(steps: int, epoch: Epoch, per_epoch: int | None) -> Callable[[int], int] | None:
+    """Return `_passed` for steps and the ends of epochs; None where epochs have no known length."""
+    ends, plan = _passed(Every("1 epoch"), epoch, per_epoch), epoch.plan
+    if ends is None or per_epoch is None:
+        return None
+
+    def both(updates: int) -> int:
+        if plan is None:
+            return updates // math.lcm(steps, per_epoch)
+        return sum(plan.windows_before(each) % steps == 0 for each in range(1, ends(updates) + 1))
+
+    return lambda updates: updates // steps + ends(updates) - both(updates)
 
 
 def _with_first(passed: Callable[[int], int]) -> Callable[[int], int]:

@@ -21,7 +21,14 @@ from drivetrain.run.settings import RunSettings, stages_of
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.task.task import TaskModule, known_fit, train_loaded
-from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals, preparing
+from drivetrain.trainer.assembly import (
+    check_task,
+    checked_fit_data,
+    every,
+    log_interval,
+    planned_totals,
+    preparing,
+)
 from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.feeds import evaluation_batch_size
 from drivetrain.trainer.plan.conflicts import (
@@ -219,7 +226,13 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             last_window=epoch.last_window,
             rates=built.rates(totals.updates),
             validation=validation,
-            logging=firings(every(settings.log_every), epoch, totals, first=settings.log_first_step),
+            logging=firings(
+                log_interval(settings, totals.per_epoch),
+                epoch,
+                totals,
+                first=settings.log_first_step,
+                ends_epochs=settings.log_every == "auto",
+            ),
             saving=and_at_the_end(resume_points[0], totals.updates) if policies else resume_points[0],
             device=str(strategy.device),
             strategy=strategy.title,
