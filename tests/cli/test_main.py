@@ -66,6 +66,8 @@ def test_predict_prints_writes_and_has_metrics(drive, here):
     assert drive("predict", f"{SHAPES} --metrics")[1].splitlines()[-1].startswith("validation/loss  0.")
     found = json.loads(drive("predict", f"{SHAPES} --metrics --json")[1])
     assert (found["batches"], list(found["metrics"])) == (2, ["validation/loss"])
+    assert drive("predict", f"{SHAPES} --joined")[1].count("tensor(") == 1
+    assert json.loads(drive("predict", f"{SHAPES} --joined --json")[1]) == {"samples": 16}
 
 
 def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):

@@ -77,6 +77,31 @@ def test_predict_with_metrics_gives_all_ranks_the_same() -> None:
     assert [sum(map(len, outputs)) for outputs, _ in first] == [7, 7, 7]
 
 
+class Structured(Measured):  # each sample in several forms
+    def predict_step(self, batch: Any) -> Any:
+        rows = batch[0]
+        return {
+            "rows": rows,
+            "pair": (rows[:, 0], rows),
+            "names": [str(float(x)) for x in rows[:, 0]],
+            "no": None,
+        }
+
+
+def joined(devices: int = 2) -> Any:
+    trainer = quiet(strategy="auto" if devices == 1 else "ddp", devices=devices)
+    found = trainer.predict(Structured(), pairs(7, 2), joined=True, metrics=True)
+    return found.outputs, str(found.outputs), found.metrics["validation/rows"]
+
+
+def test_joined_outputs_are_those_of_all_samples_on_each_rank() -> None:
+    outputs, text, rows = joined(1)
+    assert torch.equal(outputs["rows"], torch.cat([each[0] for each in pairs(7, 2)]))
+    assert torch.equal(outputs["pair"][1], outputs["rows"])
+    assert (outputs["names"], outputs["no"]) == ([str(float(x)) for x in outputs["pair"][0]], None)
+    assert [each[1:] for each in on_two_ranks(joined)] == [(text, rows)] * 2
+
+
 def test_predict_with_metrics_may_save_outputs_to_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,6 +69,18 @@ def test_data_that_a_fit_or_an_evaluation_cannot_use_is_refused() -> None:
     table: dict[str, tuple[Any, ...]] = {
         "empty validation": (lambda: quiet().validate(Regression(), []), "validation data is empty"),
         "empty prediction": (lambda: quiet().predict(Regression(), []), "predict data is empty"),
+        "joined without batches": (
+            lambda: quiet().predict(Regression(), iter(()), joined=True),
+            "gave no batch",
+        ),
+        "joined means": (
+            lambda: quiet().predict(
+                variant(predict_step=lambda self, batch: batch[0].mean())(), pairs(4), joined=True
+            ),
+            "joined=True cannot join the outputs of 2 batch(es)",
+            "shape () for 2 samples",
+            "without joined",
+        ),
         "a text": (lambda: quiet().predict(Regression(), ["text"]), "batch 0 of epoch 0", "a str"),
         "a list of loaders": (lambda: fit(validation=[pairs(), pairs()]), '{"first": loader'),
     }

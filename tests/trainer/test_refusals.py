@@ -180,6 +180,8 @@ def test_results_that_could_not_be_written_are_not_computed(tmp_path: Path) -> N
         ("s3://bucket/results.json", "local disk"),
     ):
         table[str(given)] = (partial(quiet().validate, task, pairs(4), save_to=given), *words)
+    both = partial(quiet().predict, task, pairs(4), save_to=tmp_path / "outputs", joined=True)
+    table["joined in files"] = (both, "joined=True, save_to=", "Leave one of them out")
     assert_refused(ConfigError, table)
     folder = partial(quiet().predict, task, pairs(4), save_to=tmp_path / "file" / "folder")
     assert_refused(CheckpointError, {"folder": (folder, "cannot create", "Not a directory")})

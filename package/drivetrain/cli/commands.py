@@ -13,6 +13,7 @@ from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import seed_host
+from drivetrain.data import batch_size
 from drivetrain.trainer.first_batch import first_batch
 from drivetrain.trainer.plan.plan import make_plan
 from drivetrain.trainer.trainer import FitResult, Trainer
@@ -63,19 +64,28 @@ def predict(settings: Settings, as_json: bool) -> None:
     """Predict; print the outputs or the number of files written, and the metrics if they are asked for."""
     trainer, task = _trainer_and_task(settings)
     data, save_to = _evaluation_data(settings, "predict"), settings.option("save_to")
-    metrics = bool(settings.option("metrics"))
+    metrics, joined = bool(settings.option("metrics")), bool(settings.option("joined"))
     found = trainer.predict(
-        task, data, checkpoint=settings.option("checkpoint"), save_to=save_to, metrics=metrics
+        task,
+        data,
+        checkpoint=settings.option("checkpoint"),
+        save_to=save_to,
+        metrics=metrics,
+        joined=joined,
     )
     outputs = found.outputs if metrics else found
     if as_json:
-        made = {"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)}
+        made: dict[str, Any]
+        if save_to:
+            made = {"files": [str(each) for each in outputs]}
+        else:
+            made = {"samples": batch_size(outputs)} if joined else {"batches": len(outputs)}
         print_json({**made, "metrics": found.metrics} if metrics else made)
         return
     if save_to:
         print(f"{len(outputs)} files in {save_to}")
     else:
-        for each in outputs:
+        for each in [outputs] if joined else outputs:
             print(each)
     if metrics:
         _print_table(found.metrics)

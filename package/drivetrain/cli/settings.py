@@ -66,6 +66,7 @@ _OPTIONS = {
         ("validate", "test", "predict"),
     ),
     "--save-to": _Option("DIR", "write the outputs to files in this directory", ("predict",)),
+    "--joined": _Option(None, "join the outputs of all batches to one", ("predict",)),
     "--metrics": _Option(
         None, "compute the values of a validation too; the data needs targets", ("predict",)
     ),

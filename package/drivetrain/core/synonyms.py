@@ -143,7 +143,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "eval_batch_size per_device_eval_batch_size": "Trainer.evaluation_batch_size; for a bare Dataset, or DataLoader(batch_size=...)",
         "eval_dataset": "fit.validation_data | test.data",
         "eval_delay": 'Trainer.validate_from; an interval from the start, "2 epochs" or "500 steps"',
-        "eval_do_concat_batches": "none: predict returns a list with the outputs of each batch",
+        "eval_do_concat_batches": "predict.joined; True returns one output for all samples",
         "eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval": "Trainer.validate_every",
         "eval_on_start": "trainer.validate(task, data), before the fit",
         "eval_use_gather_object": "none: evaluations always gather the values of all ranks",

@@ -119,6 +119,28 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         ) from None
 
 
+def join_batches(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return the outputs of batches as one output of all samples.
+
+    Args:
+        outputs: One for each batch, in order.
+        sizes: The number of samples of each batch.
+
+    Raises:
+        DataError: There are no batches, or the outputs cannot be joined as in `join_outputs`.
+    """
+    if not outputs:
+        raise DataError("the data gave no batch, so there are no outputs to join. joined=False returns []")
+    try:
+        return _joined(outputs, sizes)
+    except _NotJoinable as reason:
+        raise DataError(
+            f"joined=True cannot join the outputs of {len(outputs)} batch(es), each a"
+            f" {type(outputs[0]).__name__}: {reason}. Every tensor needs one entry for each"
+            " sample; without joined, predict returns a list with the outputs of each batch"
+        ) from None
+
+
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = outputs[0]
     if any(type(each) is not type(first) for each in outputs):

@@ -380,13 +380,16 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
         return made.values()
 
 
-def predict(run: Run, feed: Feed, values: dict[str, float] | None = None) -> Generator[Any, None, None]:
+def predict(
+    run: Run, feed: Feed, values: dict[str, float] | None = None, sizes: list[int] | None = None
+) -> Generator[Any, None, None]:
     """Yield the outputs of every batch, on the CPU, in the data's order, those of all ranks on every rank.
 
     Args:
         run: The run.
         feed: The data.
         values: Gets the values of a validation on the same data, by name, at the end; None makes none.
+        sizes: Gets the number of samples of each batch before its outputs are yielded.
     """
     engine, after_step = run.engine, run.hooks.on_evaluation_step_end
     ranks, sharded, alone = engine.data_ranks, engine.strategy.sharded, engine.data_ranks.alone
@@ -409,7 +412,7 @@ def predict(run: Run, feed: Feed, values: dict[str, float] | None = None) -> Gen
                     outputs = to_host(predict_step(micro_batch.batch))
                 else:
                     outputs = splitter.predict_step(micro_batch, number)
-                mine = None if micro_batch.is_placeholder else (outputs,)
+                mine = None if micro_batch.is_placeholder else (outputs, micro_batch.samples)
             if made is not None and made.needs_all:
                 made.end_round()
             if after_step:
@@ -417,6 +420,8 @@ def predict(run: Run, feed: Feed, values: dict[str, float] | None = None) -> Gen
             # In one round the ranks hold consecutive samples: their order is the data's.
             for each in (mine,) if alone else ranks.all_gather(mine):
                 if each is not None:
+                    if sizes is not None:
+                        sizes.append(each[1])
                     yield each[0]
         if made is None or values is None:
             run.call(run.hooks.on_evaluation_end)

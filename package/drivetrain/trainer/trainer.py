@@ -18,6 +18,7 @@ from drivetrain.core.synonyms import missing
 from drivetrain.core.validation import by_name, flag, local_path
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import rerun_obstacle
+from drivetrain.engine.split_batch import join_batches
 from drivetrain.engine.weighting import StepResult
 from drivetrain.loggers.files import prepare_results_file, write_results
 from drivetrain.loggers.history import read_history, table_of
@@ -91,11 +92,12 @@ class PredictResult:
     """The result of `Trainer.predict(..., metrics=True)`.
 
     Attributes:
-        outputs: What `predict` returns without metrics: the outputs of each batch, or the list of files.
+        outputs: What `predict` returns without metrics: the outputs of each batch, those of all samples
+            with `joined`, or the list of files.
         metrics: What `validate` returns on the same data.
     """
 
-    outputs: list[Any]
+    outputs: Any
     metrics: dict[str, float]
 
 
@@ -433,6 +435,7 @@ class Trainer(RunSettings):
         checkpoint: str | None = None,
         save_to: str | os.PathLike[str] | None = None,
         metrics: bool = False,
+        joined: bool = False,
     ) -> Any:
         """Return the outputs of `predict_step` for every batch, on the CPU, in the order of the dataset.
 
@@ -445,29 +448,44 @@ class Trainer(RunSettings):
             metrics: Whether to return the values of a validation of the same pass too. The data needs
                 targets. A task with a `validation_step` or `predict_step` of its own runs both on each batch;
                 any other runs its forward once.
+            joined: Whether to return one output for all samples, of the same structure as that of a batch:
+                the tensors of the batches are concatenated. Joining holds the outputs in memory twice.
 
         Returns:
-            A list with the outputs of each batch, or, with `save_to`, the list of files. With `metrics` a
-            `PredictResult` of it and the values.
+            A list with the outputs of each batch; with `joined` one output; with `save_to` the list of files.
+            With `metrics` a `PredictResult` of it and the values.
 
         Raises:
-            DataError: `metrics` is given, and the data lacks targets.
+            ConfigError: Both `joined` and `save_to` are given.
+            DataError: `metrics` is given, and the data lacks targets; or `joined` is given, and the outputs
+                lack one entry for each sample or have different shapes.
         """
         flag("predict(metrics=)", metrics)
+        flag("predict(joined=)", joined)
         if save_to is not None:
             local_path("save_to", save_to)
+            if joined:
+                raise ConfigError(
+                    f"predict(joined=True, save_to={str(save_to)!r}): save_to streams one file a batch, and"
+                    " joined returns the outputs of all from memory. Leave one of them out"
+                )
         if self._has_to_fork():
             return self._forked(
-                lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to, metrics=metrics)
+                lambda: self.predict(
+                    task, data, checkpoint=checkpoint, save_to=save_to, metrics=metrics, joined=joined
+                )
             )
         values: dict[str, float] | None = {} if metrics else None
+        sizes: list[int] = []
         # Closed at once even when writing fails: a suspended pass would leave gradients disabled for the
         # caller.
         with (
             self._begin_evaluation("predict", task, data, checkpoint, metrics) as run,
-            closing(predict(run, run.evaluation_feeds[0][1], values)) as outputs,
+            closing(predict(run, run.evaluation_feeds[0][1], values, sizes)) as outputs,
         ):
-            found = self._collected(run, outputs, save_to)
+            found: Any = self._collected(run, outputs, save_to)
+        if joined:
+            found = join_batches(found, sizes)
         return found if values is None else PredictResult(found, values)
 
     def _collected(
