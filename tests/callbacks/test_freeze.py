@@ -279,7 +279,6 @@ def test_frozen_parameters_stay_with_every_kind_of_update() -> None:
         {"micro_batch": 1},
         {"gradient_accumulation_steps": 2, "max_epochs": 2},
         {"memory": {"activation_checkpointing": ("encoder.3",)}},
-        {"memory": {"release_gradients": True}, "max_grad_norm": None},
         {"precision": "bf16-mixed"},
         {"precision": "bf16-true"},
         {"max_grad_norm": None, "max_grad_value": 0.1},

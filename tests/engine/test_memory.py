@@ -1,24 +1,22 @@
 """Memory options (`MemoryConfig`): they change no number, are counted, and leave an ordinary task behind."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.outcome import Counting, outcome, weights
+from tests.support.outcome import Counting, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
-from tests.support.tasks import BLOCKS, Blocks, Duel, Regression, duels, quiet
+from tests.support.tasks import BLOCKS, Blocks, Regression, quiet
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from drivetrain import ConfigError, FSDPConfig, LambdaCallback, MemoryConfig, OptimizerConfig, StrategyError
+from drivetrain import ConfigError, FSDPConfig, MemoryConfig, OptimizerConfig, StrategyError
 from drivetrain.strategies.transforms.offload import Offload
 
 SIZE = 8
 ADAMW = OptimizerConfig("adamw", lr=0.05, schedule="cosine")
-RELEASE = MemoryConfig(release_gradients=True)
 
 
 class Block(nn.Module):
@@ -142,49 +140,10 @@ def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_th
     assert held.isdisjoint(each.untyped_storage().data_ptr() for each in taken)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_release_gradients_makes_the_same_weights_state_and_rates(name: str, tmp_path: Path) -> None:
-    """Also after a resume, and by recomputation too."""
-    optimizer = OptimizerConfig(name, lr=0.05, weight_decay=0.1, schedule="cosine", warmup_steps=1)
-    both = MemoryConfig(release_gradients=True, activation_checkpointing=True)
-    for kind, memory in (("plain", None), ("released", both)):
-        options = {"checkpoint": True, "run_dir": tmp_path / kind, "loggers": ("csv", "jsonl")}
-        quiet(max_steps=2, memory=memory, **options).fit(Deep(optimizer), batches())
-        quiet(max_steps=4, memory=memory, **options).fit(Deep(optimizer), batches(), resume="auto")
-    assert outcome(tmp_path / "released") == outcome(tmp_path / "plain")
-
-
-def test_release_gradients_holds_no_two_gradients_at_once_and_does_so_under_autocast() -> None:
-    assert weights(fit(RELEASE, precision="bf16-mixed")) == weights(fit(None, precision="bf16-mixed"))
-    task, most = Deep(), []
-    count = lambda _: most.append(sum(each.grad is not None for each in task.parameters()))  # noqa: E731
-    for parameter in task.parameters():
-        parameter.register_hook(count)
-    fit(RELEASE, task)
-    assert max(most) == 0
-    assert all(not each._post_accumulate_grad_hooks for each in task.parameters())
-    fit(None, task)
-    assert max(most) > 1
-
-
 def test_refusals_of_memory_options() -> None:
     lbfgs = lambda parameters: torch.optim.LBFGS(parameters)  # noqa: E731
-    clipped = OptimizerConfig("sgd", max_grad_norm=1.0)
     sharded = FSDPConfig(activation_checkpointing="full")
-    released: dict[str, Any] = {
-        "gradient_accumulation_steps=2": {"gradient_accumulation_steps": 2},
-        "max_grad_norm=1.0": {"max_grad_norm": 1.0},
-        "'16-mixed'": {"precision": "16-mixed"},
-        "strategy 'ddp'": {"strategy": "ddp", "devices": 2},
-        "on_before_optimizer_step": {"callbacks": [LambdaCallback(on_before_optimizer_step=print)]},
-        "on_nonfinite='skip'": {"on_nonfinite": "skip"},
-    }
     cases: dict[str, tuple[Any, ...]] = {
-        **{word: (lambda o=options: quiet(memory=RELEASE, **o), word) for word, options in released.items()},
-        "clipping of the optimizer": (lambda: fit(RELEASE, Deep(clipped)), "max_grad_norm=1.0"),
-        "muon": (lambda: fit(RELEASE, Deep(OptimizerConfig("muon"))), "release_gradients", "Combined"),
-        "in parts": (lambda: fit(RELEASE, Apart()), "second gradient of 'blocks.0", "use_reentrant"),
-        "two optimizers": (lambda: quiet(max_steps=1, memory=RELEASE).fit(Duel(), duels()), "several"),
         "a closure": (lambda: fit(None, Deep(lbfgs)), "LBFGS", "closure"),
         "offload on the host": (lambda: quiet(memory=MemoryConfig(offload_activations=True)), "'cpu' device"),
         "shards": (lambda: quiet(strategy=sharded, devices=2, memory=again(True)), "give FSDPConfig"),

@@ -209,11 +209,9 @@ def test_batches_by_a_schedule_that_do_not_fit_are_refused() -> None:
     grows: Any = {"batch_size": {0: 2, 4: 3}}
 
     by_samples: Any = {"batch_size": {0: 2, "4 samples": 3}, "on_bad_batch": "skip"}
-    releases: Any = {"gradient_accumulation_steps": {0: 1, 4: 3}, "memory": {"release_gradients": True}}
     table: dict[str, tuple[Any, ...]] = {
         "a loader": (lambda: fit(data=pairs(), **grows), "with a length", "DataLoader"),
         "a fraction": (lambda: fit(data=data, limit_train_batches=0.5, **grows), "a fraction"),
         "bad batches": (lambda: quiet(**by_samples), "on_bad_batch='skip' leaves some out"),
-        "released gradients": (lambda: quiet(**releases), "gradients have to be kept"),
     }
     assert_refused(ConfigError, table)

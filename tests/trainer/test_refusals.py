@@ -81,13 +81,12 @@ def test_wrong_arguments_are_refused_when_the_trainer_is_made() -> None:
 
 
 def test_arguments_that_exclude_each_other_are_refused() -> None:
-    released, graphs = {"release_gradients": True}, {"mode": "reduce-overhead"}
+    graphs = {"mode": "reduce-overhead"}
     rows: tuple[tuple[dict[str, Any], str], ...] = (
         ({"validate_every": None, "validate_from": "1 epoch"}, "no validation to delay"),
         ({"validate_every": None, "sanity_validation": 2}, "needs no check of it"),
         ({"micro_batch": 2, "evaluation_precision": "bf16-true"}, "with micro_batch=2"),
         ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "two ways to clip"),
-        ({"memory": released, "max_grad_value": 1.0}, "release_gradients with max_grad_value"),
         ({"log_every": None, "log_first_step": True}, "log_every=None"),
         ({"gradient_accumulation_steps": {0: 1, "2 epochs": 4}, "compile": graphs}, "with CUDA graphs"),
         ({"micro_batch": "auto", "compile": {"mode": "max-autotune"}}, "micro_batch='auto' with CUDA graphs"),

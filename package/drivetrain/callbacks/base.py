@@ -27,12 +27,6 @@ def unused(hook: Hook) -> Hook:
     return hook
 
 
-def without_gradients(hook: Hook) -> Hook:
-    """Mark an `on_before_optimizer_step` that reads no gradient, so that gradients may be freed before it."""
-    hook.__no_gradients__ = True  # type: ignore[attr-defined]
-    return hook
-
-
 def check_only_one(kind: type[Callback], trainer: RunSettings, why: str) -> None:
     """Check that a Trainer has only one callback of a kind.
 

@@ -270,7 +270,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "optim_args": "the keywords of OptimizerConfig(...), returned by the task's configure_optimizers",
         "optim_target_modules": "OptimizerConfig.parameters; or give GaLore's or APOLLO's optimizer class as its name",
         "optimizer_cls_and_kwargs": "OptimizerConfig.name; it takes a class, and its keywords",
-        "optimizer_in_backward release_gradients": "MemoryConfig.release_gradients=True",
+        "optimizer_in_backward release_gradients": 'strategy="fsdp", which divides the gradients; updates are never made within backward',
         "optimizers": "OptimizerConfig(...), or a function of the parameters that gives (optimizer, schedule): the task's configure_optimizers returns either",
         "overfit_batches": 'Trainer.try_out="overfit"; with limit_train_batches batches',
         "parallelism_config": "strategy=FSDPConfig(shard_size=..., tensor_parallel=...)",

@@ -94,7 +94,7 @@ class Engine:
         self.precision = copy.copy(select_precision(precision, strategy=strategy))
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         self.compilation = Compilation(compile, self.strategy)
-        self.memory = MemoryInUse(memory, self.strategy, self.precision, compile)
+        self.memory = MemoryInUse(memory, self.strategy, compile)
         join_job(self.strategy.world_size, num_nodes)
         self.strategy.setup()
         try:
@@ -189,7 +189,7 @@ class Engine:
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
         for updater in self.updaters.values():
             start_momenta(updater.optimizer)
-        self.memory.attach_task(self.step_module, self.updaters, self.interleaved, self.progress)
+        self.memory.attach(self.step_module)
         self.trainable = [p for p in task.parameters() if p.requires_grad]
         self.parameters = self.trainable  # without those that `freeze` has frozen for now
         for parameter in self.parameters:  # an old gradient would count into the first update
@@ -468,7 +468,7 @@ class Engine:
         self.memory.add(model)
         self.closing.callback(self.precision.restore_module, model)
         prepared = prepare_module(self.strategy, model, make_optimizer, self.precision, self.weight_updates)
-        self.memory.attach(prepared)
+        self.memory.attach(prepared.model)
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 
     def prepare_data(self, data: Any, *, training: bool = True) -> EngineData:

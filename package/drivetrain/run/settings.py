@@ -23,7 +23,7 @@ from drivetrain.engine.evaluation_precision import check_evaluation_precision
 from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
 from drivetrain.engine.splitting import check_micro_batch
 from drivetrain.loggers.base import check_loggers
-from drivetrain.run.hooks import Hooks, is_used
+from drivetrain.run.hooks import Hooks
 from drivetrain.run.nonfinite import check_on_nonfinite
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
 from drivetrain.strategies import Settings, Strategy, StrategyConfig, select_precision, select_strategy
@@ -245,7 +245,7 @@ class RunSettings:
                 " max_grad_norm, or strategy 'ddp' or 'fsdp'"
             )
         check_strategy_settings(self, strategy, self.batch_size)
-        check_memory_settings(self, strategy)
+        check_memory(as_memory(self.memory), strategy, self.compile)
         check_callbacks(self, strategy)
 
     def select_strategy(self) -> Strategy:
@@ -422,38 +422,6 @@ def _check_graphs(settings: RunSettings) -> None:
             " next micro-batch overwrites. Use mode='max-autotune-no-cudagraphs' or 'default', or one"
             " micro-batch in each update"
         )
-
-
-def check_memory_settings(settings: RunSettings, strategy: Strategy) -> None:
-    """Check that a Trainer's arguments fit its memory options.
-
-    Raises:
-        ConfigError: They do not; names the argument.
-        StrategyError: The strategy does not.
-    """
-    config = as_memory(settings.memory)
-    check_memory(config, strategy, as_precision(settings.precision), settings.compile)
-    if not config.release_gradients:
-        return
-    reason = ""
-    if most(settings.gradient_accumulation_steps) > 1:
-        reason = (
-            f"gradient_accumulation_steps={settings.gradient_accumulation_steps}: gradients have to be kept"
-        )
-    elif settings.max_grad_value is not None:
-        reason = f"max_grad_value={settings.max_grad_value}: an update clips the gradients after backward"
-    elif settings.max_grad_norm is not None:
-        reason = f"max_grad_norm={settings.max_grad_norm}: clipping needs all gradients at once"
-    elif settings.micro_batch is not None:
-        reason = f"micro_batch={settings.micro_batch!r}: gradients of parts have to be kept"
-    elif settings.on_nonfinite == "skip":
-        reason = "on_nonfinite='skip': updates are made before all gradients are there"
-    for callback in settings.callbacks:
-        hook = getattr(callback, "on_before_optimizer_step", None)
-        if is_used(hook) and not getattr(hook, "__no_gradients__", False):
-            reason = f"{type(callback).__name__}.on_before_optimizer_step: there is no gradient left to see"
-    if reason:
-        raise ConfigError(f"release_gradients with {reason}. Leave one of them out")
 
 
 def check_strategy_settings(settings: RunSettings, strategy: Strategy, batch_size: Any = None) -> None:

@@ -151,7 +151,6 @@ class Strategy(ABC):
         no_generators: Why steps with several optimizers are not supported.
         no_compile: Why compiled models are not supported.
         no_recomputation: Why `MemoryConfig` cannot recompute blocks or offload activations.
-        no_release: Why a gradient is not final as soon as backward has added it.
         no_micro_batch: Why an update cannot be split into parts and restarted.
         no_skipping: Why an update cannot be skipped once its gradients exist.
         no_evaluation_precision: Why the weights cannot be stored in another dtype for an evaluation.
@@ -176,7 +175,6 @@ class Strategy(ABC):
     no_generators: str = ""
     no_compile: str = ""
     no_recomputation: str = "it manages activations itself, by options of its own if at all"
-    no_release: str = "gradients are exchanged between processes, or kept, after backward"
     no_micro_batch: str = "it does not declare that an update can be split into parts and restarted"
     no_skipping: str = "it does not declare that an update can be skipped once its gradients exist"
     no_evaluation_precision: str = "it does not declare that weights can be replaced for an evaluation"

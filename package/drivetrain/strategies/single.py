@@ -63,7 +63,6 @@ class SingleDevice(Strategy):
     """
 
     no_recomputation = ""
-    no_release = ""
     no_micro_batch = ""
     no_skipping = ""
     no_evaluation_precision = ""

@@ -188,7 +188,6 @@ def test_refusals() -> None:
     cases: dict[str, Any] = {
         "misspelt": (lambda: adapted(misspelt()), "Did you mean 'on_epoch_end'"),
         "a service": (lambda: adapted(wandb), "WandbCallback", "writes to a service"),
-        "gradients": (lambda: adapted(events, memory={"release_gradients": True}), "on_pre_optimizer_step"),
         "no such metric": (lambda: fit(best), "metric_for_best_model='f1'", "no 'eval_f1'"),
     }
     assert_refused((ConfigError, StrategyError), cases)

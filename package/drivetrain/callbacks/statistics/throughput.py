@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.base import Callback, check_only_one, without_gradients
+from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.callbacks.statistics.flops import FlopCount, Flops, FlopsByLength, lengths_of
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
@@ -173,7 +173,6 @@ class Throughput(Callback):
                 if run.engine.splitter is not None:  # an attempt that ran out of memory does not count
                     run.engine.splitter.begun_again.append(self._counting.forget)
 
-    @without_gradients
     def on_before_optimizer_step(self, run: Run) -> None:
         """Finish the count after forward and backward; with several optimizers, at each one's step."""
         if self._counting is not None:

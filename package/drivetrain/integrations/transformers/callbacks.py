@@ -23,7 +23,6 @@ from drivetrain.core.messages import logger
 from drivetrain.core.totals import Totals
 from drivetrain.core.types import Stateful
 from drivetrain.distributed.processes import local_rank
-from drivetrain.engine.memory import as_memory
 from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.integrations.transformers.log_names import all_to_transformers, metric_name, with_prefix
 from drivetrain.integrations.transformers.run_arguments import (
@@ -187,10 +186,6 @@ class CallbackAdapter(OwnCallback):
         for event in _AROUND_STEP:
             for each in self._by_event[event]:
                 name = f"{type(each).__name__}.{event}"
-                if as_memory(settings.memory).release_gradients:
-                    raise ConfigError(
-                        f"release_gradients with {name}: there is no gradient left to see. Leave one out"
-                    )
                 if strategy.no_value_clipping:
                     raise StrategyError(
                         f"{name} with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use"

@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.totals import Totals
-from drivetrain.engine.memory import as_memory
 from drivetrain.engine.updater import OptimizerSpec, Updater, build_updaters, optimizer_specs
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Held
@@ -106,7 +105,6 @@ class Built:
     def __init__(self, settings: RunSettings, task: TaskModule, totals: Totals) -> None:
         self.precision = as_precision(settings.precision)
         self.state: list[tuple[Tensor, Tensor]] | None = None
-        self._released = as_memory(settings.memory).release_gradients
         try:
             self._build(self._converted(on_meta(task)), settings, totals)
             self.state = self._states()
@@ -169,9 +167,7 @@ class Built:
 
         trained = [each for each in parameters if each.requires_grad]
         sizes["parameters"] = sum(size("parameters", each) for each in parameters)
-        # Gradients that are freed within backward exist one at a time.
-        together = max if self._released else sum
-        sizes["gradients"] = together([size("gradients", each) for each in trained] or [0])
+        sizes["gradients"] = sum(size("gradients", each) for each in trained)
         if self.state is not None:
             kept = held.copies or self.precision.updates_of_weights == "master"
             copies = sum(size("optimizer", each, torch.float32) for each in trained if kept)
