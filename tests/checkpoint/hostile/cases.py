@@ -20,7 +20,7 @@ from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, Directory
 from drivetrain.checkpoint.format.strict_json import seal, unseal
 from drivetrain.checkpoint.format.tree import pack
 from drivetrain.checkpoint.saving.io import verify
-from drivetrain.checkpoint.weights.load import load_weights
+from drivetrain.checkpoint.weights.load import find_weights
 from drivetrain.core.errors import CheckpointError, DrivetrainError
 
 MEMORY = 640 << 20  # beyond what the process has: ten times the largest JSON that is read at all
@@ -48,8 +48,8 @@ def load_and_verify(path):
     return [load(path), lambda: verify(str(path))]
 
 
-def read_plain(path):
-    return lambda: load_weights(path)
+def read_plain(path, mapped=False):  # mapped: as a warm start
+    return lambda: find_weights(path, mapped=mapped)
 
 
 def harmless(act):  # to read what is odd and no attack: that it ends, and what it takes, is what counts

@@ -16,7 +16,10 @@ def with_header(content):
         made = content() if callable(content) else content
         (d / "w.safetensors").write_bytes(made)
         cases.replace(d / "c", "model.safetensors", made)
-        return [cases.read_plain(d / "w.safetensors"), *cases.load_and_verify(d / "c")]
+        return [
+            *(cases.read_plain(d / "w.safetensors", mapped) for mapped in (False, True)),
+            *cases.load_and_verify(d / "c"),
+        ]
 
     return make
 

@@ -1,5 +1,6 @@
 """Weights from elsewhere: all or none, what fits or an error that lists the rest, and a report of it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from tests.checkpoint.weights.models import Tied
 from torch import Tensor, nn
 
+from drivetrain.checkpoint.weights.export import export_weights
+from drivetrain.checkpoint.weights.load import find_weights
 from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.checkpoint.weights.rename import renamed
 from drivetrain.checkpoint.weights.warm_start import Difference, LoadReport, load_weights_into
@@ -47,6 +50,27 @@ def test_everything_that_fits_is_taken_over_and_parameters_stay_what_they_are() 
     assert unchanged(module, given)
     assert all(now is was for now, was in zip(module.parameters(), parameters, strict=True))
     assert all(each.requires_grad for each in module.parameters())
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.extra = state
+
+
+def test_a_module_keeps_nothing_of_the_mapped_file(tmp_path: Path) -> None:
+    saved, module, path = WithExtra(3, 2), WithExtra(3, 2), tmp_path / "w.safetensors"
+    saved.extra, module.extra = torch.arange(4.0), torch.zeros(4)
+    export_weights(saved.state_dict(), path)
+    mapped = find_weights(path, mapped=True).tensors
+    load_weights_into(module, path)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert not any(each.any() for each in mapped.values())
+    assert torch.equal(module.weight, saved.weight)
+    assert torch.equal(module.extra, torch.arange(4.0))
 
 
 def test_what_does_not_fit_is_listed_and_nothing_is_loaded() -> None:

@@ -1,10 +1,11 @@
-"""Read and write safetensors files, one tensor at a time.
+"""Write safetensors files and hash them in the same pass; read their headers and single tensors.
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length of the header,
 the header in JSON (name -> dtype, shape, data_offsets), then the tensors' bytes in C order, without gaps. Any
-safetensors reader can read these files. The package's writer is not used, for two reasons. It needs all
-tensors contiguous, unshared and on the CPU at once, which doubles the memory of a tied or sharded model. And
-it cannot hash the bytes as it writes them.
+safetensors reader can read these files. A warm start maps plain ones with the `safetensors` package. All else
+is our own code, because the package has no hash of what it writes or reads, and knows no object stores. Its
+writer also needs all tensors of a file at once, contiguous, unshared and on the CPU; an export gathers and
+converts one tensor at a time.
 """
 
 from __future__ import annotations

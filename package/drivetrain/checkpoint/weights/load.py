@@ -7,12 +7,13 @@ import os
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain.checkpoint.foreign.torch_weights import PICKLES, TorchWeights, read_torch_weights
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.records import TENSORS
-from drivetrain.checkpoint.format.tensors import read_header, read_tensors
+from drivetrain.checkpoint.format.tensors import read_header, read_tensors, room_for
 from drivetrain.checkpoint.locate import CHECKPOINTS, foreign_hint, load_newest
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.storage.files import HashedReader
@@ -71,13 +72,19 @@ class Found(NamedTuple):
     frozen: Json = None
 
 
-def find_weights(source: str | os.PathLike[str]) -> Found:
-    """Load weights as `load_weights`."""
+def find_weights(source: str | os.PathLike[str], *, mapped: bool = False) -> Found:
+    """Load weights as `load_weights`.
+
+    Args:
+        source: The path.
+        mapped: Map plain safetensors files on a disk instead of reading them: for tensors that are copied
+            and dropped. The numbers are then in memory once for all processes of a machine.
+    """
     path = os.fspath(source)
     if is_torch_file(path):
         found = torch_weights(path)
         return Found(found.tensors, found.note)
-    return _load(path)
+    return _load(path, mapped)
 
 
 def is_weight_file(path: str) -> bool:
@@ -108,33 +115,33 @@ def torch_weights(path: str) -> TorchWeights:
     return found
 
 
-def _load(path: str) -> Found:
+def _load(path: str, mapped: bool) -> Found:
     files = file_system(path)
     path = files.absolute(path)
     with os_errors("read", path):
         kind = files.kind(_followed(path, files))
         names = {} if kind == "file" else files.entries(path)
     if kind == "file":
-        return Found(_from_file(path, files))
+        return Found(_from_file(path, files, mapped))
     parent, name = files.split(path)
     if names:
-        return _from_folder(path, files, names)
+        return _from_folder(path, files, names, mapped)
     if name.endswith(TENSORS) and _has(files.join(parent, WeightFiles(name).index), files):
         # Exported to this path, in several files.
-        return Found(_from_index(files.join(parent, WeightFiles(name).index), files))
+        return Found(_from_index(files.join(parent, WeightFiles(name).index), files, mapped))
     if kind == "directory":
         raise CheckpointError(f"no weights in {path!r}: it is empty")
     raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{_near(path, files)}")
 
 
-def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> Found:
+def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], mapped: bool) -> Found:
     io = DirectoryCheckpointIO()
     if io.exists(path) or io.list(files.join(path, CHECKPOINTS)) or io.list(path):
         snapshot = load_newest(path, ("model",))[1]
         return Found(snapshot.tensors["model"], frozen=snapshot.objects.get(FROZEN))
     for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as in other libraries
         if name in names:
-            return Found(_from_file(files.join(path, name), files))
+            return Found(_from_file(files.join(path, name), files, mapped))
     looked_for = f"{MODEL}, {WeightFiles(MODEL).index}, {MANIFEST} of a checkpoint, and checkpoints"
     raise CheckpointError(
         f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."
@@ -154,14 +161,28 @@ def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     return f" Give the path of a file, such as {shown}"
 
 
-def _from_file(path: str, files: FileSystem) -> dict[str, Tensor]:
+def _from_file(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]:
     if path.endswith(INDEX):
-        return _from_index(path, files)
-    with HashedReader(_followed(path, files), files) as reader:
-        return read_tensors(reader)
+        return _from_index(path, files, mapped)
+    return _tensors(_followed(path, files), files, mapped)
 
 
-def _from_index(path: str, files: FileSystem) -> dict[str, Tensor]:
+def _tensors(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]:
+    """Return all tensors of a safetensors file."""
+    with HashedReader(path, files) as reader:
+        if not (mapped and files.renames):
+            return read_tensors(reader)
+        for span in read_header(reader):  # whose errors say which tensor is wrong
+            if span.start == span.stop:  # the file's size does not bound the shape of an empty tensor
+                room_for(span.shape, span.dtype, f"{path!r}: {span.name!r}")
+    try:
+        with os_errors("read", path), safe_open(path, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.offset_keys()}
+    except SafetensorError as error:
+        raise DamagedCheckpointError(f"{path!r} is not a safetensors file: {error}") from error
+
+
+def _from_index(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]:
     with HashedReader(_followed(path, files), files) as reader:
         places = parse_index(reader.read_json(), repr(path))
     directory = files.split(path)[0]
@@ -181,8 +202,7 @@ def _from_index(path: str, files: FileSystem) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file, real in parts.items():
         if file.endswith(TENSORS):
-            with HashedReader(real, files) as reader:
-                tensors.update(read_tensors(reader))
+            tensors.update(_tensors(real, files, mapped))
         else:
             found = read_torch_weights(real, files).tensors
             _check_names(path, file, set(found), set(places[file]))

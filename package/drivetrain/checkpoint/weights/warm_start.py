@@ -158,7 +158,7 @@ def load_weights_into(
 def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str, Json]:
     """Return the source's name for messages, its tensors, a note on them, and the frozen ones left out."""
     if isinstance(source, (str, os.PathLike)):
-        return repr(os.fspath(source)), *find_weights(source)
+        return repr(os.fspath(source)), *find_weights(source, mapped=True)
     if isinstance(source, TorchWeights):
         return repr(source.path), source.tensors, source.note, None
     if not isinstance(source, Mapping):
@@ -219,7 +219,7 @@ def _compare(
     for name in [name for name in own if name in named]:  # in the module's order
         value = named[name]
         if is_extra(name):  # the module checks it itself; it may have any size and type
-            found.fitting[name] = value
+            found.fitting[name] = value.clone()  # the module may keep it; what it is given is a mapped file
             continue
         mine = own[name]
         _check_usable(name, mine, value, where)
