@@ -19,6 +19,7 @@ import drivetrain
 from drivetrain import CheckpointError, LambdaCallback, already_split
 from drivetrain.data import as_source
 from drivetrain.data.repeats import Repeats
+from drivetrain.data.split_source import AlreadySplit
 from drivetrain.strategies.ddp import DDP
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -314,10 +315,40 @@ def test_a_state_is_loaded_by_one_rank_at_a_time_and_only_at_a_resume() -> None:
         assert loaded == [False, True]
 
 
+class Piece(Numbers):
+    """A piece for each rank, found without this package."""
+
+    def order(self) -> list[int]:
+        return list(range(torch.distributed.get_rank(), 24, 2))
+
+
+def asked_before(data: Any, run_dir: str) -> str:
+    """Return what is said of data that is declared as divided by a script that had asked for its rank."""
+    asked = "rank() at train.py:3" if torch.distributed.get_rank() == 0 else None
+    with heard() as texts:
+        options = {"strategy": DDP(world_size=2), "devices": 2, "batch_size": 4, "run_dir": run_dir}
+        fit(AlreadySplit(data(), asked), **options)
+    return "".join(texts)
+
+
+@needs_gloo
+def test_a_script_that_only_prints_its_rank_before_its_ranks_are_started_trains() -> None:
+    assert on_two_ranks(asked_before, Lazy, "lazy") == ["", ""]
+    doubtful, nothing = on_two_ranks(asked_before, Piece, "pieces")
+    assert "has not called drivetrain.rank() or world_size() since" in doubtful
+    assert nothing == ""
+
+
 @needs_gloo
 def test_data_that_was_divided_before_the_ranks_were_started_is_refused() -> None:
-    ended = run(str(PROGRAMS / "divided_early.py"))
-    assert ended.code != 0
-    said = next(each for each in ended.errors if "DataError: " in each)
-    assert "world_size() had returned 1 at divided_early.py:" in said
-    assert "train_data()" in said
+    found = {
+        "list": "rank 0 has 12 batches of it, and the other ranks have 6 each",
+        "stream": "came on several ranks",
+    }
+    for kind, text in found.items():
+        ended = run(str(PROGRAMS / "divided_early.py"), kind, kind=kind)
+        assert ended.code != 0
+        said = next(each for each in ended.errors if "DataError: " in each)
+        assert text in said
+        assert "had called rank() at divided_early.py:" in said
+        assert "train_data()" in said

@@ -11,7 +11,14 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Freeze, FSDPConfig, OptimizerConfig, StrategyError, TaskModule
+from drivetrain import (
+    ConfigError,
+    Freeze,
+    FSDPConfig,
+    OptimizerConfig,
+    StrategyError,
+    TaskModule,
+)
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -161,8 +168,9 @@ def test_number_of_processes_must_be_that_of_the_group() -> None:
 
 
 class Words(TaskModule):
-    def __init__(self, sparse: bool = True) -> None:
+    def __init__(self, sparse: bool = True, optimizer: str = "sgd") -> None:
         super().__init__()
+        self.optimizer = optimizer
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.word = nn.Embedding(30, 4, sparse=sparse)
@@ -177,7 +185,7 @@ class Words(TaskModule):
         return (outputs - batch[1]).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return OptimizerConfig("sgd", lr=0.1)
+        return OptimizerConfig(self.optimizer, lr=0.1)
 
 
 def words(batch_size: int) -> DataLoader[Any]:
@@ -199,6 +207,16 @@ def test_sparse_gradients_train_as_dense_ones_in_one_process() -> None:
     for options in SPLITS:
         sparse, dense = (trained(Words(each), SingleDevice("cpu"), 1, **options) for each in (True, False))
         torch.testing.assert_close(sparse, dense)
+
+
+def test_an_optimizer_that_takes_no_gradient_of_their_layout_is_refused_with_the_parameters() -> None:
+    cases = {
+        "adamw": "does not take the sparse gradients of '(word|bag).weight'.*'sgd' or 'adagrad'",
+        "sparseadam": "takes sparse gradients only, and these are dense: 'head",
+    }
+    for name, text in cases.items():
+        with pytest.raises(ConfigError, match=text):
+            trained(Words(optimizer=name), SingleDevice("cpu"), 1)
 
 
 def test_sparse_gradients_train_on_two_ranks_as_in_one_process() -> None:

@@ -17,7 +17,6 @@ from drivetrain.data.sample_stream import SampleStream
 from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.split_source import AlreadySplit, SplitSource
-from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.ranks import ALONE, Ranks
 
 
@@ -80,16 +79,8 @@ def as_source(
         source = _source(data, name, seed, share=share, **options)
         source.ranks = ranks
         return source
-    if data.divided_for_one is not None and launched() is not None:
-        raise DataError(
-            f"the {name} data was given as already split before this program's ranks were started, and"
-            f" drivetrain.world_size() had returned 1 at {data.divided_for_one}: rank 0 would have the part"
-            " of a job of one process. Ask for the world size where the ranks are connected, in train_data()"
-            " of a data object or in __iter__. Or start the program with `drivetrain launch"
-            f" --devices {share.size}` or torchrun, where it is right from the first line"
-        )
     own = _source(data.data, name, seed, reader=share.rank, **options)
-    return own if share.size == 1 else SplitSource(own, share, ranks)
+    return own if share.size == 1 else SplitSource(own, share, ranks, data.divided_for_one)
 
 
 def _source(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.core.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, to_host
@@ -17,10 +17,15 @@ from drivetrain.data.shard import Share
 from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.workers.pool import LookAhead
-from drivetrain.distributed.processes import asked_alone
+from drivetrain.distributed.processes import asked_alone, watch_asking
 from drivetrain.distributed.ranks import Ranks
 
 _LOG = logger(__name__)
+
+_DIVIDE = (
+    "Divide it in __iter__ or in train_data() of a data object, or start the program with `drivetrain launch`"
+    " or torchrun"
+)
 
 _PARTS = "of_each_rank"
 """The key in a checkpoint for the states of divided data."""
@@ -32,8 +37,8 @@ class AlreadySplit:
 
     Attributes:
         data: This process's part.
-        divided_for_one: Where the program asked for the world size before its ranks were started; None if it
-            did not, or if this was made after that.
+        divided_for_one: Where the program had asked for its rank or the world size before its ranks were
+            started; None if it had not, or if this was made after that.
     """
 
     data: Any
@@ -70,11 +75,16 @@ class SplitSource(Source):
         own: This process's part.
         share: This process's place among the processes.
         ranks: The processes; in each round they exchange whether they have a batch.
+        divided_for_one: Where this process had asked for its rank while it was the only one. Its part may be
+            the whole then, and only the data shows it: the call may have been for a message.
+
+    Raises:
+        DataError: Its part is the whole, by the lengths of the parts.
     """
 
     is_split = True
 
-    def __init__(self, own: Source, share: Share, ranks: Ranks) -> None:
+    def __init__(self, own: Source, share: Share, ranks: Ranks, divided_for_one: str | None = None) -> None:
         self.name = own.name
         self.share = share
         self.batch_size = own.batch_size
@@ -84,11 +94,16 @@ class SplitSource(Source):
         self._repeats: Repeats | None = Repeats()
         self._placeholder: Batch | None = None
         self.one_shot = own.one_shot
-        found = ranks.all_gather((own.count(), own.exact, own.stateful))
-        counts = [count for count, _, _ in found if count is not None]
+        self._asked_again = None if divided_for_one is None else watch_asking()
+        found = ranks.all_gather((own.count(), own.exact, own.stateful, divided_for_one))
+        counts = [each[0] for each in found if each[0] is not None]
         self._rounds = max(counts) if len(counts) == len(found) else None
-        self.exact = all(exact for _, exact, _ in found)
-        self.stateful = any(stateful for _, _, stateful in found)
+        self.exact = all(each[1] for each in found)
+        self.stateful = any(each[2] for each in found)
+        self._suspect = found[0][3]
+        """Where rank 0 had asked for its rank while it was the only process, if it had."""
+        if self._suspect is not None and self._rounds is not None:
+            self._refuse_lengths(counts)
 
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
         """Ask for this process's next batches; a limit counts rounds, each with one of its batches."""
@@ -115,10 +130,12 @@ class SplitSource(Source):
         """Yield this process's batches from a round on, then placeholders until all processes have ended."""
         own: Iterator[Any] = self._own.batches(epoch, self._own.start(epoch, position))
         repeats, self._repeats = (self._repeats, None) if not position else (None, self._repeats)
-        number = 0
+        number = had = 0
         while True:
             batch, _, samples = next(own, (None, 0, 0))
             ended = batch is None
+            had += not ended
+            self._warn_if_unasked()
             if batch is BAD:
                 samples = 0
             samples = batch_size(batch) if samples is None else samples
@@ -131,9 +148,12 @@ class SplitSource(Source):
                 if has:
                     repeats.note(0, batch)
                 number += 1
-                if not going or number == CHECKED_AT[-1]:
-                    self._report_repeats(repeats)
-                    repeats = None
+                is_last = not going or number == CHECKED_AT[-1]
+                if is_last or (self._suspect is not None and number & (number - 1) == 0):
+                    self._report_repeats(repeats, is_last)
+                    repeats = None if is_last else repeats
+            if not going and self._suspect is not None and not position:
+                self._refuse_lengths(self.ranks.all_gather(had))
             if not going:
                 return
             if lacking and having:  # otherwise no process has a batch to lend, and no step is run
@@ -154,16 +174,47 @@ class SplitSource(Source):
                 batch, 1, None if ended else samples, ended, None if unknown else int(total), evidence
             )
 
-    def _report_repeats(self, repeats: Repeats) -> None:
-        """Warn if several processes were given the same samples; all processes call it."""
-        found = Repeats.joined(self.ranks.all_gather(repeats.sketch())).found(at_end=True)
-        if found is not None and self.share.rank == 0:
+    def _report_repeats(self, repeats: Repeats, is_last: bool) -> None:
+        """Warn if several processes were given the same samples; all processes call it.
+
+        Raises:
+            DataError: They were, and rank 0 had asked for its rank while it was the only process.
+        """
+        found = Repeats.joined(self.ranks.all_gather(repeats.sketch())).found(at_end=is_last)
+        if found is None:
+            return
+        text = f"{found[0]} of {found[1]} samples that were compared came on several ranks"
+        if self._suspect is not None:
+            self._refuse(text)
+        if self.share.rank == 0:
             _LOG.warning(
-                f"the {self.name} data is given as already split, but {found[0]} of {found[1]} samples that"
-                " were compared came on several ranks. Was it divided before the ranks were started, so that"
-                " rank 0 has the whole? Divide it in __iter__ or in train_data() of a data object, or start"
-                " the program with `drivetrain launch` or torchrun, which set RANK and WORLD_SIZE before its"
-                " first line"
+                f"the {self.name} data is given as already split, but {text}. Was it divided before the"
+                f" ranks were started, so that rank 0 has the whole? {_DIVIDE}, which set RANK and WORLD_SIZE"
+                " before its first line"
+            )
+
+    def _refuse_lengths(self, lengths: Sequence[int]) -> None:
+        """Refuse parts that are divided for this job on all ranks but rank 0, which has the whole."""
+        whole, *parts = lengths
+        size = len(lengths)
+        if whole > max(parts) and all(abs(size * each - whole) <= size for each in parts):
+            self._refuse(f"rank 0 has {whole} batches of it, and the other ranks have {parts[0]} each")
+
+    def _refuse(self, found: str) -> None:
+        raise DataError(
+            f"the {self.name} data was divided before this program's ranks were started: {found}. The program"
+            f" had called {self._suspect}, where it was the only process, so rank 0 has the whole. {_DIVIDE}"
+        )
+
+    def _warn_if_unasked(self) -> None:
+        """Warn once if rank 0's first batch was made without another call of `rank` or `world_size`."""
+        asked, self._asked_again = self._asked_again, None
+        if asked is not None and not asked():
+            _LOG.warning(
+                f"the {self.name} data was given as already split before this program's ranks were started."
+                f" The program had called {self._suspect}, where it was the only process, and has not called"
+                " drivetrain.rank() or world_size() since. If the data was divided by that call, rank 0 has"
+                f" the whole, and the others' samples come twice. {_DIVIDE}"
             )
 
     def _borrow(self, batch: Batch | None) -> None:

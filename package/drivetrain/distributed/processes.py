@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 _asked_alone: str | None = None
 
+_asked_connected: mmap.mmap | None = None
+"""A byte that is set when the program asks after its ranks are connected; forked workers share it."""
+
 _NO_LIMIT = timedelta(days=365)
 """For waiting on a download: torch's own limit is half an hour."""
 
@@ -26,9 +30,15 @@ _NO_LIMIT = timedelta(days=365)
 def rank() -> int:
     """Return this process's rank in its job; 0 if the job has one process."""
     if _is_grouped():
+        if _asked_connected is not None:
+            _note_asking()
         return torch.distributed.get_rank()
     found = detect(os.environ)
-    return 0 if found is None else found.rank
+    if found is not None:
+        return found.rank
+    if _asked_alone is None:
+        _note_asking()
+    return 0
 
 
 def local_rank() -> int:
@@ -42,22 +52,44 @@ def world_size() -> int:
 
     A program without a launcher is one process until a Trainer or an Engine starts the others.
     """
-    global _asked_alone
     if _is_grouped():
+        if _asked_connected is not None:
+            _note_asking()
         return torch.distributed.get_world_size()
     found = detect(os.environ)
     if found is not None:
         return found.world_size
     if _asked_alone is None:
-        caller = sys._getframe(1)
-        if not caller.f_globals.get("__name__", "").startswith("drivetrain."):
-            _asked_alone = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        _note_asking()
     return 1
 
 
+def _note_asking() -> None:
+    """Note that the program has called `rank` or `world_size`, unless a module of this package has."""
+    global _asked_alone
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__", "").startswith("drivetrain."):
+        return
+    if _asked_connected is not None:
+        _asked_connected[0] = 1
+    else:
+        asked = sys._getframe(1).f_code.co_name
+        _asked_alone = f"{asked}() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+
+
 def asked_alone() -> str | None:
-    """Return where the program called `world_size` first, while it is one process; None if it did not."""
+    """Return where a program of one process first called `rank` or `world_size`; None if nowhere."""
     return None if _is_grouped() or detect(os.environ) is not None else _asked_alone
+
+
+def watch_asking() -> Callable[[], bool]:
+    """Return a function that says whether the program has called `rank` or `world_size` since now.
+
+    It counts calls in this process and in those forked from now on, such as workers.
+    """
+    global _asked_connected
+    _asked_connected = asked = mmap.mmap(-1, 1)
+    return lambda: asked[0] != 0
 
 
 def _is_grouped() -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.messages import set_rank
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
@@ -41,6 +42,7 @@ from drivetrain.engine.weighting import OpenWindow, Skipped, StepResult, Weighte
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.select import check_precision
+from drivetrain.strategies.sparse import refuse_layouts
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
@@ -356,7 +358,12 @@ class Engine:
             norm = strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
         elif self.max_grad_value is not None:
             strategy.clip_grad_value(updater.parameters, self.max_grad_value)
-        applied = not refused and strategy.optimizer_step(updater.optimizer)
+        try:
+            applied = not refused and strategy.optimizer_step(updater.optimizer)
+        except RuntimeError as error:
+            names = {each: clean_name(name) for name, each in self.task.named_parameters()}
+            refuse_layouts(updater.optimizer, names, error)
+            raise
         # As Optimizer.zero_grad does, without its profiling range (6 us).
         for parameter in parameters:
             parameter.grad = None

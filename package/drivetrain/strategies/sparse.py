@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
 
-from drivetrain.core.errors import StrategyError
+from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.task.optim.groups import sparse_parameters
 
 
@@ -30,6 +32,43 @@ def refuse_sparse(task: nn.Module, strategy: str, reason: str) -> None:
             f" support: {reason}. Create the embedding with sparse=False, or train in one process, or with"
             " 'ddp' on CPUs"
         )
+
+
+def refuse_layouts(optimizer: Optimizer, names: Mapping[Any, str], error: RuntimeError) -> None:
+    """Explain why an optimizer's step has failed, if it takes no sparse gradients, or no dense ones.
+
+    Args:
+        optimizer: The optimizer, with the gradients.
+        names: The names of the task's parameters.
+        error: What its step raised.
+
+    Raises:
+        ConfigError: Its kind takes no gradients of this layout; the message names the parameters.
+    """
+    gradients = [
+        (names.get(each, "a parameter"), each.grad.layout is torch.sparse_coo)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.grad is not None
+    ]
+    sparse_only = isinstance(optimizer, torch.optim.SparseAdam)
+    wrong = [repr(name) for name, is_sparse in gradients if is_sparse != sparse_only]
+    if not wrong:
+        return
+    listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+    kind = type(optimizer).__name__
+    several = "a mapping of several optimizers, with a training_step that yields to each"
+    if sparse_only:
+        raise ConfigError(
+            f"the optimizer {kind} takes sparse gradients only, and these are dense: {listed}. Use another,"
+            f" such as 'adamw' or, for both kinds, 'sgd' or 'adagrad'. Or let {kind} train the embeddings"
+            f" with sparse=True alone, in {several}"
+        ) from error
+    raise ConfigError(
+        f"the optimizer {kind} with its options does not take the sparse gradients of {listed} ({error})."
+        " Create the embedding with sparse=False, or use 'sgd' or 'adagrad' with weight_decay=0 for it, or"
+        f" 'sparseadam' in {several}"
+    ) from error
 
 
 def no_rows(parameter: nn.Parameter) -> Tensor:

@@ -5,23 +5,39 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.distributed.collective_order import CollectiveOrder
 from drivetrain.distributed.ranks import Ranks
 
 
-def part_order(ranks: Ranks) -> CollectiveOrder:
-    """Return a check that all ranks run the same parts of a model, for strategies that exchange them."""
+def part_order(ranks: Ranks, needs_all: bool = False) -> CollectiveOrder:
+    """Return a check that all ranks run the same parts of a model, for strategies that exchange them.
+
+    Args:
+        ranks: All ranks.
+        needs_all: Whether an update must use all parameters, so that ranks may not leave out the same ones.
+    """
+    ddp = "Or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"
+    left_out = "what is left out (LayerDrop, early exit) from a seed that all ranks share"
+    if needs_all:
+        advice = (
+            "Add the sum of the unused outputs or parameters to the loss, times zero."
+            f" {ddp}, or 'fsdp', and draw {left_out}"
+        )
+    else:
+        advice = (
+            f"Draw {left_out}, or add the sum of the unused outputs or parameters to the loss, times zero."
+            f" {ddp}"
+        )
     return CollectiveOrder(
         ranks,
         "the ranks run different parts of the model in the same step",
         "Weights and gradients are exchanged in one order, so a rank would take those of one part for"
-        " another's. Let all ranks run the same blocks and use the same parameters. Draw what is left out"
-        " (LayerDrop, early exit) from a seed that all ranks share, or add the sum of the unused outputs or"
-        " parameters to the loss, times zero. Or use strategy 'ddp' with"
-        " DDPConfig(find_unused_parameters=True)",
+        f" another's. Let all ranks run the same blocks and use the same parameters. {advice}",
     )
 
 
@@ -56,19 +72,34 @@ def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: 
     )
 
 
+_AT_ZERO = (
+    "DeepSpeed would update them with a gradient of zero, so that momentum, weight decay or running averages"
+    " would change them or their state"
+)
+_STAGE_3 = "DeepSpeed's stage 3 would update them with the gradients of an earlier update"
+
+
 class UsedParameters:
-    """A record of which parameters have got gradients, kept until `check`.
+    """A record of the parameters that have got gradients in an update.
 
     Args:
         task: The task.
+        optimizers: The optimizers.
     """
 
-    def __init__(self, task: nn.Module) -> None:
-        self._names: dict[Tensor, str] = {
-            each: name for name, each in task.named_parameters() if each.requires_grad
-        }
+    def __init__(self, task: nn.Module, optimizers: Collection[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._names: dict[Tensor, str] = {}
         self._used: set[Tensor] = set()
-        self._handles: list[Any] = [
+        self._handles: list[Any] = []
+        self.watch(task)
+
+    def watch(self, task: nn.Module) -> None:
+        """Record the parameters of a task that are trained now."""
+        self.stop()
+        self._names = {each: name for name, each in task.named_parameters() if each.requires_grad}
+        self._used.clear()
+        self._handles = [
             each.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
             for each in self._names
         ]
@@ -79,31 +110,43 @@ class UsedParameters:
             each.remove()
 
     def check(self) -> None:
-        """Check that all parameters have got a gradient, and stop recording.
+        """Check that all parameters have got a gradient, and begin with the next update.
 
         Raises:
             ConfigError: Some have not; the message names them.
         """
-        self.stop()
-        check_all_used(self._names, self._used)
+        check_all_used(self._names, self._used, self._optimizers)
+        self._used.clear()
 
 
-def check_all_used(names: Mapping[Tensor, str], used: Collection[Tensor]) -> None:
-    """Check that an update of DeepSpeed's has used all parameters.
+def check_all_used(
+    names: Mapping[Tensor, str], used: Collection[Tensor], optimizers: Collection[Optimizer], stage: int = 0
+) -> None:
+    """Check that an update of DeepSpeed's has used all parameters, unless a gradient of zero changes nothing.
 
     Args:
         names: The names of the trained parameters.
         used: Those that have got a gradient.
+        optimizers: The optimizers.
+        stage: ZeRO's stage.
 
     Raises:
         ConfigError: Some have not; the message names them.
     """
     unused = [name for each, name in names.items() if each not in used]
-    if unused:
+    if unused and not (stage < 3 and all(map(_is_idle_at_zero, optimizers))):
         more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
         raise ConfigError(
             f"this update used {len(names) - len(unused)} of {len(names)} trainable"
-            f" parameters; these got no gradient: {', '.join(unused[:8])}{more}. DeepSpeed would update"
-            " them with a gradient of zero, so momentum and weight decay would change them. Freeze"
-            " them or use them, or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"
+            f" parameters; these got no gradient: {', '.join(unused[:8])}{more}."
+            f" {_STAGE_3 if stage == 3 else _AT_ZERO}. Freeze them or use them; or use strategy 'fsdp', or"
+            " 'ddp' with DDPConfig(find_unused_parameters=True); or, below stage 3, train by 'sgd' without"
+            " momentum and weight decay"
         )
+
+
+def _is_idle_at_zero(optimizer: Optimizer) -> bool:
+    """Return whether a gradient of zero changes neither a weight nor the optimizer's state."""
+    return isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
+    )

@@ -331,9 +331,11 @@ def _fit_run(
         advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
     check_same_optimizers(task, engine.updaters, totals.updates, engine.ranks)
     check_watched(engine.updaters, bool(feeds))
-    for updater in engine.updaters.values() if engine.strategy.rank == 0 else ():
+    for updater in engine.updaters.values():
         if updater.torch_schedule is not None:
-            updater.torch_schedule.warn_if_never(totals.updates, totals.epochs)
+            updater.torch_schedule.check_length(totals.updates, totals.epochs)
+            if engine.strategy.rank == 0:
+                updater.torch_schedule.warn_if_never(totals.updates, totals.epochs)
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
     saver = None
     if settings.checkpoint is not False:

@@ -186,13 +186,19 @@ def _refused() -> None:
         return lambda: Trainer(strategy="zero2", max_epochs=1, callbacks=[callback])
 
     frozen(Freeze("line"))()
+    momentum = OptimizerConfig("sgd", lr=0.1, momentum=0.9)
+    for stage in (0, 1, 2):
+        of(extended(spare=nn.Linear(2, 2)), stage)()  # plain SGD changes nothing by a gradient of zero
     unused = "got no gradient: spare.weight, spare.bias"
     sgd = OptimizerConfig("sgd", lr=0.1)
     cases: dict[str, Any] = {
         "generator": (of(Duel(), 2, [duels()[0]]), "generator", "'deepspeed' cannot run", "engine has one"),
-        "unused in shards": (of(extended(spare=nn.Linear(2, 2)), 1), unused),
-        "unused in stage 3": (of(extended(spare=nn.Linear(2, 2)), 3), unused),
+        "unused in stage 3": (of(extended(spare=nn.Linear(2, 2)), 3), unused, "of an earlier update"),
         "orthogonal": (of(extended(OptimizerConfig("muon", lr=0.1)), 2), "Muon works on whole matrices. Use"),
+        **{
+            f"unused in stage {stage}": (of(extended(momentum, spare=nn.Linear(2, 2)), stage), unused)
+            for stage in (0, 1, 2)
+        },
         "scalar": (of(extended(scale=nn.Parameter(torch.tensor(1.0))), 3), "'scale' is a scalar"),
         "frozen": (of(Regression().requires_grad_(False), 1), "nothing to train: none of its 2"),
         "both": (of(extended(sgd), 1, optimizer={"type": "AdamW"}), "both choose an optimizer"),

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
+    OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
     StepLR,
@@ -104,6 +105,36 @@ def test_a_schedule_that_is_never_stepped_is_named_with_the_length_of_the_fit() 
         with warned(words):
             assert rates(task(HALVES, every=every)) == [0.8] * 20
     assert rates(task(HALVES, every="4 epochs")) == [0.8] * 20  # and no warning: it is stepped at the end
+
+
+def test_a_scheduler_that_is_shorter_than_the_run_is_refused_before_it_begins() -> None:
+    def one_cycle(steps: int) -> Any:
+        return lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=steps, cycle_momentum=False)
+
+    def table(optimizer: Any) -> Any:
+        return LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.25][step])
+
+    def joined(optimizer: Any) -> Any:
+        return SequentialLR(optimizer, [StepLR(optimizer, 1), one_cycle(3)(optimizer)], [2])
+
+    for factory, settings, text in (
+        (one_cycle(9), {}, "can be stepped 9 times, and this run of 10 updates steps it 10 times"),
+        (
+            one_cycle(1),
+            {"every": "1 epoch"},
+            "this run of 2 epochs .*Tried to step 2 times.*self.totals.epochs",
+        ),
+        (table, {}, "LambdaLR can be stepped 2 times.*IndexError"),
+        (joined, {}, "5 times.*self.totals.updates"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            rates(task(factory, **settings), max_epochs=2)
+    for factory, settings in (
+        (one_cycle(10), {}),
+        (one_cycle(5), {"every": "2 steps"}),
+        (one_cycle(2), {"every": "1 epoch"}),
+    ):
+        assert len(rates(task(factory, **settings), max_epochs=2)) == 10
 
 
 def test_the_state_of_another_kind_of_schedule_is_refused(tmp_path: Path) -> None:

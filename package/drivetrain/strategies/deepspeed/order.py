@@ -5,10 +5,12 @@ DeepSpeed matches gathered weights, and the gradients in its buckets, by their o
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.strategies.unused import check_all_used, part_order
@@ -24,10 +26,19 @@ class ZeroOrder:
         ranks: All ranks.
         stage: ZeRO's stage, from 1.
         in_backward: Whether gradients are reduced in backward; otherwise at the update.
+        optimizers: The optimizers.
     """
 
-    def __init__(self, module: Any, ranks: Ranks, stage: int, in_backward: bool) -> None:
-        self._order = part_order(ranks)
+    def __init__(
+        self,
+        module: Any,
+        ranks: Ranks,
+        stage: int,
+        in_backward: bool,
+        optimizers: Collection[Optimizer],
+    ) -> None:
+        self._order = part_order(ranks, needs_all=True)
+        self._optimizers, self._stage = optimizers, stage
         self._module = module
         self._names = {each: name for name, each in module.task.named_parameters() if each.requires_grad}
         self._used: set[Tensor] = set()
@@ -114,7 +125,7 @@ class ZeroOrder:
         """
         if not self._in_backward:
             self._compare()
-        check_all_used(self._names, self._used)
+        check_all_used(self._names, self._used, self._optimizers, self._stage)
         # DeepSpeed completes the gradients of its leaf modules, whose experts a later update may leave out.
         self._used &= self._in_leaves
 

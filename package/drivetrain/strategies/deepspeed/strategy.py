@@ -221,7 +221,8 @@ class DeepSpeed(Strategy):
         members = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         if self.config.stage:
             in_backward = bool(settings.get("managed_gradient_accumulation", True))
-            self._order = ZeroOrder(module, self.ranks, self.config.stage, in_backward)
+            trained_by = optimizers.values()
+            self._order = ZeroOrder(module, self.ranks, self.config.stage, in_backward, trained_by)
         with quiet(), translated_errors():
             self._engine, zero, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=settings, dist_init_required=False
@@ -232,7 +233,7 @@ class DeepSpeed(Strategy):
             self._state.put(exact)  # DeepSpeed has started from rounded values
         if self._order is not None and self.sharded:
             self._order.watch_forwards()
-        self._used = UsedParameters(task) if optimizers and self._plain else None
+        self._used = UsedParameters(task, optimizers.values()) if optimizers and self._plain else None
         self._norms = WideNorms(module)
         return Prepared(self._engine, optimizers)
 
@@ -285,8 +286,7 @@ class DeepSpeed(Strategy):
     def retrain(self, model: nn.Module) -> nn.Module:
         """Expect gradients of the parameters that are trained now in the first update."""
         if self._used is not None:
-            self._used.stop()
-            self._used = UsedParameters(self._engine.module.task)
+            self._used.watch(self._engine.module.task)
         return model
 
     @contextmanager
@@ -352,7 +352,6 @@ class DeepSpeed(Strategy):
         self._engine.backward(loss if share is None else loss * share, scale_wrt_gas=False)
         if self._used is not None and self._last:
             self._used.check()
-            self._used = None
 
     def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
         """Let DeepSpeed multiply the gradients at the update, as it does with a loss scale."""

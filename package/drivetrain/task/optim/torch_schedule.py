@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from drivetrain.core.direction import MODES
 from drivetrain.core.errors import ConfigError, nearest
@@ -140,6 +140,44 @@ class TorchSchedule:
                 f" {length:,} {self.unit}: it never changes the learning rate. Give a shorter interval"
             )
 
+    def check_length(self, updates: int | None, epochs: int | None) -> None:
+        """Check that the scheduler takes as many steps as the run has.
+
+        Args:
+            updates: The run's updates; None if unknown.
+            epochs: Its epochs, the last of them begun; None if unknown.
+
+        Raises:
+            ConfigError: It is shorter, as a OneCycleLR may be, and would raise in the middle of the run.
+        """
+        length = {"steps": updates, "epochs": epochs}.get(self.unit)
+        if not isinstance(self.scheduler, LRScheduler) or self.metric is not None or not length:
+            return
+        steps = length // self._amount
+        error: Exception | None = None
+        if isinstance(self.scheduler, OneCycleLR) and self.scheduler.total_steps > _MOST_STEPS:
+            possible = self.scheduler.total_steps - self.scheduler.last_epoch
+        else:
+            rates, error = self._rates(min(steps, _MOST_STEPS))
+            possible = len(rates) - 1
+            if error is None or possible < 1:  # a copy that cannot even step once shows nothing
+                return
+        if possible < steps:
+            unit, said = "updates" if self.unit == "steps" else "epochs", ""
+            if error is not None:
+                said = f" Its next one raises {type(error).__name__}: {error}."
+            raise ConfigError(
+                f"the schedule {kind_of(self.scheduler)} can be stepped {possible:,} times, and this run of"
+                f" {length:,} {unit} steps it {steps:,} times.{said} Give it the run's length, which"
+                f" configure_optimizers finds in self.totals.{unit} (as in OneCycleLR(optimizer, max_lr,"
+                f" total_steps=self.totals.{unit})), or make the run shorter"
+            )
+
+    @property
+    def _amount(self) -> int:
+        """The number of updates or epochs for a step."""
+        return int(self.every.amount) if isinstance(self.every, Every) else 1
+
     def settle_direction(self, known: str | None) -> None:
         """Check that a ReduceLROnPlateau lowers the rate when the value gets no better.
 
@@ -173,7 +211,7 @@ class TorchSchedule:
         if self.unit != "steps" or not isinstance(self.scheduler, LRScheduler):
             return
         name, total = type(self.scheduler).__name__, min(updates or _MOST_STEPS, _MOST_STEPS)
-        rates = self._rates(total)
+        rates, _ = self._rates(total // self._amount)
         if not rates or not rates[0]:
             return
         epochs = f"Where its arguments count epochs, return TorchSchedule({name}(...), every='1 epoch')"
@@ -191,27 +229,29 @@ class TorchSchedule:
                 f" {rates[-1]:.3g} after {total} updates. {epochs}"
             )
 
-    def _rates(self, updates: int) -> list[float]:
-        """Return the first group's rate after each update, by a copy that steps an optimizer of its own."""
+    def _rates(self, steps: int) -> tuple[list[float], Exception | None]:
+        """Return the first group's rate after each step and the error that ended the steps, if one did.
+
+        A copy of the scheduler steps an optimizer of its own.
+        """
         optimizer = self.scheduler.optimizer
         groups = [
             {**{name: each for name, each in group.items() if name != "params"}, "params": [nn.Parameter()]}
             for group in optimizer.param_groups
         ]
+        rates: list[float] = []
         with warnings.catch_warnings():  # torch's, that the optimizer itself has not stepped
             warnings.simplefilter("ignore")
             try:
                 alone = torch.optim.SGD(groups, lr=0.0)
                 made = copy.deepcopy(self.scheduler, {id(optimizer): alone})
-                rates = [float(alone.param_groups[0]["lr"])]
-                for _ in range(updates):
+                rates.append(float(alone.param_groups[0]["lr"]))
+                for _ in range(steps):
                     made.step()
                     rates.append(float(alone.param_groups[0]["lr"]))
-            except (
-                Exception
-            ):  # one that cannot be copied, or is at its end, says so itself when it is stepped
-                return []
-        return rates
+            except Exception as error:  # it cannot be copied, or is at its end
+                return rates, error
+        return rates, None
 
     def is_due(self, unit: str, number: int) -> bool:
         """Return whether a step is due; see `step`."""
