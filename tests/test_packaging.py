@@ -48,7 +48,7 @@ def test_the_source_archive_builds_and_installs_every_module_and_the_command(tmp
         str(archive),
     ]
     run("-m", "pip", "install", *words, cwd=tmp_path)
-    modules = [*PACKAGE.rglob("*.py"), PACKAGE / "drivetrain" / "py.typed"]
+    modules = [path for path in (PACKAGE / "drivetrain").rglob("*.*") if path.suffix != ".pyc"]
     installed = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
     assert {path.relative_to(PACKAGE) for path in modules} <= installed
     (folder,) = target.glob("*.dist-info")

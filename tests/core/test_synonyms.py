@@ -4,7 +4,9 @@ import ast
 import importlib.util
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain import Callback, CompileConfig, ConfigError, Engine, OptimizerConfig, Trainer
-from drivetrain.core.synonyms import PLACES, SYNONYMS, help_with, row
+from drivetrain.core.synonyms import PLACES, help_with, row
 from drivetrain.loggers.base import LOGGERS
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.run import Run
@@ -28,6 +30,7 @@ from drivetrain.task.optim.config import OPTIMIZERS
 VERBS = {"fit": Trainer.fit, "test": Trainer.test, "predict": Trainer.predict, "DataLoader": DataLoader}
 PARTS = {place: VERBS[place] if place in VERBS else getattr(drivetrain, place) for place in PLACES}
 ANSWERED = re.compile(r"Here it is |It has no counterpart(?: here: )?")
+SYNONYMS = tomllib.loads(resources.files("drivetrain.core").joinpath("other_names.toml").read_text("utf-8"))
 STOPPED = set(re.findall(r"\w+", "Trainer none the and for in is"))
 RECOMPUTED = "Trainer(memory=MemoryConfig(activation_checkpointing=True))"
 
@@ -69,6 +72,12 @@ def test_each_row_of_the_table_is_one_and_names_an_argument_of_ours() -> None:
     wrong += [each for each in strategies if not each.startswith(("DDPConfig(", "FSDPConfig(", "none: "))]
     hooks = {ours.partition(",")[0] for _, ours in rows("hook") if ours.startswith("on_")}
     assert not wrong + sorted(hooks - {*HOOKS})
+
+
+def test_only_the_table_knows_other_libraries_by_name() -> None:
+    named = re.compile("|".join({*SYNONYMS["library"].values()} - {"datasets"}), re.I)
+    files = Path(inspect.getfile(row)).parent.glob("*.py")
+    assert not [path.name for path in files if named.search(path.read_text(encoding="utf-8"))]
 
 
 def test_the_page_from_other_libraries_gives_the_answers_of_the_table() -> None:

@@ -32,7 +32,7 @@ def opened(value: Any) -> Container | None:
     """Return one level of a container, or None for a leaf, such as a tensor, a number or an unknown object.
 
     Containers are mappings, lists, tuples, dataclasses, and every type that is registered with torch's
-    pytree, such as the outputs of Hugging Face's models. `rebuild` keeps the container's type, and its
+    pytree, such as outputs of models of other libraries. `rebuild` keeps the container's type, and its
     field names, attributes and default factory.
     """
     if isinstance(value, _LEAVES):
