@@ -1,6 +1,6 @@
 """Other libraries' names answered with ours, in error messages. No foreign name is ever accepted.
 
-The names are in `other_names.toml` beside this file, which says what a row means. It is read once: for the first
+The names are in `other_names.toml` beside this file, which says what a row means. It is read once: for an
 error, or for the check of the first task.
 """
 
