@@ -5,12 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from drivetrain import CheckpointError, ConfigError, LambdaCallback, OptimizerConfig, TorchSchedule
+from drivetrain import (
+    CheckpointError,
+    ConfigError,
+    LambdaCallback,
+    OptimizerConfig,
+    TorchSchedule,
+    world_size,
+)
 
 
 def configured(**changed: Any) -> OptimizerConfig:
@@ -69,6 +77,19 @@ def test_a_resume_with_other_settings_is_refused_or_overrides(tmp_path: Path) ->
     assert {name: group[name] for name in changed} == changed
     group = resumed(torchs, stepped(lr=0.4, gamma=0.25), override=["optimizer"])()
     assert group["lr"] == pytest.approx(0.4 * 0.5 * 0.25**2)  # the first epoch had the old factor
+
+
+def scaled(folder: Path, **resume: Any) -> dict[str, Any]:
+    options: Any = {"strategy": "ddp" if world_size() > 1 else "auto", "devices": world_size()}
+    trainer = quiet(max_epochs=2, checkpoint=True, loggers="csv", run_dir=folder, **options)
+    return trainer.fit(Regression(configured(lr=0.1 * world_size())), pairs(8), **resume).metrics
+
+
+def test_a_rate_that_is_scaled_by_the_ranks_is_explained_after_a_resume_on_fewer(tmp_path: Path) -> None:
+    on_two_ranks(scaled, tmp_path)
+    with pytest.raises(ConfigError, match=r"lr was 0.2 and is now 0.1.*'keep-optimizer'") as raised:
+        scaled(tmp_path, resume="auto")
+    assert "the checkpoint is of 2 ranks, and this run has 1" in raised.value.__notes__[0]
 
 
 def test_a_resume_keeps_the_settings_of_the_checkpoint(
