@@ -6,6 +6,7 @@ An `output` is what the block before it prints; digits may differ, and a line `.
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import io
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.support.messages import unconfigured
+from tests.support.site import site_script
 from tests.support.transformers_names import ARGUMENTS, EVENTS
 from torch import nn
 from torch.nn import functional as F
@@ -257,6 +259,16 @@ def test_public_names_commands_and_tables_are_in_the_guides(capsys: pytest.Captu
     for guide, rows in (("optimizers-and-schedules", SCHEDULES), ("precision", PRECISIONS)):
         text = (DOCS / "how-to" / f"{guide}.md").read_text(encoding="utf-8")
         assert sorted(re.findall(r'^\| `"([\w-]+)"`', text, re.M)) == sorted(rows), f"the table of {guide}"
+
+
+def test_the_page_of_the_trainers_arguments_is_current_and_its_defaults_are_true() -> None:
+    printer = site_script("print_trainer_arguments")
+    text = printer.PAGE.read_text(encoding="utf-8")
+    assert text == printer.page(), "run docs/site/print_trainer_arguments.py"
+    rows = re.findall(r"(?m)^\| `(\w+)` \| `(.*?)` \| `(\w+)=", text)
+    defaults = {each.name: each.default for each in dataclasses.fields(drivetrain.Trainer)}
+    assert {name: ast.literal_eval(shown) for name, shown, _ in rows} == defaults
+    assert all(name == example for name, _, example in rows)
 
 
 def test_the_page_of_transformers_names_has_all_and_names_what_exists() -> None:
