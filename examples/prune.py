@@ -93,7 +93,7 @@ def main() -> None:
         torch.manual_seed(0)
         fit("dense", Digits(hidden=256, learning_rate=3e-3))
         torch.manual_seed(0)
-        fit("pruned", Pruned(), GradualPruning(start=updates // 10, until=updates * 6 // 10))
+        fit("pruned", Pruned(), GradualPruning(start=updates // 10, until=updates // 2))
 
         # For use without masks: multiply them into the weights, and take them away.
         task = Pruned.from_checkpoint(runs / "pruned")

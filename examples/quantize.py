@@ -20,7 +20,6 @@ from torchao.quantization.qat import QATConfig
 
 from digits import Digits, DigitsData
 from drivetrain import CheckpointConfig, Trainer
-from drivetrain.checkpoint import export_torch
 
 
 def main() -> None:
@@ -63,7 +62,7 @@ def main() -> None:
         report("trained aware, quantised", finished)
 
         path = runs / "quantised.pt"
-        export_torch(finished.state_dict(), path)
+        torch.save(finished.state_dict(), path)
         loaded = Digits(hidden=256)
         quantize_(loaded, scheme)  # so that its weights have the form of those in the file
         loaded.load_state_dict(torch.load(path, weights_only=True))

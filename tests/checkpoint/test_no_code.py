@@ -26,8 +26,8 @@ KNOWN = {
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
-    "checkpoint/weights/export_torch.py": ["torch.save"],  # on request, for programs that read no other
-    "cli/checkpoint/actions.py": ["importlib"],  # one integration of ours, for the command `push`
+    # One integration of ours, for the command `push`; and on request, for programs that read no other format.
+    "cli/checkpoint/actions.py": ["importlib", "torch.save"],
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib"],  # what the user names on the command line
     # annotations in the code; YAML that the user names, by its safe loader

@@ -131,6 +131,7 @@ def test_export_writes_plain_weights_in_each_form(capsys, run_dir, tmp_path):
         torch.testing.assert_close(load_file(target), right, rtol=0, atol=0)
     assert run(capsys, "export", run_dir, tmp_path / "w.pt", "--format", "torch")[0] == 0
     assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == expected.keys()
+    assert not list(tmp_path.glob(".*"))
     code, printed = run(capsys, "export", run_dir, tmp_path / "w.safetensors", "--group", "modle")
     assert (code, "Did you mean 'model'?" in printed.err) == (1, True)
     assert not (tmp_path / "w.safetensors").exists()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.saving.manager import CheckpointManager, SavedCheckpoint
     from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
     from drivetrain.checkpoint.weights.export import export_weights
-    from drivetrain.checkpoint.weights.export_torch import export_torch
     from drivetrain.checkpoint.weights.load import load_weights
 else:
     __getattr__, __dir__ = exports(
@@ -41,7 +40,6 @@ else:
             ),
             "drivetrain.checkpoint.locate": ("resolve",),
             "drivetrain.checkpoint.saving.manager": ("CheckpointManager", "SavedCheckpoint"),
-            "drivetrain.checkpoint.weights.export_torch": ("export_torch",),
             "drivetrain.checkpoint.format.tree": ("pack", "unpack"),
             "drivetrain.checkpoint.weights.load": ("load_weights",),
         },
@@ -58,7 +56,6 @@ __all__ = [
     "SavedCheckpoint",
     "Snapshot",
     "copy_assets",
-    "export_torch",
     "export_weights",
     "load_weights",
     "pack",

@@ -14,7 +14,7 @@ from tests.support.ranks import on_two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, export_torch, export_weights, load_weights
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, export_weights, load_weights
 from drivetrain.checkpoint.weights.dtypes import FLOATS, cast, floating_dtype
 from drivetrain.core.errors import CheckpointError, ConfigError
 
@@ -165,42 +165,6 @@ def test_cast_never_makes_a_finite_number_infinite():
         cast(torch.tensor([65520.0]), torch.float16, "it")
 
 
-def test_export_torch_writes_a_state_dict_that_torch_loads_as_weights_only(tmp_path):
-    model = Tied()
-    path = str(tmp_path / "out" / "model.pt")
-    assert export_torch(model.state_dict(), path, dtype="float64") == path
-    found = torch.load(path, weights_only=True)
-    assert list(found) == list(model.state_dict())
-    assert torch.equal(found["head.weight"], model.head.weight.double())
-    assert found["norm.num_batches_tracked"].dtype == torch.int64
-    assert found["embedding.weight"].data_ptr() == found["head.weight"].data_ptr()
-    Tied().load_state_dict(found, strict=True)
-    assert torch.equal(load_weights(path)["head.weight"], found["head.weight"])
-
-
-def test_a_view_brings_no_more_than_itself(tmp_path):
-    large = torch.arange(1_000_000.0)
-    export_torch({"part": large[10:14], "turned": torch.ones(2, 3).T}, tmp_path / "w.pt")
-    found = torch.load(tmp_path / "w.pt", weights_only=True)
-    assert found["part"].tolist() == [10, 11, 12, 13]
-    assert found["turned"].shape == (3, 2)
-    assert os.path.getsize(tmp_path / "w.pt") < 10_000
-
-
-def test_an_existing_file_is_replaced_only_by_a_whole_one(tmp_path, monkeypatch):
-    def failing(descriptor):
-        raise OSError(28, "No space left on device")
-
-    path = tmp_path / "w.pt"
-    (tmp_path / ".saving-w.pt").write_bytes(b"half")  # what a killed export has left goes
-    export_torch({"w": torch.ones(2)}, path)
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(CheckpointError, match=r"cannot write .*w.pt.*ENOSPC.*free some space"):
-        export_torch({"w": torch.zeros(2)}, path)
-    assert torch.load(path, weights_only=True)["w"].tolist() == [1, 1]
-    assert os.listdir(tmp_path) == ["w.pt"]
-
-
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
@@ -241,21 +205,20 @@ def test_a_process_that_cannot_write_leaves_nobody_waiting(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "model.safetensors").mkdir()
 
-    def fail(export, path, options):
+    def fail(path, options):
         mesh = init_device_mesh("cpu", (2,))
         tensors = {f"t{number}": torch.full((4, 4), 1e6) for number in range(3)}
         sharded = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in tensors.items()}
         if torch.distributed.get_rank() == 0:
             with pytest.raises((CheckpointError, ConfigError)):
-                export(sharded, path, **options)
+                export_weights(sharded, path, **options)
         else:
-            export(sharded, path, write=False, **options)
+            export_weights(sharded, path, write=False, **options)
         # Still in step with one another.
         total = torch.ones(1)
         torch.distributed.all_reduce(total)
         return total.item() == 2
 
-    for export in (export_weights, export_torch):
-        for path, options in (("file/w", {}), ("w", {"dtype": "fp16"}), ("model.safetensors", {})):
-            assert on_two_ranks(fail, export, str(tmp_path / path), options) == [True, True]
-            assert sorted(os.listdir(tmp_path)) == ["file", "model.safetensors"]
+    for path, options in (("file/w", {}), ("w", {"dtype": "fp16"}), ("model.safetensors", {})):
+        assert on_two_ranks(fail, str(tmp_path / path), options) == [True, True]
+        assert sorted(os.listdir(tmp_path)) == ["file", "model.safetensors"]

@@ -68,7 +68,7 @@ def export_weights(
         if not has_plain_bytes(tensor):
             raise CheckpointError(
                 f"{what}, {name!r}: a {type(tensor.detach()).__qualname__} has no plain bytes for a"
-                " safetensors file. drivetrain.checkpoint.export_torch(state_dict, path) writes it"
+                " safetensors file. torch.save(state_dict, path) writes it"
             )
     shares = divide(lazy.specs, parse_size(max_shard_size))
     names = [place.names.single] if len(shares) == 1 else place.names.several(len(shares))

@@ -7,7 +7,11 @@ import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from drivetrain.checkpoint.foreign.deepspeed import ImportedCheckpoint, import_deepspeed
 from drivetrain.checkpoint.foreign.torch_weights import PICKLES
@@ -19,12 +23,13 @@ from drivetrain.checkpoint.inspection.description import describe, open_checkpoi
 from drivetrain.checkpoint.inspection.listing import Listed, list_checkpoints
 from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.saving.reading import Reader
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
+from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, os_errors, plain_path
 from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
-from drivetrain.checkpoint.weights.export_torch import export_torch
 from drivetrain.checkpoint.weights.files import WeightFiles
 from drivetrain.checkpoint.weights.frozen import FROZEN
+from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
 from drivetrain.cli.checkpoint.output import (
     Verdict,
     comparison_json,
@@ -134,7 +139,7 @@ def _export(parsed: argparse.Namespace) -> int:
     if not weights:
         raise CheckpointError(f"the group {parsed.group!r} of {reader.path!r} holds no tensors")
     if parsed.format == "torch":
-        written = [export_torch(weights, parsed.output, dtype=parsed.dtype)]
+        written = [_write_torch(weights, parsed.output, parsed.dtype)]
     else:
         size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}
         written = export_weights(weights, parsed.output, dtype=parsed.dtype, **size)
@@ -174,11 +179,35 @@ def _export_folder(parsed: argparse.Namespace) -> int:
     return _FINE
 
 
+def _write_torch(weights: Mapping[str, Tensor], output: str, dtype: str | None) -> str:
+    """Write a file that `torch.load(output, weights_only=True)` reads, whole or not at all.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    lazy = LazyTensors(weights, floating_dtype(dtype), f"the weights for {output!r}")
+    state = {name: lazy.materialize(name) for name in weights}
+    path = Path(plain_path(output))
+    hidden = path.with_name(f"{SAVING}{path.name}")
+    with os_errors("write", output):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.save(state, hidden)
+            hidden.replace(path)
+        except RuntimeError as error:  # torch's own word for a full disk, among others
+            raise CheckpointError(f"cannot write {output!r}: {error}") from error
+        finally:
+            hidden.unlink(missing_ok=True)
+    return output
+
+
 def _check_output(parsed: argparse.Namespace) -> None:
     """Raise for options that contradict each other, or a file in the way, before reading anything."""
     output: str = parsed.output
     if parsed.format == "torch" and parsed.max_shard_size is not None:
         raise ConfigError("--max-shard-size needs --format safetensors; a torch state dict is one file")
+    if parsed.format == "torch" and "://" in output and not output.startswith("file://"):
+        raise ConfigError(f"--format torch writes a local file, not {output!r}; copy it there afterwards")
     if parsed.format == "torch" and output.endswith(TENSORS):
         raise ConfigError(
             f"{output!r} is a name for safetensors; with --format torch, give a name such as model.pt"
