@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from digits import Digits, DigitsData
 from drivetrain import CheckpointConfig, StepOutput, Trainer
+from drivetrain.task.model_info import ModelInfo
 
 QUIET = {"loggers": (), "progress_bar": False}
 
@@ -59,8 +60,9 @@ class Distilled(Digits):
         self.teacher.eval()
         return self
 
-    def left_out_of_checkpoints(self):
-        return [name for name, _ in self.named_parameters() if name.startswith("teacher.")]
+    def model_info(self):
+        of_teacher = [name for name, _ in self.named_parameters() if name.startswith("teacher.")]
+        return ModelInfo(left_out=of_teacher)
 
     def training_step(self, batch):
         outputs = self(batch["image"])

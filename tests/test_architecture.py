@@ -229,6 +229,88 @@ def test_no_object_reads_another_ones_private_attributes(sources: list[Source]) 
     assert not PRIVATE - used, "rows that no file needs"
 
 
+# The classes that users subclass, or whose attributes they may set.
+HOOKED = {"task/task.py": "TaskModule", "strategies/base.py": "Strategy", "callbacks/base.py": "Callback"}
+HELD = {"run/run.py": "Run", "run/state.py": "RunState", "engine/engine.py": "Engine"}
+
+
+def public_members(owner: ast.ClassDef) -> set[str]:
+    named: set[str] = {each.name for each in owner.body if isinstance(each, ast.FunctionDef)}
+    named |= {ast.unparse(each.target) for each in owner.body if isinstance(each, ast.AnnAssign)}
+    plain = (each for each in owner.body if isinstance(each, ast.Assign))
+    # A name of another library's that is answered with ours is no member.
+    named |= {
+        ast.unparse(at) for each in plain if "Elsewhere(" not in ast.unparse(each) for at in each.targets
+    }
+    return {name for name in named if not name.startswith("_")}
+
+
+def set_on_self(owner: ast.AST) -> set[str]:
+    stored = (each for each in ast.walk(owner) if isinstance(each, ast.Attribute))
+    return {
+        each.attr
+        for each in stored
+        if isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self" and each.attr[0] != "_"
+    }
+
+
+def test_no_member_of_the_core_is_there_for_one_integration(sources: list[Source]) -> None:
+    """A name that only one integration uses, overrides or sets, and that no page for all users shows."""
+    defined: dict[str, str] = {}
+    hooks: set[str] = set()
+    of_core, overridden = set[str](), set[str]()
+    of_integrations: dict[str, set[str]] = {}
+    overridden_there: dict[str, set[str]] = {}
+    for source in sources:
+        layer, _, rest = source.place.partition("/")
+        is_core = layer != "integrations"
+        classes = {each.name: each for each in source.nodes if isinstance(each, ast.ClassDef)}
+        hooks |= public_members(classes[HOOKED[source.place]]) if source.place in HOOKED else set()
+        hooks |= set_on_self(classes[HELD[source.place]]) if source.place in HELD else set()
+        used, given = set[str](), set[str]()
+        for node in source.nodes:
+            if isinstance(node, ast.Attribute):
+                is_own = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+                used |= set() if is_own else {node.attr}
+                given |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used.add(node.id)
+            elif isinstance(node, ast.keyword) and node.arg:
+                used.add(node.arg)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used |= {*re.findall(r"\w+", node.value)} if re.fullmatch(r"[\w.:]+", node.value) else set()
+        if source.place not in HOOKED | HELD:
+            given = given.union(*map(public_members, classes.values()))
+        else:
+            given = set()
+        if is_core:
+            named = [each for each in source.nodes if isinstance(each, (ast.FunctionDef, ast.ClassDef))]
+            own = {each.name for each in named if not each.name.startswith("_")}
+            own = own.union(*map(public_members, classes.values()), *map(set_on_self, classes.values()))
+            defined |= dict.fromkeys(own, source.place)
+            of_core |= used
+            overridden |= given
+        else:
+            for name in used:
+                of_integrations.setdefault(name, set()).add(rest.partition("/")[0])
+            for name in given:
+                overridden_there.setdefault(name, set()).add(rest.partition("/")[0])
+    found = (PACKAGE.parents[1] / "docs" / "how-to").rglob("*.md")
+    pages = [path for path in found if not path.name.startswith(("lightning", "transformers", "publish"))]
+    shown = {*re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in pages))}
+    wrong = [
+        f"{place}: only integrations/{min(of_integrations[name])} uses {name}"
+        for name, place in defined.items()
+        if name not in of_core | shown and len(of_integrations.get(name, ())) == 1
+    ]
+    wrong += [
+        f"only integrations/{min(overridden_there[name])} overrides or sets {name}; no how-to page shows it"
+        for name in hooks
+        if name not in overridden | shown and len(overridden_there.get(name, ())) == 1
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_messages_go_through_the_logger(sources: list[Source]) -> None:
     called = {
         source.place: {ast.unparse(node.func) for node in source.nodes if isinstance(node, ast.Call)}

@@ -13,6 +13,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.checkpoint import copy_assets, verify
 from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.task.model_info import ModelInfo
 
 
 class Words:  # counts how often it is written, and draws random numbers for it
@@ -52,8 +53,8 @@ def test_assets_are_made_once_and_are_in_every_checkpoint(asynchronous: bool, tm
 
 
 class WithWords(Regression):
-    def assets(self) -> Any:
-        return {"task": Words("task"), "both": Words("task"), "all": Words("task")}
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(assets={name: Words("task") for name in ("task", "both", "all")})
 
 
 def test_a_task_and_callbacks_give_assets_and_the_trainers_replace_them(tmp_path: Path) -> None:

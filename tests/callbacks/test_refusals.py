@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from drivetrain import callbacks as cb
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from drivetrain.strategies import STRATEGIES
+from drivetrain.task.model_info import ModelInfo
 
 ONE = {"wait": 1, "warmup": 1, "active": 1}
 
@@ -136,7 +137,8 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         "late assets": (
             fit(cb.LambdaCallback(on_step_end=lambda run: run.add_assets([])), **saves), "for on_fit_start"),
         "assets": (
-            fit(cb.Callback(), variant(assets=lambda self: [3])(), **saves), "variant.assets()[0]", "a int"),
+            fit(cb.Callback(), variant(model_info=lambda self: ModelInfo(assets=[3]))(), **saves),
+            "variant.model_info()[0]", "a int"),
         "assets nowhere": (partial(quiet, assets={"text": print}), "checkpoint=False saves none"),
     }  # fmt: skip
     assert_refused(ConfigError, table)

@@ -12,7 +12,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from drivetrain import DataError, OverAll, PredictResult, StepOutput
+from drivetrain import Callback, DataError, OverAll, PredictResult, StepOutput
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
@@ -149,12 +149,21 @@ class Reader:  # notes the features of all samples, and what was done with itsel
         self.notes.append("closed")
 
 
+class Reads(Callback):
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+
+    def evaluation_reader(self) -> Reader:
+        return Reader(self.notes)
+
+
 def validated(devices: int | str, **options: Any) -> tuple[dict[str, float], list[Any]]:
-    task = variant(notes=[], evaluation_reader=lambda self: Reader(self.notes))()
+    reads = Reads()
     strategy = "cpu" if devices == "auto" else "ddp"
-    found = quiet(strategy=strategy, devices=devices, **options).validate(task, pairs(7, 2, shuffle=True))
-    assert devices != "auto" or task.notes[-1] == "closed"
-    return found, [each.tolist() for each in task.notes if isinstance(each, Tensor)]
+    trainer = quiet(strategy=strategy, devices=devices, callbacks=[reads], **options)
+    found = trainer.validate(Regression(), pairs(7, 2, shuffle=True))
+    assert devices != "auto" or reads.notes[-1] == "closed"
+    return found, [each.tolist() for each in reads.notes if isinstance(each, Tensor)]
 
 
 IN_ORDER: Any = pairs(7).dataset.tensors[0].tolist()  # type: ignore[attr-defined]

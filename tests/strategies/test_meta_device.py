@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drivetrain import FSDPConfig, StrategyError, TaskModule
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.meta_device import Materialization, on_meta
+from drivetrain.task.model_info import ModelInfo
 
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -51,7 +52,10 @@ class Small(TaskModule):
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return outputs.square().mean()
 
-    def parallel_plan(self) -> Mapping[str, Any]:
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(parallel_plan=self.planned())
+
+    def planned(self) -> Mapping[str, Any]:
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain import FSDPConfig, OptimizerConfig, TaskModule
 from drivetrain.strategies import SingleDevice
+from drivetrain.task.model_info import ModelInfo
 from drivetrain.testing.distributed import run_distributed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -32,7 +33,10 @@ class Matrices(TaskModule):
     def configure_optimizers(self) -> OptimizerConfig:
         return OptimizerConfig("muon", lr=0.02, weight_decay=0.1, nesterov=self.nesterov)
 
-    def parallel_plan(self) -> dict[str, Any]:
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(parallel_plan=self.planned())
+
+    def planned(self) -> dict[str, Any]:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
         return {"wide": ColwiseParallel(), "high": RowwiseParallel()}

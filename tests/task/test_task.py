@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from drivetrain import ConfigError, DataError, OptimizerConfig, StepOutput, TaskModule
 from drivetrain.task.forward import call_forward
 from drivetrain.task.output import without_other_graphs
-from drivetrain.task.task import StepModule
+from drivetrain.task.task import StepModule, overrides
 
 ONE, TWO, THREE = torch.ones(2), torch.ones(2) * 2, torch.ones(2) * 3
 Pair = namedtuple("Pair", ["image", "label"])
@@ -110,8 +110,8 @@ def test_loss_weight_metric_inputs_and_other_defaults() -> None:
     assert dict(task.metrics()) == {}
     assert task.tokens({"image": ONE}) == 0
     assert task.configure_optimizers() == OptimizerConfig("adamw")
-    assert not task.overrides("loss_weight")
-    assert NextToken(None).overrides("loss_weight")
+    assert not overrides(task, "loss_weight")
+    assert overrides(NextToken(None), "loss_weight")
 
 
 def test_every_step_follows_from_forward_and_loss() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain import CheckpointConfig, LambdaCallback, Progress, Totals
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
+from drivetrain.task.model_info import ModelInfo
 
 
 def test_a_data_module_gives_each_verb_its_data() -> None:
@@ -104,7 +105,8 @@ def test_a_dataset_has_its_own_batch_size_and_collation_in_evaluations() -> None
     trainer.predict(Regression(), dataset())
     assert sizes == {"train": [4, 4, 1], "validation": [5, 4], "predict": [5, 4]}
     assert trainer.to_json()["collate"].endswith(".collate")
-    first = variant(collate_function=lambda self: lambda samples: [samples[0][0][None]])()  # of the task
+    info = ModelInfo(collate=lambda samples: [samples[0][0][None]])
+    first = variant(model_info=lambda self: info)()
     assert [len(each) for each in quiet(batch_size=4).predict(first, dataset())] == [1, 1, 1]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain import (
+    Callback,
     CheckpointConfig,
     CompileConfig,
     CSVLogger,
@@ -202,7 +203,7 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.patience = 3
 
-    class Keras:
+    class Keras(Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             pass
 
@@ -283,6 +284,11 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
             fit(variant(loss=lambda self, outputs: outputs.mean())()),
             "`def loss(self, outputs, batch)`",
         ),
+        "callbacks": (
+            fit(variant(configure_callbacks=lambda self: [])()),
+            "`def configure_callbacks(self, stage)`",
+        ),
+        "no base": (lambda: quiet(callbacks=[SimpleNamespace()]), "must have the base drivetrain.Callback"),
         "other": (lambda: Other.from_checkpoint(tmp_path), "another task"),
         "other weights": (lambda: quiet().validate(Renamed(), pairs(), checkpoint=tmp_path), "another task"),
         "verb": (lambda: quiet(max_steps=1).fit(kept, pairs(), batch_size=3), "Trainer(batch_size=...)"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.run.hooks import HOOKS
+from drivetrain.core.types import EvaluationReader
+from drivetrain.run.hooks import HOOKS, Hooked
 from drivetrain.run.run import Run
 
 if TYPE_CHECKING:
     from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
+    from drivetrain.task.task import TaskModule
 
 __all__ = ["HOOKS", "Callback", "unused"]
 
@@ -43,7 +47,7 @@ def check_only_one(kind: type[Callback], trainer: RunSettings, why: str) -> None
         raise ConfigError(f"callbacks has {found} {kind.__name__}, which would {why}")
 
 
-class Callback:
+class Callback(Hooked):
     """An object that watches or steers a run. Override any of the hooks; each is called with the run.
 
     ::
@@ -82,30 +86,64 @@ class Callback:
     A callback whose state belongs in a checkpoint also has `state_dict` and `load_state_dict` (see
     `drivetrain.core.types.Stateful`).
 
-    A callback with `saving(run)`, a context manager, changes what a checkpoint holds: the checkpoint is
-    taken inside it. One with `around(run)`, a context manager too, has the whole run inside it, from before a
-    checkpoint is loaded until after the last hook, `on_exception` included.
-
-    A callback with `preparing(task)`, a context manager, changes the task before a fit places it and builds
-    its optimizers: the fit, like `Trainer.plan`, runs inside it, and the fit's parameters may be other
-    objects.
-
-    A callback that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when
-    the Trainer is made.
-
-    A callback with `after_saver = True` is called after the saver, and so finds the update's checkpoint and
-    the finished weights on the disk. One that keeps checkpoints elsewhere has a `resume_name` and
-    `fetch_checkpoint(directory)`: `fit(..., resume=<that name>)` has rank 0 call it with the directory of
-    checkpoints, and then resumes from the newest there.
-
     A hook must neither draw from torch's global random stream nor change `run.progress`.
 
     Attributes:
+        after_saver: Whether it is called after the saver, and so finds the update's checkpoint and the
+            finished weights on the disk.
+        resume_name: The `fit(..., resume=<this name>)` that resumes from `fetch_checkpoint`; None if it keeps
+            no checkpoints.
         timed_names: Patterns of the names that it logs and that are measurements of time, such as
             "throughput/*": no run has the same twice, and `drivetrain check-resume` compares none of them.
+        changes_data: Whether its hooks may change the training data's dataset, so that each epoch's workers
+            need a new copy of it. None means that they may if the hooks are not of this package.
     """
 
+    after_saver: ClassVar[bool] = False
+    resume_name: ClassVar[str | None] = None
     timed_names: ClassVar[Sequence[str]] = ()
+    changes_data: bool | None = None
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that the callback fits a Trainer, when the Trainer is made. Default: it fits all.
+
+        Raises:
+            ConfigError: It does not fit; says why.
+        """
+
+    def preparing(self, task: TaskModule) -> AbstractContextManager[object]:
+        """Return a context manager that changes the task before a fit places it and builds its optimizers.
+
+        The fit, like `Trainer.plan`, runs inside it, and the fit's parameters may be other objects.
+        """
+        return nullcontext()
+
+    def around(self, run: Run) -> AbstractContextManager[object]:
+        """Return a context manager that has the whole run inside it, from before a checkpoint is loaded until
+        after the last hook, `on_exception` included.
+        """
+        return nullcontext()
+
+    def saving(self, run: Run) -> AbstractContextManager[object]:
+        """Return a context manager inside which each checkpoint is taken, to change what it holds."""
+        return nullcontext()
+
+    def fetch_checkpoint(self, directory: str) -> str | None:
+        """Copy the newest checkpoint that it keeps elsewhere into the directory of a fit's checkpoints.
+
+        Rank 0 calls it for `fit(..., resume=<resume_name>)`, which resumes from the newest checkpoint there.
+
+        Returns:
+            Its path, or None if there is none.
+        """
+        return None
+
+    def evaluation_reader(self) -> EvaluationReader | None:
+        """Return an object that reads all outputs of one pass over evaluation data, in sample order.
+
+        For what no metric can compute batch by batch. Called once for each pass and loader. Default: None.
+        """
+        return None
 
     @unused
     def on_fit_start(self, run: Run) -> None:

@@ -27,6 +27,7 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.distributed.failure.named_places import named_place, register_opaque
 from drivetrain.run.checkpoint import restore_weights, snapshot_to_save
 from drivetrain.run.save_errors import AGAIN, OVER, newest
+from drivetrain.task.model_info import info_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,9 +122,9 @@ class CheckpointSaver(Callback):
             run.engine.ranks.first(lambda: self._assets.update(self._made_assets(run)))
 
     def _made_assets(self, run: Run) -> dict[str, bytes]:
-        of_task = f"{type(run.task).__name__}.assets()"
+        of_task = f"the assets of {type(run.task).__name__}.model_info()"
         return make_assets(
-            (of_task, checked_assets(run.task.assets(), of_task)),
+            (of_task, checked_assets(info_of(run.task).assets, of_task)),
             *(("run.add_assets()", each) for each in run.take_assets()),
             ("Trainer(assets=)", self._given),
         )
@@ -203,8 +204,7 @@ class CheckpointSaver(Callback):
         def save() -> str | None:
             with ExitStack() as stack:
                 for each in run.callbacks:
-                    if (saving := getattr(each, "saving", None)) is not None:
-                        stack.enter_context(saving(run))
+                    stack.enter_context(each.saving(run))
                 saved = self.manager.save(
                     progress.updates, progress.epoch, run.metrics, snapshot, resume=resume, keeper=keeper
                 )
@@ -297,7 +297,8 @@ class CheckpointSaver(Callback):
 
     def _write_finished(self, run: Run, weights: dict[str, Tensor]) -> None:
         files = file_system(self.root)
-        path = run.task.save_finished(self.root, weights, self._assets, run.is_main)
+        save = info_of(run.task).save_finished
+        path = None if save is None else save(self.root, weights, self._assets, run.is_main)
         if path is None:
             path = files.join(self.root, MODEL)
             kept = weights if run.frozen is None else run.frozen.without(weights)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.checkpoint.inspection.description import mapping
-from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.core.types import Json
 
 FORMAT = "format"
@@ -20,13 +19,6 @@ ORIGIN = "origin"
 FORMATS: Mapping[str, str] = {"transformers": "drivetrain.integrations.transformers"}
 """The module with the function `export_pretrained` for each format. A checkpoint gives a key of this table;
 nothing is imported by a name from a file."""
-
-
-def format_of(reader: Reader) -> str:
-    """Return the format in which other programs load the model of a checkpoint; "" for plain safetensors."""
-    stored = mapping(reader.object("hparams")) if "hparams" in reader.manifest.objects() else {}
-    named = stored.get(FORMAT)
-    return named if isinstance(named, str) and named in FORMATS else ""
 
 
 def origin_of(hparams: Json) -> dict[str, str]:

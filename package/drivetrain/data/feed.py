@@ -171,13 +171,6 @@ class Feed:
         self.plan, self._cut = plan, cut
 
     @property
-    def current_accumulation(self) -> int:
-        """The number of micro-batches of the window that is next."""
-        if self.plan is None:
-            return self.accumulation
-        return self.plan.batches_at(self._place(self._progress.epoch, 0, 0))
-
-    @property
     def samples_per_update(self) -> int | None:
         """The number of samples of a whole window over all processes, at the start of a run; None if
         unknown.

@@ -156,10 +156,6 @@ class WindowPlan:
         """Whether the length of an epoch is known."""
         return self._length is not None
 
-    def batches_at(self, at: Place) -> int:
-        """Return the micro-batches of the window at a place."""
-        return self.batches.at(_counted(self.batches, at))
-
     def windows_in(self, epoch: int) -> int:
         """Return the number of windows in an epoch of a run from its start."""
         return self._counts(epoch)[0]

@@ -124,29 +124,12 @@ class Ranks:
         """Return the sums over all ranks, equal on each to the last bit."""
         if self.alone:
             return list(numbers)
-        # Not by `begin_total`: a report of a hang names the collective that a rank is in.
-        sums = self._to_sum(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        if self.copy:
+            sums.zero_()
         torch.distributed.all_reduce(sums, group=self.group)
         summed: list[float] = sums.tolist()
         return summed
-
-    def begin_total(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin `total`, and return a function that waits for it."""
-        if self.alone:
-            return lambda: list(numbers)
-        sums = self._to_sum(numbers)
-        work = torch.distributed.all_reduce(sums, group=self.group, async_op=True)
-
-        def total() -> list[float]:
-            work.wait()
-            summed: list[float] = sums.tolist()
-            return summed
-
-        return total
-
-    def _to_sum(self, numbers: Sequence[float]) -> Tensor:
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        return sums.zero_() if self.copy else sums
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over these ranks, in place and on its device, without a host sync."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import set_rank
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
@@ -38,7 +39,7 @@ from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.skip import UpdateGate
 from drivetrain.engine.splitting import MicroBatches
 from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
-from drivetrain.engine.weighting import OpenWindow, Skipped, StepResult, Weighted, take_part, weigh
+from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.select import check_precision
@@ -47,8 +48,8 @@ from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.state import start_momenta
-from drivetrain.task.output import StepValues, no_loss, read_output, without_other_graphs
-from drivetrain.task.task import StepModule, TaskModule
+from drivetrain.task.output import Optimized, StepValues, no_loss, read_output, without_other_graphs
+from drivetrain.task.task import StepModule, TaskModule, overrides
 
 
 @by_name
@@ -124,8 +125,6 @@ class Engine:
         self.refuse_nonfinite = refuse_nonfinite
         self.max_grad_value: float | None = None
         self.evaluation_precision: Precision | None = None  # None evaluates in the precision of training
-        self.may_skip = False  # whether a training step may return None
-        self.nothing_left = False  # whether all steps of the window have returned None
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
@@ -177,7 +176,6 @@ class Engine:
         if training:
             self.memory.add(task)
         self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
-        self.may_skip = task.may_skip
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
             self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
@@ -199,7 +197,24 @@ class Engine:
         self._moving = [each for each in self.updaters.values() if each.follows_updates]
         self.only_updater = next(iter(self.updaters.values()))
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
+        self._optimize = self._chosen_optimize()
         self._choose_step()
+
+    def _chosen_optimize(self) -> Callable[[Engine, Weighted], Optimized] | None:
+        """Return what makes an update, if `train_step` does not: the task, or its training step.
+
+        Raises:
+            ConfigError: The batches of a task that makes it should be split.
+        """
+        if not overrides(self.task, "optimize"):
+            return generator_step if self.interleaved else None
+        if self.splitter is not None:
+            raise ConfigError(
+                f"micro_batch with {type(self.task).__name__}.optimize: parts of a batch are run again when"
+                " memory runs out, and the task makes its updates itself. Use smaller batches with"
+                " gradient_accumulation_steps"
+            )
+        return self.task.optimize
 
     def _choose_step(self) -> None:
         """Choose `run_step`, which runs the task's training step on a micro-batch."""
@@ -245,18 +260,20 @@ class Engine:
         """Make one update: forward and backward of each micro-batch, then clip, step, zero and schedule.
 
         The gradient is sum(weight x loss) / sum(weight) over the micro-batches, so that any split of a batch
-        gives the same update; see `window.weigh`.
+        gives the same update; see `weigh`.
         """
         self.streams.seed_update(self.progress.updates)
         if self.gate is not None:
             self.gate.begin()
         pairs, total = weigh(micro_batches, self.sharing, self.placeholders)
-        if self.interleaved:
-            return generator_step(self, micro_batches, pairs, total)
-        rows, seen = self.accumulate(pairs)
-        some = pairs and not (self.may_skip and self.nothing_left)
-        applied, norm = self.update(self.only_updater, rows, self.parameters) if some else (False, None)
-        return self.finish(micro_batches, rows, applied, norm, seen, total)
+        if self._optimize is None:
+            rows, seen = self.accumulate(pairs)
+            applied, norm = self.update(self.only_updater, rows, self.parameters) if pairs else (False, None)
+            return self.finish(micro_batches, rows, applied, norm, seen, total)
+        made = self._optimize(self, pairs)
+        result = self.finish(micro_batches, made.rows, made.applied, made.norm, list(made.seen), total)
+        result.rows = [*made.rows, *made.dropped]
+        return result
 
     @named_place("in the forward")
     def accumulate(self, pairs: Weighted) -> tuple[list[Row], list[Any]]:
@@ -268,7 +285,6 @@ class Engine:
         strategy, run_step = self.strategy, self.run_step
         rows: list[Row] = []
         seen: list[Any] = []
-        skipped = Skipped(pairs, strategy, self.sharing) if self.may_skip and pairs else None
         left = len(pairs)
         for micro_batch, share in pairs if self.transfer.idle else self.transfer.moving(pairs):
             self.passes += 1
@@ -276,20 +292,10 @@ class Engine:
             if self._calls_microbatch:
                 strategy.microbatch(self.model, not left)
             if micro_batch.is_placeholder:
-                if skipped is not None and not left:
-                    skipped.forwards_are_over()
                 rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, share))
                 continue
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
-            if skipped is not None:
-                if loss is None:
-                    skipped.add(micro_batch)
-                if not left:
-                    skipped.forwards_are_over()
             if loss is None or values is None or not loss.requires_grad:
-                if loss is None and self.may_skip:
-                    take_part(strategy, self.parameters)
-                    continue
                 raise no_loss(self.task, loss)
             rows.append((names, values, micro_batch.weight))
             strategy.backward(loss, share)
@@ -297,22 +303,7 @@ class Engine:
                 self.show_metrics(outputs, micro_batch.batch, seen)
             if self.micro_batch_end is not None:
                 self.micro_batch_end()
-        if skipped is not None:
-            self.nothing_left = not skipped.leave_out(self.parameters)
         return rows, seen
-
-    def update_inside(self, name: str) -> bool:
-        """Make an update of one optimizer from inside a training step that makes its updates itself.
-
-        The gradients stay; the step clears them when it begins to add new ones.
-
-        Args:
-            name: The optimizer's name.
-
-        Returns:
-            Whether the update was made.
-        """
-        return self.update(self.updaters[name], (), ())[0]
 
     def bad_batches(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Return how many micro-batches of the last window could not be made, on all ranks."""

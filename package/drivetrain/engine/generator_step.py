@@ -7,16 +7,13 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.types import StepOutput
-from drivetrain.data import Everywhere, MicroBatch
 from drivetrain.engine.context import StepContext
 from drivetrain.engine.metrics.means import Row
-from drivetrain.engine.weighting import StepResult, Weighted
-from drivetrain.task.output import no_loss, read_output
+from drivetrain.engine.weighting import Weighted
+from drivetrain.task.output import Optimized, no_loss, read_output
 
 
-def generator_step(
-    engine: StepContext, micro_batches: Sequence[MicroBatch], pairs: Weighted, total: Everywhere | None
-) -> StepResult:
+def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
     """Make one update of a task whose step is a generator: forward, backward and step at each yield."""
     # All bodies of the window run side by side, so that each named update sees the whole window's
     # gradient.
@@ -26,7 +23,7 @@ def generator_step(
     rows: list[Row] = []
     seen: list[Any] = []
     dropped: list[Row] = []
-    applied, norm = task.makes_updates, None
+    applied, norm = False, None
     while bodies:
         engine.passes += 1
         yielded = [
@@ -73,9 +70,7 @@ def generator_step(
                 engine.gate.begin()
         else:  # a skipped step, perhaps of this optimizer alone, enters no average
             dropped += own
-    result = engine.finish(micro_batches, rows, applied, norm, seen, total)
-    result.rows = [*rows, *dropped]
-    return result
+    return Optimized(rows, applied, norm, seen, dropped)
 
 
 class Returned:

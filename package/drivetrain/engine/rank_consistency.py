@@ -18,7 +18,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.updater import Updater
 from drivetrain.strategies import Strategy
-from drivetrain.task.task import TaskModule
+from drivetrain.task.task import TaskModule, overrides
 
 _METHODS = (
     "configure_optimizers",
@@ -101,7 +101,7 @@ def check_same_call(
     trainers = "Give all the same; rank 0 alone writes files"
     require_same(ranks, chosen, "the ranks were given different Trainers", trainers)
     require_same(ranks, given, "the ranks were given different arguments", "Give all the same")
-    methods = {name: "overridden" if task.overrides(name) else "the default" for name in _METHODS}
+    methods = {name: "overridden" if overrides(task, name) else "the default" for name in _METHODS}
     _require_same_task(ranks, {**methods, **_tensors(task)})
 
 

@@ -14,7 +14,7 @@ from drivetrain.core.messages import logger
 from drivetrain.data import MicroBatch
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.weighting import StepResult
-from drivetrain.task.task import TaskModule
+from drivetrain.task.task import TaskModule, overrides
 
 _LOG = logger(__name__)
 
@@ -37,7 +37,7 @@ def first_step(
     read.
     """
     task = engine.task
-    if not task.overrides("loss_weight"):
+    if not overrides(task, "loss_weight"):
         _warn_without_weight(task, micro_batches)
     elif not engine.compilation.parts and any(_ignored(each.batch) for each in micro_batches):
         with counted_targets() as counts:

@@ -37,7 +37,7 @@ from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
 from drivetrain.task.optim.state import start_momenta
 from drivetrain.task.optim.torch_schedule import TorchSchedule, kind_of
-from drivetrain.task.task import TaskModule
+from drivetrain.task.task import TaskModule, overrides
 
 _NO_VALUES: Mapping[str, float] = {}
 
@@ -295,7 +295,7 @@ def configured_specs(
         )
     configured = strategy.configured_optimizer(task, total_updates)
     specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)
-    if len(specs) > 1 and not is_interleaved(task):
+    if len(specs) > 1 and not is_interleaved(task) and not overrides(task, "optimize"):
         raise ConfigError(
             f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))})"
             " but its training_step is no generator. Write `yield name, loss` for each, or configure one"

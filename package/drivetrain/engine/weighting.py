@@ -7,7 +7,7 @@ own loop does not know them: its window is scaled when it is closed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -91,76 +91,6 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Plac
     ranks.add(summed)
     samples, tokens = ranks.total(counts)
     return Everywhere(summed, int(samples), int(tokens))
-
-
-def take_part(strategy: Strategy, parameters: Sequence[Tensor]) -> None:
-    """Add a gradient of zero to all parameters, in place of a step that returned None.
-
-    The wrappers of several ranks wait for every gradient of every rank.
-    """
-    if strategy.ranks.size == 1:
-        return
-    if strategy.sharded:
-        raise ConfigError(
-            f"a training step returned None, which strategy {strategy.name!r} cannot skip: all ranks gather"
-            " shards in each forward and backward. Return a loss of zero that depends on the outputs, leave"
-            " such samples out of the data, or use 'ddp'"
-        )
-    none = torch.stack([each.reshape(-1)[:0].sum().float() for each in parameters]).sum()
-    strategy.backward(none)
-
-
-class Skipped:
-    """The micro-batches of a window whose step returned None, on all ranks.
-
-    The ranks exchange their weights while the last backward runs. Sharded ranks exchange nothing: `take_part`
-    refuses such a step there.
-
-    Args:
-        pairs: All micro-batches of this rank.
-        strategy: The strategy.
-        ranks: The ranks that share the window; None if there is only one.
-    """
-
-    def __init__(self, pairs: Weighted, strategy: Strategy, ranks: Ranks | None) -> None:
-        self._pairs = pairs
-        self._strategy = strategy
-        self._ranks = None if strategy.sharded else ranks
-        self._skipped: list[MicroBatch] = []
-        self._weights: Callable[[], list[float]] | None = None
-
-    def add(self, micro_batch: MicroBatch) -> None:
-        """Note a micro-batch whose step returned None."""
-        self._skipped.append(micro_batch)
-
-    def forwards_are_over(self) -> None:
-        """Begin the exchange; called once, before this rank's last backward."""
-        if self._ranks is not None:
-            self._weights = self._ranks.begin_total(self._own())
-
-    def _own(self) -> list[float]:
-        lost = sum(float(each.weight) for each in self._skipped)
-        return [lost, sum(float(each.weight) for each, _ in self._pairs if not each.is_placeholder)]
-
-    def leave_out(self, parameters: Sequence[Tensor]) -> bool:
-        """Make the gradients those of a window without these micro-batches.
-
-        Args:
-            parameters: The trained parameters.
-
-        Returns:
-            Whether any micro-batch of any rank is left.
-        """
-        if self._weights is None and not self._skipped:
-            return True
-        lost, total = self._own() if self._weights is None else self._weights()
-        if lost < total:
-            if lost:
-                self._strategy.scale_gradients(parameters, total / (total - lost))
-            return True
-        for parameter in parameters:  # of zeros, by `take_part`
-            parameter.grad = None
-        return False
 
 
 class OpenWindow:

@@ -25,6 +25,7 @@ from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, 
 from drivetrain.run.imported import restore_imported
 from drivetrain.run.run import Run
 from drivetrain.task.attributes import generators_of
+from drivetrain.task.model_info import info_of
 from drivetrain.task.optim.given import KEEP
 from drivetrain.task.optim.state import TRAINED, take_averages
 from drivetrain.task.stored import pack_hparams
@@ -272,7 +273,7 @@ def _check_frozen(run: Run, snapshot: Snapshot) -> None:
             " CheckpointConfig(parameters='trainable'). Resume with parameters='all', or begin a new run from"
             " its weights: task.load_weights(path)"
         )
-    mine, theirs = dict(run.task.weights_origin()), origin_of(snapshot.objects.get("hparams"))
+    mine, theirs = dict(info_of(run.task).origin), origin_of(snapshot.objects.get("hparams"))
     differ = mine != theirs and bool(mine) and bool(theirs)
     other = (
         f"the frozen parameters of the checkpoint are those of {_named(theirs)}, and this run has those of"

@@ -41,12 +41,13 @@ class EvaluationPass:
             declared.reset()
             stack.callback(declared.reset)
         self._passes_on = declared is not None and declared.reads_all and whole
-        self._reader: EvaluationReader | None = run.task.evaluation_reader() if whole else None
-        if self._reader is not None:
-            stack.enter_context(closing(self._reader))
+        self._readers: list[EvaluationReader] = []
+        for each in run.callbacks if whole else ():
+            if (reader := each.evaluation_reader()) is not None:
+                self._readers.append(stack.enter_context(closing(reader)))
         self._records: list[Any] = []
-        self.reads = bool(declared) or self._reader is not None
-        self.needs_all = self._passes_on or self._reader is not None
+        self.reads = bool(declared or self._readers)
+        self.needs_all = self._passes_on or bool(self._readers)
 
     def take(self, part: MicroBatch, number: int, returned: StepValues) -> None:
         """Take what a step has returned for a batch, or for a part of it."""
@@ -56,22 +57,23 @@ class EvaluationPass:
         self.read(part, loss, outputs)
 
     def read(self, part: MicroBatch, loss: Tensor | None, outputs: Any) -> None:
-        """Give the metrics and the reader what a step has returned."""
+        """Give the metrics and the readers what a step has returned."""
         if self._declared and outputs is not None:
             self._declared.update(self._metric_inputs(outputs, part.batch))
-        if self._reader is not None:
+        if self._readers:
             loss = None if loss is None else loss.detach()
-            self._records.append(self._reader.record(loss, outputs, part.batch))
+            self._records.append([each.record(loss, outputs, part.batch) for each in self._readers])
 
     def end_round(self) -> None:
         """Give rank 0 what needs all samples. In a round the ranks have consecutive ones."""
         if self._passes_on:
             self._declared.pass_on()  # type: ignore[union-attr]
-        if self._reader is not None:
+        if self._readers:
             records, self._records = self._records, []
-            for each in self._ranks.gather_first(records) or ():
-                for record in each:
-                    self._reader.add(record)
+            for of_rank in self._ranks.gather_first(records) or ():
+                for of_batch in of_rank:
+                    for reader, record in zip(self._readers, of_batch, strict=True):
+                        reader.add(record)
 
     def values(self) -> dict[str, float]:
         """Return the values by the names that the task gives them; all ranks call it together."""
@@ -79,6 +81,6 @@ class EvaluationPass:
         values = self._buffer.means(refuse_nonfinite=False)
         if self._declared:
             values = joined(values, self._declared.compute(self._whole))
-        if (reader := self._reader) is not None:
-            values = joined(values, self._ranks.first(lambda: dict(reader.compute())))
+        for reader in self._readers:
+            values = joined(values, self._ranks.first(lambda reader=reader: dict(reader.compute())))  # type: ignore[misc]
         return values

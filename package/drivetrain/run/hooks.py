@@ -39,11 +39,15 @@ def is_used(hook: object) -> bool:
     return hook is not None and not getattr(hook, "__unused_hook__", False)
 
 
+class Hooked:
+    """The base of `drivetrain.Callback`, by which the run's layer knows a callback."""
+
+
 class Hooks:
     """The callbacks' methods by hook, looked up once, so that an unused hook costs nothing.
 
     Args:
-        callbacks: Objects with any subset of the hooks.
+        callbacks: The callbacks; an object is one if its class has the base `Callback`.
 
     Raises:
         ConfigError: A method whose name begins with `on_` but is no hook, with the nearest name; or a hook
@@ -54,11 +58,6 @@ class Hooks:
         for callback in callbacks:
             if (theirs := foreign(callback)) is not None:
                 raise ConfigError(f"{theirs} Another library's callback cannot watch a run of drivetrain")
-            if not any(hasattr(callback, name) for name in HOOKS):
-                raise ConfigError(
-                    f"{callback!r} is not a callback: it lacks all hooks ({', '.join(HOOKS)}). Subclass "
-                    "drivetrain.Callback, or use LambdaCallback(on_step_end=...)"
-                )
             _check_constructed(callback)
             for name in dir(callback):
                 if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name)):
@@ -67,9 +66,15 @@ class Hooks:
                     )
             for name in HOOKS:
                 _check_takes_the_run(getattr(callback, name, None), f"{type(callback).__name__}.{name}")
+            if not isinstance(callback, Hooked):
+                raise ConfigError(
+                    f"{callback!r} is not a callback: its class must have the base drivetrain.Callback. The"
+                    f" hooks are {', '.join(HOOKS)}. For a single function use"
+                    " LambdaCallback(on_step_end=...)"
+                )
             warn_of_common_hooks(callback)
         for name in HOOKS:
-            found = [getattr(callback, name, None) for callback in callbacks]
+            found = [getattr(callback, name) for callback in callbacks]
             setattr(self, name, tuple(filter(is_used, found)))
 
     def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
@@ -96,9 +101,8 @@ def _check_constructed(callback: Any) -> None:
 
 
 def _check_takes_the_run(hook: Callable[..., Any] | None, name: str) -> None:
-    if not is_used(hook):
+    if hook is None or not is_used(hook):
         return
-    assert hook is not None
     try:
         signature = inspect.signature(hook, follow_wrapped=False)
     except ValueError:  # as of some functions written in C

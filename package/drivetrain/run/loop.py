@@ -23,6 +23,7 @@ from drivetrain.run.evaluation_pass import EvaluationPass
 from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
 from drivetrain.task.output import StepValues, read_output
+from drivetrain.task.task import overrides
 
 Feeds = Sequence[tuple[str | None, Feed]]
 
@@ -446,7 +447,7 @@ def _validating(run: Run) -> Callable[[Any], tuple[Any, Any]]:
             engine.streams.seed_evaluation(run.evaluation.batch)
         return evaluated, task.predict_step(batch)
 
-    return both if task.overrides("validation_step") or task.overrides("predict_step") else once
+    return both if overrides(task, "validation_step") or overrides(task, "predict_step") else once
 
 
 def _predicted_and_evaluated(run: Run, micro_batch: MicroBatch, number: int, made: EvaluationPass) -> Any:

@@ -10,7 +10,7 @@ from drivetrain.core.direction import ENDS, direction_of
 from drivetrain.core.errors import ConfigError
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import is_loss
-from drivetrain.task.task import TaskModule
+from drivetrain.task.task import TaskModule, overrides
 
 STAGES = ("train", "validation", "test", "predict")
 
@@ -43,7 +43,7 @@ class MetricNames:
     """
 
     def __init__(self, task: TaskModule) -> None:
-        self.are_own = task.overrides("metric_name")
+        self.are_own = overrides(task, "metric_name")
         self.stages: set[str] = set()
         self._task = task
         self._sources: dict[str, Source | None] = {}  # None for a value that a hook logs

@@ -83,8 +83,7 @@ def boundary(settings: RunSettings, run: Run) -> Iterator[None]:
         around = stack.enter_context(ExitStack())
         try:
             for each in run.callbacks:
-                if (enclosing := getattr(each, "around", None)) is not None:
-                    around.enter_context(enclosing(run))
+                around.enter_context(each.around(run))
             yield
             _restore_task(run)
         except GeneratorExit:

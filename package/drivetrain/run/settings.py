@@ -353,15 +353,13 @@ def checked_callbacks(spec: Any) -> tuple[Any, ...]:
 
 
 def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
-    """Call `check_trainer(trainer, strategy)` of the callbacks that have it.
+    """Call `check_trainer(trainer, strategy)` of the callbacks.
 
     Raises:
         ConfigError: A callback does not fit; says why. A `StrategyError` if it does not fit the strategy.
     """
     for callback in settings.callbacks:
-        check = getattr(callback, "check_trainer", None)
-        if check is not None:
-            check(settings, strategy)
+        callback.check_trainer(settings, strategy)
 
 
 def checkpoint_policy(spec: object) -> object:

@@ -8,6 +8,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.task.blocks import is_called, repeated_blocks, separate
+from drivetrain.task.model_info import info_of
 from drivetrain.task.optim.groups import names_matching
 
 Wrap = str | int | tuple[str, ...] | Callable[[nn.Module], bool]
@@ -54,8 +55,8 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def named_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the classes that a task names in `block_classes`, without those inside others."""
-    names = frozenset(getattr(model, "block_classes", tuple)())
+    """Return the blocks of the classes that a task names in its `ModelInfo`, without those inside others."""
+    names = frozenset(info_of(model).block_classes)
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules() if names else ():

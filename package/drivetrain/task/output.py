@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,24 @@ StepValues: TypeAlias = tuple[Tensor | None, tuple[str, ...], Tensor | None, Any
 
 First comes the scalar to optimise, with its graph; it is None when a validation step returned nothing. Then
 come the names of the scalars to log, those scalars (detached), and the model's outputs or None."""
+
+
+class Optimized(NamedTuple):
+    """One optimizer step, as `TaskModule.optimize` returns it.
+
+    Attributes:
+        rows: The scalars of its micro-batches; see `Engine.accumulate`.
+        applied: Whether an optimizer made its step.
+        norm: The gradient's norm before clipping, or None.
+        seen: The inputs of declared metrics that are updated once the step counts.
+        dropped: Scalars that enter no average, because the step that they belong to was skipped.
+    """
+
+    rows: list[Any]
+    applied: bool
+    norm: Tensor | None = None
+    seen: Sequence[Any] = ()
+    dropped: Sequence[Any] = ()
 
 
 _LOSS = ("loss",)

@@ -23,6 +23,7 @@ from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.task.hparams import parameters_of
+from drivetrain.task.model_info import info_of
 
 _LOG = logger(__name__)
 
@@ -133,15 +134,13 @@ def pack_hparams(task: nn.Module) -> Json:
         except CheckpointError:
             if name not in defaults or defaults[name] is not value:
                 unstored.append(name)
-    form = getattr(task, "export_format", "")
-    origin = getattr(type(task), "weights_origin", None)
-    made_from = {} if origin is None else dict(origin(task))
+    info = info_of(task)
     return {
         "values": values,
         **({"dataclasses": made} if made else {}),
         "unstored": unstored,
-        **({FORMAT: form} if form else {}),
-        **({ORIGIN: made_from} if made_from else {}),
+        **({FORMAT: info.export_format} if info.export_format else {}),
+        **({ORIGIN: dict(info.origin)} if info.origin else {}),
     }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,18 @@ from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
-from drivetrain.core.types import Batch, EvaluationReader, StepOutput
+from drivetrain.core.types import Batch, StepOutput
 from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size
 from drivetrain.data.feed import Measure
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.task.forward import FORWARDS, call_forward, read_forward
 from drivetrain.task.hparams import construct, parameters_of, record_arguments
+from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.output import Optimized
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.saving.assets import Assets
     from drivetrain.checkpoint.weights.warm_start import LoadReport, Source
 
 TARGETS = ("label", "labels", "target", "targets", "y")
@@ -70,22 +71,6 @@ class TaskModule(nn.Module):
     """
 
     hparams: dict[str, Any]
-
-    export_format: ClassVar[str] = ""
-    """The format in which other programs load the model, one of `drivetrain.checkpoint.formats.FORMATS`;
-    empty for plain safetensors. Checkpoints name it, so that a command can export them without the task."""
-
-    may_skip: bool = False
-    """Whether `training_step` may return None: the batch then counts for nothing, and an update whose batches
-    all return None is skipped. With several ranks that are not sharded this costs one exchange of two numbers
-    in each update, during the last backward."""
-
-    makes_updates: bool = False
-    """Whether `training_step`, a generator without a yield, makes its updates itself by
-    `Engine.update_inside`. Each of its batches counts as an update."""
-
-    no_predict_metrics: str = ""
-    """Why `Trainer.predict(metrics=True)` cannot run this task; empty if it can."""
 
     totals: Totals = Totals()
     """The planned length of the fit in progress, from before `configure_optimizers` until the fit has ended.
@@ -167,23 +152,7 @@ class TaskModule(nn.Module):
         """
         return {}
 
-    def evaluation_reader(self) -> EvaluationReader | None:
-        """Return an object that reads all outputs of one pass over evaluation data, in sample order.
-
-        For values that no metric can compute batch by batch. Called once for each pass and loader, after all
-        metrics. Default: None.
-        """
-        return None
-
-    def collate_function(self) -> Callable[[list[Any]], Batch] | None:
-        """Return a function that makes a batch from a list of samples, for data given as a dataset.
-
-        `Trainer(collate=...)` takes precedence. Worker processes get a copy of it, so it should not hold the
-        task. Default: None, torch's own collation.
-        """
-        return None
-
-    def run_callbacks(self, stage: str) -> Sequence[Any]:
+    def configure_callbacks(self, stage: str) -> Sequence[Any]:
         """Return callbacks that belong to this task; they precede those of `Trainer(callbacks=...)`.
 
         It is called once for each run, before the strategy places the task. Default: none.
@@ -193,57 +162,13 @@ class TaskModule(nn.Module):
         """
         return ()
 
-    def block_classes(self) -> Collection[str]:
-        """Return the names of the classes that FSDP's `wrap="auto"` shards one at a time.
+    def model_info(self) -> ModelInfo:
+        """Return what parts that know no model may need to know of this one; called whenever one needs it.
 
-        Activation checkpointing recomputes them if the model has no repeated blocks.
-
-        Default: none; the largest blocks that occur more than once are sharded.
+        Its blocks for sharding, its collation, the files beside its weights, and more: see `ModelInfo`.
+        Default: nothing is known.
         """
-        return ()
-
-    def assets(self) -> Assets:
-        """Return files to store beside the weights, such as a processor and a configuration.
-
-        They are made on rank 0 when a fit begins. Default: none.
-
-        Returns:
-            What `Trainer(assets=...)` takes, whose files replace those of the same names.
-        """
-        return ()
-
-    def save_finished(
-        self, root: str, weights: Mapping[str, Tensor], assets: Mapping[str, bytes], write: bool
-    ) -> str | None:
-        """Write the weights of a finished fit in the format of another program; all ranks call this together.
-
-        Default: None. The Trainer then writes them as the file `model.safetensors`.
-
-        Args:
-            root: The run directory, or the address of the checkpoints.
-            weights: The state dict of the task by the names in a checkpoint, with the parameters that
-                checkpoints leave out. Those of a sharded task are `DTensor`s, which all ranks gather.
-            assets: The files beside the weights by name; empty on ranks that do not write.
-            write: Whether this rank writes.
-
-        Returns:
-            The path of the file or folder, on every rank.
-        """
-        return None
-
-    def left_out_of_checkpoints(self) -> Collection[str]:
-        """Return the names of the frozen parameters that checkpoints leave out by default.
-
-        `CheckpointConfig(parameters=...)` takes precedence. Default: none.
-        """
-        return ()
-
-    def weights_origin(self) -> Mapping[str, str]:
-        """Return where the weights come from that training starts with, such as "name" and "revision".
-
-        Checkpoints record it, and a resume without the same frozen weights names both. Default: empty.
-        """
-        return {}
+        return ModelInfo()
 
     def configure_optimizers(self) -> Any:
         """Return the optimizers' configuration.
@@ -259,17 +184,6 @@ class TaskModule(nn.Module):
         """
         return OptimizerConfig("adamw")
 
-    def parallel_plan(self) -> Mapping[str, Any]:
-        """Return how to split modules over ranks. Default: no module is split.
-
-        It is used by `FSDPConfig(tensor_parallel=2)` only.
-
-        Returns:
-            Styles of `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of
-            modules in the task. In a name, `*` matches any part between two dots: `"blocks.*.out"`.
-        """
-        return {}
-
     # The steps.
 
     def training_step(self, batch: Batch) -> Any:
@@ -280,6 +194,25 @@ class TaskModule(nn.Module):
         """
         outputs = call_forward(self, self.inputs(batch))
         return StepOutput(self.loss(outputs, batch), outputs)
+
+    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+        """Make one optimizer step from micro-batches. The engine makes the same step as this default without
+        calling it.
+
+        Override it for a step of another order, such as one with two backward passes, or with several steps
+        of optimizers. The engine counts it, and the batches, when it returns.
+
+        Args:
+            engine: The `Engine`: `accumulate(pairs)` runs forward and backward, and `update(updater, rows,
+                parameters)` clips, steps and clears the gradients of one of `engine.updaters`.
+            pairs: The micro-batches, each with the share of its loss in the gradient; none if there is
+                nothing to learn from.
+        """
+        rows, seen = engine.accumulate(pairs)
+        if not pairs:
+            return Optimized(rows, applied=False)
+        applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
+        return Optimized(rows, applied, norm, seen)
 
     def validation_step(self, batch: Batch) -> Any:
         """Run one validation batch; return what `training_step` may, or None. Default: outputs and loss."""
@@ -393,10 +326,6 @@ class TaskModule(nn.Module):
     def tokens(self, batch: Batch) -> int:
         """Return the batch's number of tokens, for intervals and throughput. Default: 0, not counted."""
         return 0
-
-    def overrides(self, method: str) -> bool:
-        """Return whether this task defines the named method."""
-        return getattr(type(self), method) is not getattr(TaskModule, method)
 
     @classmethod
     def from_checkpoint(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
@@ -516,10 +445,15 @@ def known_fit(task: TaskModule, totals: Totals, progress: Progress | None = None
         task.__dict__.update(before)
 
 
+def overrides(task: TaskModule, method: str) -> bool:
+    """Return whether a task's class defines the named method itself."""
+    return getattr(type(task), method) is not getattr(TaskModule, method)
+
+
 def measure_of(task: TaskModule) -> Measure:
     """Return how the task counts its batches; methods that it does not override are not called."""
-    weight = task.loss_weight if task.overrides("loss_weight") else None
-    return Measure(weight, task.tokens if task.overrides("tokens") else None)
+    weight = task.loss_weight if overrides(task, "loss_weight") else None
+    return Measure(weight, task.tokens if overrides(task, "tokens") else None)
 
 
 class StepModule(nn.Module):

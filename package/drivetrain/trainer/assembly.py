@@ -42,7 +42,8 @@ from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import as_compile
-from drivetrain.task.task import TaskModule, check_constructed, known_fit, train_loaded
+from drivetrain.task.model_info import info_of
+from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
 from drivetrain.trainer.try_out import overfitting
@@ -51,22 +52,31 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
 
 
-def _check_loss(task: TaskModule) -> None:
-    """Check that the task's loss takes the outputs and the batch, where the engine calls it.
+_TAKES = {
+    "loss": ("outputs", "batch"),
+    "optimize": ("engine", "pairs"),
+    "configure_callbacks": ("stage",),
+}
+"""The methods of a task whose parameters are easily taken for others, such as those of another library."""
+
+
+def _check_parameters(task: TaskModule) -> None:
+    """Check that methods of the task take what they are given.
 
     Raises:
-        ConfigError: It takes something else.
+        ConfigError: One takes something else.
     """
-    if task.overrides("training_step") or not task.overrides("loss"):
-        return
-    signature = inspect.signature(task.loss, follow_wrapped=False)
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise ConfigError(
-            f"{type(task).__name__}.loss takes ({', '.join(signature.parameters)}), and is given the outputs"
-            " of forward and the batch. Write it as `def loss(self, outputs, batch)`"
-        ) from None
+    for method, names in _TAKES.items():
+        if not overrides(task, method) or (method == "loss" and overrides(task, "training_step")):
+            continue
+        signature = inspect.signature(getattr(task, method), follow_wrapped=False)
+        try:
+            signature.bind(*names)
+        except TypeError:
+            raise ConfigError(
+                f"{type(task).__name__}.{method} takes ({', '.join(signature.parameters)}), and is given the"
+                f" {' and the '.join(names)}. Write it as `def {method}(self, {', '.join(names)})`"
+            ) from None
 
 
 def check_task(task: object) -> TaskModule:
@@ -81,7 +91,7 @@ def check_task(task: object) -> TaskModule:
             check_constructed(each := waiting.pop())
             waiting += (child for child in each._modules.values() if child is not None)
         check_task_names(task, HOOKS)
-        _check_loss(task)
+        _check_parameters(task)
         return task
     if isinstance(task, type) and issubclass(task, TaskModule):
         raise ConfigError(f"the task is the class {task.__name__}; pass an instance: {task.__name__}(...)")
@@ -273,7 +283,7 @@ def build_fit(
     with setting_up(settings, task, "fit", resume=resume) as engine:
         # Now that the ranks are connected: a data object may ask for their number, or wait for one of them.
         engine.closing.enter_context(begun("fit", task, train_data, validation_data))
-        callbacks = (*task.run_callbacks("train"), *settings.callbacks)
+        callbacks = (*task.configure_callbacks("train"), *settings.callbacks)
         states = state_of(train_data)
         train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
         run, saver = _fit_run(
@@ -309,7 +319,9 @@ def _fit_run(
         if declared and settings.train_metrics
         else None
     )
-    feeds = evaluation_feeds(settings, engine, task, validation_data, "validation", changes, declared)
+    feeds = evaluation_feeds(
+        settings, engine, task, validation_data, "validation", callbacks, changes, declared
+    )
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
     triggers = make_triggers(settings, totals.per_epoch, validates=bool(feeds))
     size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
@@ -390,18 +402,17 @@ def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[s
 
 @contextmanager
 def preparing(callbacks: Sequence[Any], task: TaskModule) -> Iterator[None]:
-    """Run the block, a fit, inside `preparing(task)` of the callbacks that have it."""
+    """Run the block, a fit, inside `preparing(task)` of the callbacks."""
     with ExitStack() as stack:
         for each in callbacks:
-            if (enter := getattr(each, "preparing", None)) is not None:
-                stack.enter_context(enter(task))
+            stack.enter_context(each.preparing(task))
         yield
 
 
 def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -> FrozenParameters | None:
     """Return the frozen parameters that the checkpoints leave out, or None; before they are sharded."""
     chosen = next((each.parameters for each in chosen_policies(settings.checkpoint)), None)
-    names = None if chosen == "trainable" else task.left_out_of_checkpoints()
+    names = None if chosen == "trainable" else info_of(task).left_out
     if settings.checkpoint is False:
         return None
     if chosen == "all" or (names is not None and not names):
@@ -461,8 +472,8 @@ def with_defaults(
                 callbacks.append(kind())
     if as_compile(settings.compile) and not any(isinstance(each, built_in.CompileTime) for each in callbacks):
         callbacks.append(built_in.CompileTime(show=settings.progress_bar))
-    late = [each for each in callbacks if getattr(each, "after_saver", False)]
-    first = [each for each in callbacks if not getattr(each, "after_saver", False)]
+    late = [each for each in callbacks if each.after_saver]
+    first = [each for each in callbacks if not each.after_saver]
     return [*first, *states, *([saver] if saver else []), *late]
 
 
@@ -574,7 +585,7 @@ def _evaluation_run(
     metrics: bool,
 ) -> Run:
     engine.closing.enter_context(begun(_VERBS.get(stage, stage), task, data))
-    callbacks: Sequence[Any] = (*task.run_callbacks(stage), *settings.callbacks)
+    callbacks: Sequence[Any] = (*task.configure_callbacks(stage), *settings.callbacks)
     if checkpoint is not None:
         from drivetrain.checkpoint.weights.load import load_weights
         from drivetrain.task.stored import read_extras, read_frozen
@@ -586,18 +597,13 @@ def _evaluation_run(
         kept = read_frozen(path, task)
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
     data = pick_data(data, stage)
-    if stage == "predict" and metrics and task.no_predict_metrics:
-        raise ConfigError(
-            f"predict(metrics=True) with a {type(task).__name__}: {task.no_predict_metrics}. Call validate"
-            " for the values, and predict for the outputs"
-        )
     if stage == "predict" and isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")
     loaders = [*data.values()] if isinstance(data, Mapping) else [data]
     check_evaluation_size(loaders, stage, settings.evaluation_batch_size)
     engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
     declared = declared_by(task) if metrics else None
-    feeds = evaluation_feeds(settings, engine, task, data, stage, declared=declared)
+    feeds = evaluation_feeds(settings, engine, task, data, stage, callbacks, declared=declared)
     if not feeds:
         raise ConfigError(
             f"no data to {stage}: give a DataLoader, a Dataset, an iterable of batches or a mapping of named"

@@ -109,7 +109,7 @@ def fetching_callback(settings: RunSettings, resume: object) -> Any:
     """Return the callback that fetches a checkpoint for this `resume`, or None."""
     if not isinstance(resume, str):
         return None
-    return next((each for each in settings.callbacks if getattr(each, "resume_name", None) == resume), None)
+    return next((each for each in settings.callbacks if each.resume_name == resume), None)
 
 
 def _lock(settings: RunSettings, manager: CheckpointManager, closing: ExitStack) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -15,6 +15,7 @@ from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.over_all import OverAll
 from drivetrain.run.hooks import HOOKS, is_used
 from drivetrain.run.settings import RunSettings
+from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, measure_of
 
 
@@ -42,7 +43,7 @@ def train_feed(
         share=engine.share,
         ranks=engine.data_ranks,
         changes=changes,
-        collate=settings.collate or task.collate_function(),
+        collate=settings.collate or info_of(task).collate,
         group_by_length=settings.group_by_length,
         accumulation=most(steps),
     )
@@ -73,6 +74,7 @@ def evaluation_feeds(
     task: TaskModule,
     data: Any,
     stage: str,
+    callbacks: Iterable[Any] = (),
     changes: bool = False,
     declared: Mapping[str, Any] | None = None,
 ) -> list[tuple[str | None, Feed]]:
@@ -84,6 +86,7 @@ def evaluation_feeds(
         task: The task.
         data: The user's data.
         stage: "validation", "test" or "predict".
+        callbacks: The run's callbacks.
         changes: Whether the user's code may change it during the run.
         declared: The task's metrics; None for a prediction without them.
     """
@@ -95,8 +98,8 @@ def evaluation_feeds(
         settings.seed,
         batch_size=evaluation_batch_size(settings),
         num_workers=settings.num_workers,
-        collate=settings.collate or task.collate_function(),
-        in_order=stage == "predict" or reads_all(task, declared),
+        collate=settings.collate or info_of(task).collate,
+        in_order=stage == "predict" or reads_all(callbacks, declared),
         every_sample=True,
         pin_memory=pin_memory_for(engine.device),
         share=engine.share,
@@ -150,15 +153,14 @@ def evaluation_batch_size(settings: RunSettings) -> int | None:
     return None if size is None else most(size)
 
 
-def reads_all(task: TaskModule, declared: Mapping[str, Any] | None) -> bool:
+def reads_all(callbacks: Iterable[Any], declared: Mapping[str, Any] | None) -> bool:
     """Return whether something reads a whole evaluation, in sample order."""
     if any(isinstance(each, OverAll) for each in (declared or {}).values()):
         return True
-    reader = task.evaluation_reader()
-    if reader is None:
-        return False
-    reader.close()
-    return True
+    readers = [reader for each in callbacks if (reader := each.evaluation_reader()) is not None]
+    for reader in readers:
+        reader.close()
+    return bool(readers)
 
 
 def starts_early(callbacks: Iterable[Any]) -> bool:
@@ -178,13 +180,12 @@ def may_change_data(callbacks: Iterable[Any]) -> bool:
     return _calls_user(callbacks, HOOKS)
 
 
-def _calls_user(callbacks: Iterable[Any], hooks: Iterable[str]) -> bool:
+def _calls_user(callbacks: Iterable[Any], hooks: Sequence[str]) -> bool:
     for callback in callbacks:
-        for name in hooks:
-            hook = getattr(callback, name, None)
-            if not is_used(hook):
-                continue
-            of_user = not str(getattr(hook, "__module__", "")).startswith("drivetrain.")
-            if of_user or getattr(callback, "calls_user", False):
-                return True
+        used = [hook for name in hooks if is_used(hook := getattr(callback, name))]
+        changes = callback.changes_data
+        if changes is None:  # an object of the user's, or of this package with a hook of the user's
+            changes = any(not str(getattr(hook, "__module__", "")).startswith("drivetrain.") for hook in used)
+        if used and changes:
+            return True
     return False

@@ -11,6 +11,7 @@ from drivetrain.core.stages import at_start
 from drivetrain.core.types import Batch
 from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.run.settings import RunSettings
+from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import checked_fit_data
 from drivetrain.trainer.data_objects import begun
@@ -33,7 +34,7 @@ def first_batch(
             settings.seed,
             batch_size=at_start(settings.batch_size),
             in_order=True,
-            collate=settings.collate or task.collate_function(),
+            collate=settings.collate or info_of(task).collate,
         )
         feed = Feed(source, Transfer(torch.device("cpu")), limit=1)
         try:

@@ -14,6 +14,7 @@ from drivetrain.data import Feed, as_source
 from drivetrain.data.split_source import already_split
 from drivetrain.engine.engine import Engine
 from drivetrain.run.settings import RunSettings
+from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule
 
 _LOG = logger(__name__)
@@ -65,10 +66,8 @@ def _count(batches: float) -> str:
 
 def _fits(callback: Any, settings: RunSettings) -> bool:
     """Return whether a callback that fits the Trainer fits its trial too."""
-    check = getattr(callback, "check_trainer", None)
     try:
-        if check is not None:
-            check(settings, settings.select_strategy())
+        callback.check_trainer(settings, settings.select_strategy())
     except ConfigError:
         return False
     return True
@@ -90,7 +89,7 @@ def overfitting(
         in_order=True,
         share=engine.share,
         ranks=engine.data_ranks,
-        collate=settings.collate or task.collate_function(),
+        collate=settings.collate or info_of(task).collate,
     )
     feed = Feed(source, engine.transfer, limit=settings.limit_train_batches or 1)
     few = already_split([each.batch for each in feed.micro_batches() if not each.is_placeholder])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from drivetrain import TaskModule
+from drivetrain import Callback, TaskModule
 
 
 @dataclass
@@ -36,6 +36,6 @@ class Inheriting(Typed):
         super().__init__(**rest)
 
 
-class Loud:
+class Loud(Callback):
     def on_fit_start(self, run):
         pass

@@ -5,7 +5,7 @@ import time
 import torch
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain.callbacks import Throughput, stragglers
+from drivetrain.callbacks import Callback, Throughput, stragglers
 
 stragglers.LEAST = 1.0
 
@@ -16,7 +16,7 @@ class Slow(Regression):
         return super().forward(features)
 
 
-class Shows:
+class Shows(Callback):
     def on_log(self, run):
         if run.is_main and "throughput/slowest_rank" in run.logged:
             names = ("slowest_rank", "slowest_rank_ratio", "waiting_share")

@@ -17,7 +17,7 @@ from tests.support.tasks import quiet
 from torch import nn
 from torch.nn import functional as F
 
-from drivetrain import CheckpointConfig, ConfigError, EarlyStopping
+from drivetrain import Callback, CheckpointConfig, ConfigError, EarlyStopping
 from drivetrain.integrations.lightning import LightningTask, as_data, as_task
 from drivetrain.testing import run_distributed
 
@@ -31,7 +31,7 @@ BARE: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_
 BARE |= {"accelerator": "cpu", "devices": 1, "enable_model_summary": False}
 
 
-class _Stop:
+class _Stop(Callback):
     def __init__(self, at: int) -> None:
         self.at = at
 

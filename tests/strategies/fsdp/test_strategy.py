@@ -18,6 +18,7 @@ from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.wrapping import units
 from drivetrain.task.blocks import repeated_blocks
+from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.optim.build import build_optimizer
 from drivetrain.task.task import StepModule
 from drivetrain.testing.strategies.check import check_strategy
@@ -147,8 +148,8 @@ def test_repeated_blocks_are_found_and_those_with_tied_parameters_are_not() -> N
 
 def test_units_to_shard_are_those_of_the_tasks_classes_and_never_containers() -> None:
     class Named(Tokens):
-        def block_classes(self) -> tuple[str, ...]:
-            return ("Linear", "Embedding")
+        def model_info(self) -> ModelInfo:
+            return ModelInfo(block_classes=("Linear", "Embedding"))
 
     task = Named()
     expected = [each for each in task.modules() if isinstance(each, (nn.Linear, nn.Embedding))]

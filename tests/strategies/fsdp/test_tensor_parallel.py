@@ -17,6 +17,7 @@ from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.fsdp.tensor_parallel import planned
 from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.task import StepModule
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.strategies.check import CHECKS, check_strategy
@@ -92,7 +93,10 @@ class Transformer(TaskModule):
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
 
-    def parallel_plan(self) -> Mapping[str, Any]:
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(parallel_plan=self.planned())
+
+    def planned(self) -> Mapping[str, Any]:
         from torch.distributed.tensor import Replicate, Shard
 
         if self.plan is not None:
@@ -182,7 +186,7 @@ def test_plan_refusals() -> None:
 
     columns = style("ColwiseParallel")
     cases: dict[str, Any] = {
-        "none": (plan({}), "define Transformer.parallel_plan()"),
+        "none": (plan({}), "define Transformer.model_info()"),
         "style": (plan({"head": "columns"}), "has a str for 'head'"),
         "name": (plan({"heads": columns}), "not a module of the task", "Did you mean 'head'"),
     }

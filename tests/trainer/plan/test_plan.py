@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import (
+    Callback,
     CheckpointConfig,
     ConfigError,
     MemoryReport,
@@ -54,7 +55,7 @@ class Unreadable(Dataset):  # has a length and no samples that can be had
         return torch.zeros(4), torch.tensor(0)
 
 
-class Recorder:  # what a real run did, by update
+class Recorder(Callback):  # what a real run did, by update
     def __init__(self):
         self.rates, self.samples, self.validated, self.logged, self.saved = [], [], [], [], []
 

@@ -54,7 +54,7 @@ class CheckpointConfig:
             memory, and for the previous save if that has not ended. A write error is raised after the next
             update.
         parameters: "all", or "trainable" to leave out the frozen parameters, such as a pretrained model under
-            adapters. None leaves out those that the task names in `left_out_of_checkpoints`, by default none.
+            adapters. None leaves out those that the task's `ModelInfo` names, by default none.
             All buffers stay, because training changes those of frozen modules too (running statistics). A
             checkpoint then has a fingerprint of the frozen parameters; the program makes them again, and a
             resume checks that they are the same.

@@ -10,9 +10,10 @@ from typing import Any
 
 from drivetrain.checkpoint.assets import copy_assets
 from drivetrain.checkpoint.format.manifest import MANIFEST
-from drivetrain.checkpoint.formats import export_folder, format_of, origin_of
-from drivetrain.checkpoint.inspection.description import describe, open_checkpoint
+from drivetrain.checkpoint.formats import FORMAT, FORMATS, export_folder, origin_of
+from drivetrain.checkpoint.inspection.description import describe, mapping, open_checkpoint
 from drivetrain.checkpoint.locate import CHECKPOINTS
+from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.core.errors import ConfigError
@@ -28,6 +29,13 @@ LOGS = "runs"
 
 _SHARD = "5 GB"
 """The most that a file of weights holds, as for transformers."""
+
+
+def format_of(reader: Reader) -> str:
+    """Return the format in which other programs load the model of a checkpoint; "" for plain safetensors."""
+    stored = mapping(reader.object("hparams")) if "hparams" in reader.manifest.objects() else {}
+    named = stored.get(FORMAT)
+    return named if isinstance(named, str) and named in FORMATS else ""
 
 
 def write_model(folder: Path, checkpoint: str, run_dir: Path | None) -> None:

@@ -74,7 +74,7 @@ class Publish(Callback):
     """
 
     after_saver: ClassVar[bool] = True
-    resume_name: ClassVar[str] = "hub"
+    resume_name: ClassVar[str | None] = "hub"
 
     def __init__(
         self,

@@ -19,12 +19,14 @@ from drivetrain.data.batch import map_tensors
 from drivetrain.distributed.processes import once_per_machine
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.placeholder import has_zero_weight
+from drivetrain.engine.weighting import Weighted
 from drivetrain.integrations.lightning.arguments_objects import warn_of_default_mode
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
 from drivetrain.integrations.lightning.logs import Entry, Logs
 from drivetrain.integrations.lightning.manual import Manual
 from drivetrain.integrations.lightning.methods import takes
 from drivetrain.integrations.lightning.optimizers import OptimizerView, read_optimizers
+from drivetrain.integrations.lightning.skipping import Skipped
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.run.run import Run
@@ -66,7 +68,7 @@ class ModuleHooks(ModuleState, Callback):
         stage: The stage of the run.
     """
 
-    calls_user = True
+    changes_data = True
 
     def __init__(self, task: Any, module: Any, stage: str) -> None:
         super().__init__(task, module, stage)
@@ -81,6 +83,7 @@ class ModuleHooks(ModuleState, Callback):
         self._left = 0  # batches of the window that are still to come
         self._is_first = True  # whether the window's first batch is still to come
         self._skips_log = False
+        self._skipped: Skipped | None = None  # of the update in progress
         self._shown: list[str] = []
         self._evaluated: tuple[Any, Any, int] | None = None
         self._kept: Mapping[str, Any] = {}
@@ -301,11 +304,14 @@ class ModuleHooks(ModuleState, Callback):
 
     def training_step(self, batch: Batch) -> Any:
         """Run one batch; see `TaskModule.training_step`."""
+        skipped = self._skipped
         if self._left <= 0:
-            return self._placeholder(batch)
+            loss = self._placeholder(batch)
+            return loss if skipped is None else skipped.loss_of(loss)
         loss = self._loss(self._run_step(batch))
+        counted = loss if skipped is None else skipped.loss_of(loss)
         if loss is None:
-            return None
+            return counted
         if self._is_first:
             self._is_first = False
             optimizer = self.optimizers[0]
@@ -318,6 +324,15 @@ class ModuleHooks(ModuleState, Callback):
                 self._before_backward(loss)
         self.loss = loss
         return loss
+
+    @contextmanager
+    def skipping(self, engine: Any, pairs: Weighted) -> Iterator[Skipped]:
+        """Run the block, an update, with a loss of zero for each step that returns None."""
+        self._skipped = Skipped(engine, pairs)
+        try:
+            yield self._skipped
+        finally:
+            self._skipped = None
 
     def _run_step(self, batch: Batch) -> Any:
         """Run the module's step on a batch that counts."""
@@ -396,7 +411,8 @@ class ModuleHooks(ModuleState, Callback):
         return {"loss": loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0}
 
     def _micro_batch_end(self, run: Run) -> None:
-        if self._left > 0:
+        is_skipped = self._skipped is not None and self._skipped.is_last_skipped
+        if self._left > 0 and not is_skipped:
             self.call("on_after_backward", is_batch=True, batch=self._batch)
             self._end_batch()
 

@@ -102,7 +102,8 @@ class Manual:
         run = self._state.run
         assert run is not None
         self.current = self._state.optimizers[number]
-        applied = run.engine.update_inside(str(number))
+        # The gradients stay: the module clears them itself.
+        applied, _ = run.engine.update(run.engine.updaters[str(number)], (), ())
         self._pending.discard(number)
         self._state.optimizer_steps += applied
         self.current = None

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
+from drivetrain.engine.generator_step import returned_rows
 from drivetrain.integrations.lightning.arguments_objects import module_callbacks
 from drivetrain.integrations.lightning.hooks import ModuleHooks
 from drivetrain.integrations.lightning.methods import check_module
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
+from drivetrain.task.output import Optimized
 from drivetrain.task.task import TaskModule
 
 _SHARED = (
@@ -51,6 +54,7 @@ class LightningTask(TaskModule):
         vars(self)["hooks"] = None
         self.datamodule: Any = None
         self.may_skip = True
+        """Whether `training_step` may return None; see `as_task`."""
 
     # The module's own mode: `StepModule.evaluating` and the strategies set the task's.
 
@@ -72,8 +76,6 @@ class LightningTask(TaskModule):
         """Run the module's forward."""
         return self.module(*args, **kwargs)
 
-    no_predict_metrics = "its validation_step logs values itself, in an evaluation of its own"
-
     def take_data_module(self, data_module: Any) -> None:
         """Show a data module as `self.trainer.datamodule`; `as_data` calls it when a run begins.
 
@@ -82,7 +84,7 @@ class LightningTask(TaskModule):
         self.datamodule = data_module
         data_module.trainer = TrainerView(ModuleState(self, self.module, "train"))
 
-    def run_callbacks(self, stage: str) -> Sequence[Any]:
+    def configure_callbacks(self, stage: str) -> Sequence[Any]:
         """Set the module up for a run, and return the callback that calls its hooks."""
         hooks = ModuleHooks(self, self.module, stage)
         vars(self)["hooks"] = hooks
@@ -100,8 +102,29 @@ class LightningTask(TaskModule):
         """Run the module's training step."""
         return self.hooks.training_step(batch)
 
+    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+        """Make one optimizer step, of the batches whose step returns a loss."""
+        if not (self.may_skip and pairs):
+            return super().optimize(engine, pairs)
+        with self.hooks.skipping(engine, pairs) as skipped:
+            rows, seen = engine.accumulate(pairs)
+            if not skipped.leave_out(engine.parameters):
+                return Optimized([], applied=False)
+            rows = skipped.kept(rows)
+            applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
+            return Optimized(rows, applied, norm, seen)
+
     def validation_step(self, batch: Batch) -> Any:
-        """Run the module's validation step."""
+        """Run the module's validation step.
+
+        Raises:
+            ConfigError: The run is a prediction.
+        """
+        if self.hooks.verb == "predict":
+            raise ConfigError(
+                f"predict(metrics=True) with a {type(self).__name__}: its validation_step logs values itself,"
+                " in an evaluation of its own. Call validate for the values, and predict for the outputs"
+            )
         return self.hooks.evaluation_step(batch)
 
     def test_step(self, batch: Batch) -> Any:
@@ -116,10 +139,20 @@ class LightningTask(TaskModule):
 class ManualTask(LightningTask):
     """A module with `automatic_optimization = False`, which steps its optimizers itself."""
 
-    makes_updates = True
+    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+        """Run the module's training steps, which step its optimizers; each batch counts as an update."""
+        returned = []
+        for micro_batch, _ in list(engine.transfer.moving(pairs)):
+            engine.passes += 1
+            body, step = self.training_step(micro_batch.batch), engine.run_step
+            if micro_batch.is_placeholder:
+                returned.append(engine.placeholders.forward(self, step, body))
+            else:
+                returned.append(step(body))
+        return Optimized(returned_rows(returned, pairs), applied=True)
 
     def training_step(self, batch: Batch) -> Any:
-        """Run the module's training step; a generator, as all steps that make updates."""
+        """Run the module's training step; a generator, as all steps that strategies do not wrap."""
         return self.hooks.manual_step(batch)
         yield
 

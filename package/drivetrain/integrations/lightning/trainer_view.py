@@ -136,7 +136,12 @@ class TrainerView:
         """The number of batches in an update."""
         run = self._state.run
         if run is not None and run.train_feed is not None:
-            return run.train_feed.current_accumulation
+            feed, progress = run.train_feed, run.progress
+            if feed.plan is None:
+                return feed.accumulation
+            stages, updates = feed.plan.batches, progress.updates + progress.skipped
+            done = {"steps": updates, "epochs": progress.epoch, "samples": progress.samples}
+            return stages.at(done[stages.unit])
         return self._state.totals.gradient_accumulation_steps or 1
 
     # Processes.

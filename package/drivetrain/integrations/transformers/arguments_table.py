@@ -421,9 +421,7 @@ _OLD = (
         "past_index", "no state is passed from one batch to the next; keep it in a task of your own", -1
     ),
     _old_refused("mp_parameters", "SageMaker's model parallelism; `fsdp=True` shards a model", ""),
-    _old_refused(
-        "tp_size", "models of transformers have no `parallel_plan()`; `fsdp=True` shards a model", 0
-    ),
+    _old_refused("tp_size", "models of transformers have no `parallel_plan`; `fsdp=True` shards a model", 0),
 )
 
 ROWS: Mapping[str, Row] = {

@@ -165,7 +165,7 @@ class CallbackAdapter(OwnCallback):
         self._losses = 0.0  # the sum over the updates of this fit
         self._logged_at = 0
         self._began = _Began(0.0, 0, 0, 0)
-        self.calls_user = any(not _is_theirs(each) for each in self.callbacks)
+        self.changes_data = any(not _is_theirs(each) for each in self.callbacks)
         for event, hook in EVENTS.items():
             if hook is not None and not self._by_event[event]:
                 setattr(self, hook, getattr(OwnCallback, hook))  # which is marked unused

@@ -51,8 +51,8 @@ def default_collate(processing_class: Any, multiple: int | None = None) -> Calla
     if multiple is not None:
         raise ConfigError(
             f"pad_to_multiple_of={multiple} needs a tokenizer that has a pad_token as processing_class. With"
-            " another collation, give the multiple to that: Trainer(collate=DataCollator...(...,"
-            f" pad_to_multiple_of={multiple}))"
+            " another collation, leave it out and give the multiple to that:"
+            f" Trainer(collate=DataCollator...(..., pad_to_multiple_of={multiple}))"
         )
     collate: Callable[[list[Any]], Any] = default_data_collator
     return collate

@@ -22,6 +22,7 @@ from drivetrain.distributed.processes import rank
 from drivetrain.integrations.transformers.pretrained import IN_TASK, SHARD, of_model, write_pretrained
 from drivetrain.integrations.transformers.stored_model import base_of, build_model, described_in
 from drivetrain.integrations.transformers.task import TransformersTask
+from drivetrain.task.model_info import info_of
 
 _MODEL = "model"
 """The group of weights in a checkpoint, and the argument of a task that is the model."""
@@ -81,8 +82,8 @@ def _export_task(task: TransformersTask, folder: str, options: Mapping[str, Any]
     is_main = rank() == 0
     files = {}
     if is_main:
-        what = f"{type(task).__name__}.assets()"
-        files = make_assets((what, checked_assets(task.assets(), what)))
+        what = f"the assets of {type(task).__name__}.model_info()"
+        files = make_assets((what, checked_assets(info_of(task).assets, what)))
     lazy = LazyTensors(of_model(weights, type(task).__name__), None, f"the weights for {folder!r}")
     return write_pretrained(task.model, lazy, folder, files=files, write=is_main, **options)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from drivetrain.checkpoint.saving.assets import Assets
+from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
 from drivetrain.checkpoint.weights.module_state import clean_name
@@ -61,6 +61,7 @@ from drivetrain.integrations.transformers.stored_model import (
     quantised_by,
 )
 from drivetrain.task.forward import call_forward
+from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.stored import pack_hparams
 from drivetrain.task.task import TaskModule
@@ -114,8 +115,6 @@ class TransformersTask(TaskModule):
     Raises:
         ConfigError: An argument that cannot work with this model.
     """
-
-    export_format: ClassVar[str] = "transformers"
 
     def __init__(
         self,
@@ -176,6 +175,8 @@ class TransformersTask(TaskModule):
             if pad_to_multiple_of is None
             else count("pad_to_multiple_of", pad_to_multiple_of, at_least=1)
         )
+        if not _REBUILDS.get():
+            default_collate(processing_class, self.pad_to_multiple_of)  # checks that it can pad
         self.metrics_memory = count("metrics_memory", metrics_memory)
         check_compute_metrics(compute_metrics, batch_eval_metrics, include_for_metrics)
         has_own_reader = type(self).evaluation_reader is not TransformersTask.evaluation_reader
@@ -267,7 +268,9 @@ class TransformersTask(TaskModule):
 
     def collate_function(self) -> Callable[[list[Any]], Batch]:
         """Return a collation that leaves out unused columns and pads."""
-        return Collation(self.columns, default_collate(self.processing_class, self.pad_to_multiple_of))
+        # A task that is rebuilt from a checkpoint may lack its tokenizer; the first step checks lengths.
+        multiple = None if self.processing_class is None else self.pad_to_multiple_of
+        return Collation(self.columns, default_collate(self.processing_class, multiple))
 
     # The steps.
 
@@ -383,8 +386,12 @@ class TransformersTask(TaskModule):
 
     # Evaluation.
 
+    def configure_callbacks(self, stage: str) -> Sequence[Callback]:
+        """Return a callback that has `compute_metrics` read evaluations."""
+        return [_Reading(self)]
+
     def evaluation_reader(self) -> EvaluationReader | None:
-        """Return the reader for `compute_metrics`; None without it."""
+        """Return the reader for `compute_metrics`; None without it. See `Callback.evaluation_reader`."""
         if self.compute_metrics is None:
             return None
         return MetricsReader(
@@ -405,16 +412,20 @@ class TransformersTask(TaskModule):
             return self.optimizer.config(self)
         return OptimizerConfig("adamw", lr=5e-5) if self.optimizer is None else self.optimizer
 
-    def block_classes(self) -> Collection[str]:
-        """Return the classes that transformers does not split over devices."""
+    def model_info(self) -> ModelInfo:
+        """Return the classes that transformers does not split over devices, its files and its formats."""
         names: Iterable[str] | None = getattr(base_of(self.model), "_no_split_modules", None)
-        return tuple(names or ())
+        return ModelInfo(
+            block_classes=tuple(names or ()),
+            collate=self.collate_function(),
+            assets=model_assets(self.model, self.processing_class),
+            left_out=self._adapted(),
+            origin=origin_of(self.model),
+            export_format="transformers",
+            save_finished=self._save_finished,
+        )
 
-    def assets(self) -> Assets:
-        """Return the processor, the configuration, that of generation, and those of adapters."""
-        return model_assets(self.model, self.processing_class)
-
-    def left_out_of_checkpoints(self) -> Collection[str]:
+    def _adapted(self) -> Collection[str]:
         """Return the frozen base of a `PeftModel`: by default its checkpoints hold the adapter alone."""
         if base_of(self.model) is self.model:
             return ()
@@ -422,11 +433,7 @@ class TransformersTask(TaskModule):
         # PEFT keeps the new values that a head began with, which no pretrained model has.
         return [clean_name(n) for n, each in named if not (each.requires_grad or ".original_module." in n)]
 
-    def weights_origin(self) -> Mapping[str, str]:
-        """Return the name and the revision of the pretrained model."""
-        return origin_of(self.model)
-
-    def save_finished(
+    def _save_finished(
         self, root: str, weights: Mapping[str, Tensor], assets: Mapping[str, bytes], write: bool
     ) -> str:
         """Write the folder `pretrained`, which `from_pretrained` loads."""
@@ -448,6 +455,17 @@ class TransformersTask(TaskModule):
                 base = base_of_checkpoint(path)
                 overrides |= {} if base is None else {"model": base}
             return super().from_checkpoint(path, **overrides)
+
+
+class _Reading(Callback):
+    """Has a task's reader read evaluations."""
+
+    def __init__(self, task: TransformersTask) -> None:
+        self._task = task
+
+    def evaluation_reader(self) -> EvaluationReader | None:
+        """Return the task's reader."""
+        return self._task.evaluation_reader()
 
 
 def _checked(model: Any) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.task.model_info import info_of
 
 
 class Planned(NamedTuple):
@@ -33,30 +34,30 @@ def planned(task: nn.Module) -> list[Planned]:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     kind = type(task).__name__
-    make = getattr(task, "parallel_plan", None)  # a user's own loop may train any module
-    plan = make() if make is not None else {}
+    plan = info_of(task).parallel_plan
     if not isinstance(plan, Mapping):
         raise ConfigError(
-            f"{kind}.parallel_plan() must return a mapping of module names to styles, not a"
+            f"{kind}: ModelInfo(parallel_plan=...) must be a mapping of module names to styles, not a"
             f" {type(plan).__name__}"
         )
     if not plan:
         raise ConfigError(
-            f"tensor_parallel needs a plan: define {kind}.parallel_plan(), which returns a mapping of module"
-            " names to styles of torch.distributed.tensor.parallel; or leave tensor_parallel at 1"
+            f"tensor_parallel needs a plan: define {kind}.model_info(), which returns"
+            " ModelInfo(parallel_plan={...}) with styles of torch.distributed.tensor.parallel by the names of"
+            " modules; or leave tensor_parallel at 1"
         )
     modules = dict(task.named_modules())
     chosen = []
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise ConfigError(
-                f"{kind}.parallel_plan() has a {type(style).__name__} for {pattern!r}; it must be a style of"
-                " torch.distributed.tensor.parallel, such as ColwiseParallel()"
+                f"{kind}: the parallel_plan has a {type(style).__name__} for {pattern!r}; it must be a style"
+                " of torch.distributed.tensor.parallel, such as ColwiseParallel()"
             )
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
             raise ConfigError(
-                f"{kind}.parallel_plan() names {pattern!r}, which is not a module of the task."
+                f"{kind}: the parallel_plan names {pattern!r}, which is not a module of the task."
                 f" {nearest(pattern, filter(None, modules))}"
             )
         chosen += [Planned(name, modules[name], style) for name in names]

@@ -114,7 +114,8 @@ def recompute(blocks: Sequence[nn.Module], again: RecomputeOption) -> None:
 def chosen_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
     """Return the modules to recompute: chosen by class or by globs on their names, or the repeated blocks.
 
-    A model without repeated blocks, such as one with a single layer, has those of the task's `block_classes`.
+    A model without repeated blocks, such as one with a single layer, has those that the task's
+    `ModelInfo` names.
     Unlike for sharding, blocks may share parameters with the rest of the model: nothing is gathered.
 
     Raises:

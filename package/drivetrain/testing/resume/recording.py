@@ -120,8 +120,7 @@ class Recorder(Callback):
         self._kill_after = self._recording.kill_after(self._base)
         self._checkpoint = run.last_checkpoint
         for callback in run.callbacks:
-            patterns = getattr(callback, "timed_names", ())
-            self._timed += [patterns] if isinstance(patterns, str) else patterns
+            self._timed += callback.timed_names
         self._write("start", run, list(self._state(run)), self._program_state(run))
 
     def on_step_start(self, run: Any) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from drivetrain.core.types import StepOutput
+from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.task import TaskModule
 
@@ -133,17 +134,19 @@ class Tokens(TaskModule):
             schedule=self.schedule, schedule_options=options, **config.options,
         )  # fmt: skip
 
-    def parallel_plan(self) -> Mapping[str, Any]:
+    def model_info(self) -> ModelInfo:
         """Return column-wise and row-wise styles in turn; tied weights are split along one dimension."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-        return {
-            "embedding": ColwiseParallel(output_layouts=Replicate()),
-            "blocks.0.0": ColwiseParallel(),
-            "blocks.1.0": RowwiseParallel(),
-            "head": RowwiseParallel(input_layouts=Replicate()),
-        }
+        return ModelInfo(
+            parallel_plan={
+                "embedding": ColwiseParallel(output_layouts=Replicate()),
+                "blocks.0.0": ColwiseParallel(),
+                "blocks.1.0": RowwiseParallel(),
+                "head": RowwiseParallel(input_layouts=Replicate()),
+            }
+        )
 
 
 class GeneratorAndDiscriminator(TaskModule):
@@ -170,15 +173,17 @@ class GeneratorAndDiscriminator(TaskModule):
         logits = self.discriminator(samples)
         return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
 
-    def parallel_plan(self) -> Mapping[str, Any]:
+    def model_info(self) -> ModelInfo:
         """Return a plan that gathers the output of each network, because the samples may be detached."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-        return {
-            "generator": ColwiseParallel(output_layouts=Replicate()),
-            "discriminator": RowwiseParallel(input_layouts=Replicate()),
-        }
+        return ModelInfo(
+            parallel_plan={
+                "generator": ColwiseParallel(output_layouts=Replicate()),
+                "discriminator": RowwiseParallel(input_layouts=Replicate()),
+            }
+        )
 
     def configure_optimizers(self) -> Mapping[str, OptimizerConfig]:
         """Return an optimizer of another kind for each network."""
@@ -215,12 +220,12 @@ class SampleNumbers(TaskModule):
         """Return the numbers of the samples."""
         return (outputs,)
 
-    def parallel_plan(self) -> Mapping[str, Any]:
+    def model_info(self) -> ModelInfo:
         """Return a column-wise plan for the only module."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel
 
-        return {"line": ColwiseParallel(output_layouts=Replicate())}
+        return ModelInfo(parallel_plan={"line": ColwiseParallel(output_layouts=Replicate())})
 
     def predict_step(self, batch: Sequence[Tensor]) -> Tensor:
         """Return the numbers of the samples."""

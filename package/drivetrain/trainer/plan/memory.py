@@ -26,6 +26,7 @@ from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.recompute import Recomputation, checkpoint_blocks
 from drivetrain.strategies.wrapping import batch_norms
+from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
 from drivetrain.trainer.plan.optimizers import Built, on_meta
@@ -71,7 +72,7 @@ def example_batch(settings: RunSettings, task: TaskModule, data: Any, limit: int
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
             raise Unknown("the training data is a stream, and a plan draws nothing from it")
         size = at_start(settings.batch_size) or getattr(data, "batch_size", None) or 1
-        collate = settings.collate or task.collate_function() or default_collate
+        collate = settings.collate or info_of(task).collate or default_collate
         return collate([data[0]] * min(size, limit or size))
     except Unknown:
         raise
@@ -213,7 +214,7 @@ def checkpoint_size(settings: RunSettings, task: TaskModule, built: Built) -> in
     policy = next(iter(chosen_policies(settings.checkpoint)), None)
     if any(is_lazy(each) for each in task.parameters()):
         return None
-    left_out = task.left_out_of_checkpoints() if policy is None or policy.parameters != "all" else None
+    left_out = info_of(task).left_out if policy is None or policy.parameters != "all" else None
     if policy is not None and policy.parameters == "trainable":
         left_out = [name for name, each in task.named_parameters() if not each.requires_grad]
     tensors = {

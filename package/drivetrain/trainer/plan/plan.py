@@ -20,7 +20,7 @@ from drivetrain.engine.memory import as_memory
 from drivetrain.run.settings import RunSettings, stages_of
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.task.task import TaskModule, known_fit, train_loaded
+from drivetrain.task.task import TaskModule, known_fit, overrides, train_loaded
 from drivetrain.trainer.assembly import (
     check_task,
     checked_fit_data,
@@ -203,7 +203,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         if validates:  # for its errors: an empty loader, or one without a batch size
             size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
-        with known_fit(task, totals), preparing((*task.run_callbacks("train"), *settings.callbacks), task):
+        callbacks = (*task.configure_callbacks("train"), *settings.callbacks)
+        with known_fit(task, totals), preparing(callbacks, task):
             built = Built(settings, task, totals)
             train_loaded(task)
             process = _Process(settings, strategy, built, task, train_data)
@@ -290,7 +291,7 @@ class _Process:
         self.unknown, self.tokens = "", None
         try:
             batch = example_batch(settings, task, data)
-            if task.overrides("tokens"):
+            if overrides(task, "tokens"):
                 self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
             if isinstance(settings.micro_batch, int):
                 batch = example_batch(settings, task, data, settings.micro_batch)

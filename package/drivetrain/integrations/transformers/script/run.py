@@ -82,7 +82,9 @@ class ScriptRun(Callback):
             return _last_names(settings.validate(task, loader), None)
         known, name, feed = self._feeds.get(id(loader), (None, None, None))
         if feed is None or known is not loader:
-            ((name, feed),) = evaluation_feeds(settings, self.run.engine, task, loader, "validation")
+            ((name, feed),) = evaluation_feeds(
+                settings, self.run.engine, task, loader, "validation", self.run.callbacks
+            )
             self._feeds[id(loader)] = loader, name, feed
         with shielded():
             return _last_names(evaluate(self.run, "validation", [(name, feed)]), name)

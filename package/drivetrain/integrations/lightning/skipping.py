@@ -1,0 +1,99 @@
+"""Training steps that return None: their batches count for nothing, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.engine.weighting import Weighted
+
+
+class Skipped:
+    """The micro-batches of one update whose step returned None.
+
+    Each gets a loss of zero in its place. The ranks exchange the weights of these micro-batches while the
+    last backward runs, and the gradients are then divided by the weight that is left. Sharded ranks exchange
+    nothing, because such a step is refused there.
+
+    Args:
+        engine: The engine.
+        pairs: The micro-batches of this rank, with their shares.
+
+    Attributes:
+        is_last_skipped: Whether the last step returned None.
+    """
+
+    def __init__(self, engine: Any, pairs: Weighted) -> None:
+        self._strategy = engine.strategy
+        self._engine = engine
+        self._pairs = pairs
+        self._ranks = None if engine.strategy.sharded else engine.sharing
+        self._keeps: list[bool] = []
+        self._sums: Tensor | None = None
+        self._work: Any = None
+        self.is_last_skipped = False
+
+    def loss_of(self, loss: Tensor | None) -> Tensor:
+        """Return the loss of the next micro-batch's step: its own, or zero if it returned None."""
+        micro_batch, _ = self._pairs[len(self._keeps)]
+        self.is_last_skipped = loss is None
+        self._keeps.append(loss is not None or micro_batch.is_placeholder)
+        if len(self._keeps) == len(self._pairs) and self._ranks is not None:
+            self._sums = torch.tensor(self._own(), dtype=torch.float64)
+            if self._ranks.copy:  # another rank has the same batch
+                self._sums.zero_()
+            self._work = torch.distributed.all_reduce(self._sums, group=self._ranks.group, async_op=True)
+        return self._zero() if loss is None else loss
+
+    def _zero(self) -> Tensor:
+        """Return a loss of zero. The wrappers of several ranks wait for every gradient of every rank."""
+        strategy = self._strategy
+        if strategy.ranks.size == 1:  # without a gradient, which an optimizer would act on
+            return torch.zeros((), device=strategy.device, requires_grad=True)
+        if strategy.sharded:
+            raise ConfigError(
+                f"a training step returned None, which strategy {strategy.name!r} cannot skip: all ranks"
+                " gather shards in each forward and backward. Return a loss of zero that depends on the"
+                " outputs, leave such samples out of the data, or use 'ddp'"
+            )
+        parameters = self._engine.parameters
+        return torch.stack([each.reshape(-1)[:0].sum().float() for each in parameters]).sum()
+
+    def _own(self) -> list[float]:
+        """Return the weights of this rank: of the skipped micro-batches, and of all."""
+        lost = total = 0.0
+        for keeps, (micro_batch, _) in zip(self._keeps, self._pairs, strict=True):
+            if not micro_batch.is_placeholder:
+                total += float(micro_batch.weight)
+                lost += 0.0 if keeps else float(micro_batch.weight)
+        return [lost, total]
+
+    def leave_out(self, parameters: Sequence[Tensor]) -> bool:
+        """Make the gradients those of an update without the skipped micro-batches.
+
+        Args:
+            parameters: The trained parameters.
+
+        Returns:
+            Whether any micro-batch of any rank is left.
+        """
+        if self._sums is None and all(self._keeps):
+            return True
+        if self._sums is not None:
+            self._work.wait()
+        lost, total = self._own() if self._sums is None else self._sums.tolist()
+        if lost < total:
+            if lost:
+                self._strategy.scale_gradients(parameters, total / (total - lost))
+            return True
+        for parameter in parameters:  # of zeros
+            parameter.grad = None
+        return False
+
+    def kept(self, rows: Sequence[Any]) -> list[Any]:
+        """Return the scalars of the micro-batches that were not skipped."""
+        return [row for row, keeps in zip(rows, self._keeps, strict=True) if keeps]

@@ -1,0 +1,73 @@
+"""What a task says of its model to parts that know no model: its blocks, its files, its collation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.saving.assets import Assets
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Batch
+
+SaveFinished = Callable[[str, Mapping[str, Tensor], Mapping[str, bytes], bool], str | None]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a task says of its model, as `TaskModule.model_info` returns it.
+
+    Attributes:
+        block_classes: The names of the classes that FSDP's `wrap="auto"` shards one at a time. Activation
+            checkpointing recomputes them if the model has no repeated blocks. Empty shards the largest blocks
+            that occur more than once.
+        parallel_plan: How `FSDPConfig(tensor_parallel=2)` splits modules over ranks: styles of
+            `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of modules in the
+            task. In a name, `*` matches any part between two dots: `"blocks.*.out"`.
+        collate: Makes a batch from a list of samples, for data given as a dataset; None is torch's own
+            collation. `Trainer(collate=...)` takes precedence. Worker processes get a copy of it, so it
+            should not hold the task.
+        assets: Files to store beside the weights, such as a processor and a configuration: what
+            `Trainer(assets=...)` takes, whose files replace those of the same names. They are made on rank 0
+            when a fit begins.
+        left_out: The names of the frozen parameters that checkpoints leave out by default.
+            `CheckpointConfig(parameters=...)` takes precedence.
+        origin: Where the weights come from that training starts with, such as "name" and "revision".
+            Checkpoints record it, and a resume without the same frozen weights names both.
+        export_format: The format in which other programs load the model, one of
+            `drivetrain.checkpoint.formats.FORMATS`; empty for plain safetensors. Checkpoints name it, so that
+            a command can export them without the task.
+        save_finished: Writes the weights of a finished fit in the format of another program, in place of
+            `model.safetensors`. All ranks call it together with the run directory or the address of the
+            checkpoints; the task's weights by their names in a checkpoint, with the parameters that
+            checkpoints leave out, those of a sharded task as `DTensor`s; the files beside the weights by
+            name, empty on ranks that do not write; and whether this rank writes. It returns the path of the
+            file or folder, or None if it has written nothing.
+    """
+
+    block_classes: Collection[str] = ()
+    parallel_plan: Mapping[str, Any] = field(default_factory=dict)
+    collate: Callable[[list[Any]], Batch] | None = None
+    assets: Assets = ()
+    left_out: Collection[str] = ()
+    origin: Mapping[str, str] = field(default_factory=dict)
+    export_format: str = ""
+    save_finished: SaveFinished | None = None
+
+
+def info_of(model: nn.Module) -> ModelInfo:
+    """Return what a task says of its model; of any other module, nothing is known.
+
+    Raises:
+        ConfigError: The task's method returns something else.
+    """
+    describe = getattr(model, "model_info", None)  # a user's own loop may train any module
+    info = ModelInfo() if describe is None else describe()
+    if not isinstance(info, ModelInfo):
+        raise ConfigError(
+            f"{type(model).__name__}.model_info() returned a {type(info).__name__}; it returns a"
+            " drivetrain.task.model_info.ModelInfo, such as ModelInfo(assets=[tokenizer])"
+        )
+    return info
