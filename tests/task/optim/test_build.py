@@ -1,5 +1,6 @@
 """From an `OptimizerConfig` to an optimizer and its learning rate."""
 
+import inspect
 import pickle
 
 import pytest
@@ -72,6 +73,14 @@ def test_options_reach_the_optimizer_of_a_name_a_class_or_a_factory():
     assert [type(each) for each in seen] == [nn.Sequential]
 
 
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_defaults_may_be_given(name):
+    factory = OptimizerConfig(name).factory
+    given = inspect.signature(factory).parameters.values()
+    skipped = {"params", "param_groups", "lr", "weight_decay", "fused", "module"}
+    OptimizerConfig(name, **{each.name: each.default for each in given if each.name not in skipped})
+
+
 def test_fused_is_used_where_it_exists_and_only_there():
     def fused(name, module=None, **settings):
         return built(name, module, **settings).param_groups[0].get("fused")
@@ -108,6 +117,10 @@ def test_refusals_of_optimizer_config():
     def config(name="adamw", **settings):
         return lambda: OptimizerConfig(name, **settings)
 
+    def pairwise(groups, lr, pair=(0.9, 0.99)):
+        return torch.optim.Adam(groups, lr, betas=(pair[0], pair[1]))
+
+    pairwise.__module__ = "another"
     half = net(torch.bfloat16)
     finished = torch.optim.SGD(net().parameters())
     cases = {
@@ -130,6 +143,13 @@ def test_refusals_of_optimizer_config():
         "of torch": (config(schedule=torch.optim.lr_scheduler.StepLR), "torch scheduler"),
         "fused in 16 bits": (lambda: built("sgd", half, fused=True), "torch.bfloat16", "on cpu"),
         "torch's own": (lambda: built(betas=(2.0, 0.9)), "'adamw' refuses", "Invalid beta parameter"),
+        "for a pair": (config(betas=0.9), "betas takes 2 numbers, such as (0.9, 0.999), not 0.9"),
+        "a pair of texts": (config(betas=("0.9", "1")), "betas takes 2 numbers"),
+        "for a number": (config(eps="1e-8"), "eps takes a number, such as 1e-08, not '1e-8'"),
+        "for a switch": (config(amsgrad="false"), "amsgrad takes True or False"),
+        "for a count": (config("muon", ns_steps=2.5), "ns_steps takes a whole number, such as 5"),
+        "in a group": (config(groups=ParameterGroup("*", eps=(1, 2))), "'*': eps takes a number"),
+        "another's pair": (lambda: built(pairwise, pair=0.9), "refuses its settings", "pair takes 2 numbers"),
         "no optimizer": (lambda: built(lambda groups, lr: 3), "a int, not a torch"),
         "no length": (lambda: build_schedule(OptimizerConfig(schedule="linear"), None), "total_steps"),
     }

@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import keywords
-from drivetrain.task.optim.config import OptimizerConfig, OptimizerFactory, optimizer_title
+from drivetrain.task.optim.config import (
+    OptimizerConfig,
+    OptimizerFactory,
+    optimizer_title,
+    unlike_defaults,
+)
 from drivetrain.task.optim.groups import make_groups, select_parameters, sparse_parameters
 from drivetrain.task.optim.quantized import check_quantized
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, bent_warmup, make_schedule, warmed_up
@@ -70,11 +75,12 @@ def build_optimizer(
         options["fused"] = fused
     try:
         optimizer = factory(groups, lr=config.lr, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, LookupError) as error:
         if isinstance(error, ConfigError):
             raise
+        unlike = "; ".join([str(error), *unlike_defaults(factory, config.options)])
         finds = " lr=None is for an optimizer that finds its own rate." if config.lr is None else ""
-        raise ConfigError(f"{optimizer_title(config)} refuses its settings: {error}.{finds}") from error
+        raise ConfigError(f"{optimizer_title(config)} refuses its settings: {unlike}.{finds}") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"

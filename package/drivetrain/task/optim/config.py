@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -188,6 +191,7 @@ def _check_optimizer(config: OptimizerConfig) -> None:
     ours = frozenset(config.__dataclass_fields__) - {"options"}
     names = (allowed - _OWN_ARGUMENTS) | ours
     check_names(optimizer_title(config), config.options, names)
+    _check_kinds(optimizer_title(config), config.factory, config.options)
     if "lr" not in allowed:
         raise ConfigError(
             f"{optimizer_title(config)} takes no lr: a factory is called with (param_groups, lr=..., "
@@ -199,6 +203,46 @@ def _check_optimizer(config: OptimizerConfig) -> None:
         raise ConfigError(f"{optimizer_title(config)} has no weight decay. Leave weight_decay at 0")
 
 
+def _check_kinds(owner: str, factory: OptimizerFactory, options: Mapping[str, Any]) -> None:
+    """Check the kinds of options of an optimizer of torch or of ours; a wrong one fails at a step, or never.
+
+    The arguments of others may allow more than their defaults show.
+    """
+    if getattr(factory, "__module__", "").partition(".")[0] in ("torch", "drivetrain"):
+        for each in unlike_defaults(factory, options):
+            raise ConfigError(f"{owner.rstrip(',')}: {each}")
+
+
+def unlike_defaults(factory: OptimizerFactory, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each option that is of another kind than its default: a text for a number, say."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return
+    for name, value in options.items():
+        if name not in parameters:
+            continue
+        default, wanted = parameters[name].default, ""
+        if isinstance(default, bool) or name == "foreach":
+            wanted = "" if isinstance(value, bool) or value is default else "True or False"
+        elif _is_number(default):
+            whole = parameters[name].annotation in (int, "int")
+            if not _is_number(value) or (whole and not isinstance(value, int)):
+                wanted = f"a {'whole ' if whole else ''}number, such as {default}"
+        elif isinstance(default, tuple) and any(map(_is_number, default)):
+            pairs = isinstance(value, (tuple, list)) and len(value) == len(default)
+            if not pairs or not all(
+                _is_number(given) or given is own for given, own in zip(value, default, strict=True)
+            ):
+                wanted = f"{len(default)} numbers, such as {default}"
+        if wanted:
+            yield f"{name} takes {wanted}, not {value!r}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+
+
 def _check_groups(config: OptimizerConfig) -> None:
     allowed = keywords(config.factory)
     if config.decay_all and config.decayed is not None:
@@ -208,6 +252,7 @@ def _check_groups(config: OptimizerConfig) -> None:
             raise ConfigError(f"groups must be ParameterGroup objects, not {group!r}")
         owner = f"{optimizer_title(config)}, in the parameter group {group.pattern!r},"
         check_names(owner, group.options, allowed and allowed - _OWN_ARGUMENTS)
+        _check_kinds(owner, config.factory, group.options)
     for pattern in config.parameters or ():
         if not isinstance(pattern, str):
             raise ConfigError(f"parameters must be globs such as 'generator.*', not {pattern!r}")
