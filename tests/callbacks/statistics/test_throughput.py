@@ -1,4 +1,4 @@
-"""Throughput: speeds, what the time went to, operations, and ranks that the others wait for."""
+"""Throughput: speeds, what the time went to, operations."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,6 @@ from drivetrain.callbacks import LambdaCallback, LearningRateMonitor, SequenceLe
 from drivetrain.callbacks.statistics import flops, throughput
 from drivetrain.callbacks.statistics.flops import FlopsByLength
 from drivetrain.callbacks.statistics.peaks import peak_flops
-from drivetrain.callbacks.stragglers import LEAST, Stragglers
 
 # Of Linear(16, 8) and Linear(8, 1) on one sample, a multiplication and an addition each: forward, the
 # gradient of the weights, and that of the inputs, which the first layer does not need.
@@ -183,7 +182,7 @@ def test_a_gpu_is_asked_when_the_data_has_come_whether_it_is_done(monkeypatch):
             log=lambda name, value: None,
             train_feed=SimpleNamespace(advice=""),
         )
-        watch = Throughput(peak_flops=1.0, measure_flops=False, straggler_margin=None)
+        watch = Throughput(peak_flops=1.0, measure_flops=False)
         watch.on_fit_start(run)
         watch.on_step_end(run)
         for _ in answers:
@@ -217,38 +216,3 @@ def test_a_known_gpu_has_its_peak_and_no_other_takes_a_row_whose_name_it_contain
     assert peak_flops("NVIDIA H200", torch.float32) == 67e12
     assert peak_flops("NVIDIA H200", torch.float32, tf32=True) == 494.5e12
     assert peak_flops("NVIDIA H200", torch.float64) is None
-
-
-def after(stragglers, *rounds):
-    """The lines of comparisons, each over as long a time for all ranks: the slowest one's."""
-    shares = [(0.0, 0.0)] * len(rounds[0])
-    assert stragglers.compare(shares, 0) == (None, None), "there is nothing to compare with"
-    lines = []
-    for number, each in enumerate(rounds, 1):
-        wall = max(*each, LEAST)
-        shares = [(own + o, waited + wall - o) for (own, waited), o in zip(shares, each, strict=True)]
-        lines.append(stragglers.compare(shares, 10 * number)[1])
-    return lines
-
-
-def test_a_rank_that_is_slow_twice_in_a_row_is_named_once_and_chance_names_nobody():
-    slow, even = [10.0, 10.0, 14.0, 9.0], [10.0, 10.0, 10.0, 10.0]
-    first, second, *rest = after(Stragglers(0.2), slow, slow, slow, even, slow, slow)
-    assert [first, *rest] == [None] * 5
-    assert str(second).startswith("rank 2 is slow")
-    assert "1.40 times as long as the median of all ranks (1.4 s an update, not 1 s)" in str(second)
-    # Of two ranks it is compared with the other one; a rank stands for its copies.
-    assert "2.00 times" in str(after(Stragglers(0.5), [6.0, 12.0], [6.0, 12.0])[1])
-    assert str(after(Stragglers(0.2, copies=2), [10.0, 20.0], [10.0, 20.0])[1]).startswith("rank 2 is slow")
-    slow = [10.0, 14.0], [14.0, 10.0]
-    assert after(Stragglers(0.2), *slow, *slow) == [None] * 4, "now this one, now that one"
-    assert after(Stragglers(0.2), *[[10.0, 11.9]] * 4) == [None] * 4, "not by the margin"
-
-
-def test_less_than_ten_seconds_are_not_compared_but_counted():
-    stragglers = Stragglers(0.2)
-    stragglers.compare([(0.0, 0.0)] * 2, 0)
-    assert stragglers.compare([(4.0, 2.0), (6.0, 0.0)], 5) == (None, None)
-    found, _ = stragglers.compare([(8.0, 4.0), (12.0, 0.0)], 10)
-    assert found is not None
-    assert (found.slowest, found.ratio, found.waiting) == (1, 1.5, 4 / 24)

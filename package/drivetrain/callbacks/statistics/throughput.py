@@ -12,11 +12,8 @@ import torch
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.callbacks.statistics.flops import FlopCount, Flops, FlopsByLength, lengths_of
 from drivetrain.callbacks.statistics.peaks import peak_flops
-from drivetrain.callbacks.stragglers import Stragglers
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, flag, number
-from drivetrain.distributed.time_shares import TimeShares
-from drivetrain.run.loop import train_steps
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -55,11 +52,6 @@ class Throughput(Callback):
       ``_seconds``. "data" is the host's wait for the data; if its share exceeds ``data_hint``, one line per
       fit on standard error names a remedy. A GPU works on meanwhile, so there the line comes only if the GPU
       had nothing left to do when the data came, in most updates. "compute" is the host's time too;
-    - ``slowest_rank``, ``slowest_rank_ratio`` and ``waiting_share``: the rank that works longest between
-      collectives, its time over the median of all ranks, and the share of the ranks' time spent on waiting
-      for one another. They need several processes, Linux, collectives on gloo, and ten seconds of training.
-      A rank that is slower by ``straggler_margin`` twice in a row is reported on standard error, once per
-      fit;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices, without those
       that activation checkpointing computes again;
     - ``model_flops``: all of them since the run began, before a resume too;
@@ -84,8 +76,6 @@ class Throughput(Callback):
         flops_per_sample: Floating-point operations per sample of a forward and backward pass.
         measure_flops: Whether to count them when they are not given.
         data_hint: The share of time spent on waiting for data that triggers a hint; None disables it.
-        straggler_margin: How much slower than the median a rank must be to be reported, as a fraction of the
-            median. None disables the comparison.
 
     Raises:
         ConfigError: A peak or a number of operations is not positive, or a share is not between 0 and 1. The
@@ -100,22 +90,16 @@ class Throughput(Callback):
         flops_per_sample: float | None = None,
         measure_flops: bool = True,
         data_hint: float | None = 0.2,
-        straggler_margin: float | None = 0.2,
     ) -> None:
         for name, value in {"peak_flops": peak_flops, "flops_per_sample": flops_per_sample}.items():
             if value is not None:
                 number(f"Throughput's {name}", value, above=0)
         if data_hint is not None:
             number("Throughput's data_hint, a share of the time,", data_hint, above=0, below=1)
-        if straggler_margin is not None:
-            number("Throughput's straggler_margin, a share of the median,", straggler_margin, above=0)
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
         self.measure_flops = flag("Throughput(measure_flops=)", measure_flops)
         self.data_hint = data_hint
-        self.straggler_margin = straggler_margin
-        self._shares: TimeShares | None = None
-        self._stragglers: Stragglers | None = None
         self._hints = False
         self._flops = FlopsByLength()
         self._done, self._seen = Flops(0, 0), 0  # operations and samples since the run began
@@ -151,12 +135,6 @@ class Throughput(Callback):
         on_cuda = run.engine.device.type == "cuda"
         event: Any = torch.cuda.Event
         self._ended = event() if self._hints and on_cuda else None
-        margin, ranks = self.straggler_margin, run.engine.data_ranks
-        if margin is not None and not ranks.alone and TimeShares.is_supported():
-            self._stragglers = Stragglers(margin, ranks.copies)
-            shares = self._shares = TimeShares(train_steps.__code__)
-            run.engine.buffer.own = lambda: (shares.own, shares.waited)
-            shares.start()
 
     def on_step_start(self, run: Run) -> None:
         """Count the operations of an update whose length was not counted yet, and the updates that a GPU
@@ -194,7 +172,6 @@ class Throughput(Callback):
 
     def on_log(self, run: Run) -> None:
         """Log the measurements since the previous log point."""
-        self._compare(run)
         before = self._mark
         if before is None or run.progress.updates == before.updates:
             return
@@ -233,24 +210,13 @@ class Throughput(Callback):
             if self._peak is not None:
                 run.log(f"throughput/{kind}_flops_utilisation", flops / self._devices / self._peak)
 
-    def _compare(self, run: Run) -> None:
-        if self._stragglers is None:
-            return
-        found, line = self._stragglers.compare(run.engine.buffer.of_all, run.progress.updates)
-        if found is not None:
-            run.log("throughput/slowest_rank", found.slowest)
-            run.log("throughput/slowest_rank_ratio", found.ratio)
-            run.log("throughput/waiting_share", found.waiting)
-        if line is not None and run.is_main:
-            _LOG.warning(line)
-
     def on_fit_end(self, run: Run) -> None:
-        """Stop counting, if the fit ends within its first update, and comparing."""
-        self._end(run)
+        """Stop counting, if the fit ends within its first update."""
+        self._stop(run)
 
     def on_exception(self, run: Run) -> None:
-        """Stop counting, if the first update raised, and comparing."""
-        self._end(run)
+        """Stop counting, if the first update raised."""
+        self._stop(run)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the operations per sample by length, and those of the run so far."""
@@ -292,13 +258,6 @@ class Throughput(Callback):
             mean = Flops(*(sum(share * each[kind] for share, each in parts) for kind in (0, 1)))
             self._of_sample = None if self._flops.wants(_mean(self._window)) else mean
         self._done = Flops(self._done.model + new * mean.model, self._done.hardware + new * mean.hardware)
-
-    def _end(self, run: Run) -> None:
-        self._stop(run)
-        if self._shares is not None:
-            run.engine.buffer.own = None
-            self._shares.stop()
-            self._shares = self._stragglers = None
 
     def _stop(self, run: Run) -> None:
         if self._counting is not None:

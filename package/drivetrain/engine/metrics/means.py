@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -61,15 +61,9 @@ class MetricBuffer:
 
     Args:
         ranks: The processes whose means these are; all of them ask at the same time.
-
-    Attributes:
-        own: Returns the values that a rank adds to every exchange of means; None adds nothing.
-        of_all: What all ranks have told at the last one, in their order.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
-        self.own: Callable[[], Any] | None = None
-        self.of_all: list[Any] = []
         self._ranks = ranks
         self._pending: list[tuple[Sequence[Row], int]] = []
         self._folded: dict[tuple[str, ...], Tensor] = {}
@@ -127,15 +121,12 @@ class MetricBuffer:
     def _joined(self, totals: dict[str, Total], beside: dict[str, float] | None = None) -> dict[str, Total]:
         """Return the totals of all ranks, added in their order, so that each rank has the same."""
         joined: dict[str, Total] = {}
-        own = None if beside is None or self.own is None else self.own()
-        gathered = self._ranks.all_gather((totals, beside, own))
-        for index, (each, _, _) in enumerate(gathered):
+        gathered = self._ranks.all_gather((totals, beside))
+        for index, (each, _) in enumerate(gathered):
             rank = index * self._ranks.copies
             for name, total in each.items():
                 joined[name] = total.on(rank) if name not in joined else joined[name].plus(total.on(rank))
         first = gathered[0][1]
-        if beside is not None:
-            self.of_all = [each for _, _, each in gathered]
         if beside is not None and first is not None and first is not beside:
             beside.clear()
             beside.update(first)
