@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint.format.manifest import IMPORTED, Snapshot
+from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.checkpoint.format.tree import pack, unpack, well_formed
 from drivetrain.checkpoint.formats import origin_of
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
@@ -22,7 +22,6 @@ from drivetrain.core.types import Json, Stateful
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
-from drivetrain.run.imported import restore_imported
 from drivetrain.run.run import Run
 from drivetrain.task.attributes import generators_of
 from drivetrain.task.model_info import info_of
@@ -223,12 +222,12 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
         tree = {} if state is None else unpack(state, snapshot.tensors.get("state", {}))
         if set(tree) <= {"module_extras"}:
             raise CheckpointError(
-                "this checkpoint holds weights only, as with CheckpointConfig(resumable=False); it cannot be"
-                " resumed from. To start from its weights, use from_checkpoint(path) or load_weights(path)"
+                "this checkpoint holds weights only, as imported ones and those of"
+                " CheckpointConfig(resumable=False); it cannot be resumed from. To start from its weights,"
+                " use from_checkpoint(path) or load_weights(path)"
             )
         _check_frozen(run, snapshot)
-        take_over = restore_imported if IMPORTED in tree else _take_over
-        take_over(run, snapshot, tree)
+        _take_over(run, snapshot, tree)
         for name, before in tree.get("given", {}).items():  # older checkpoints do not have it
             try:
                 text = run.engine.updaters[name].take_given(before, override)
@@ -247,7 +246,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
                 )
             elif text and data and run.is_main:
                 _LOG.info(f"the optimizer goes on with settings that have changed: {text}")
-        if run.train_feed is not None and data and IMPORTED not in tree:
+        if run.train_feed is not None and data:
             run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
             if run.is_main:
                 _note_other_size(tree.get("samples_per_update"), run.train_feed.samples_per_update)

@@ -1,4 +1,4 @@
-"""Import checkpoints that DeepSpeed's `save_checkpoint` wrote."""
+"""Import the weights of checkpoints that DeepSpeed's `save_checkpoint` wrote."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.foreign.deepspeed_folder import Files, Table, find_files
-from drivetrain.checkpoint.foreign.deepspeed_shards import NOT_SETTINGS, WEIGHT, Joined, Shapes, join_shards
+from drivetrain.checkpoint.foreign.deepspeed_shards import Joined, Shapes, join_shards
 from drivetrain.checkpoint.foreign.torch_archive import StoredTensor, TorchArchive
-from drivetrain.checkpoint.format.manifest import IMPORTED, Snapshot
-from drivetrain.checkpoint.format.tree import pack, well_formed
+from drivetrain.checkpoint.format.manifest import Snapshot
+from drivetrain.checkpoint.format.tree import well_formed
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.weights.module_state import is_extra
 from drivetrain.checkpoint.weights.rename import Rename, renamed
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.progress import Progress
-from drivetrain.core.types import Json
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class ImportedCheckpoint:
         processes: The number of processes that saved it.
         updates: The number of updates made.
         tensors: The number of weights and buffers.
-        moments: The number of parameters with an optimizer state.
         dropped: The names that `rename` dropped.
     """
 
@@ -44,14 +42,12 @@ class ImportedCheckpoint:
     processes: int
     updates: int
     tensors: int
-    moments: int
     dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return a line with what was imported and the version of DeepSpeed."""
-        state = f"Adam's state of {self.moments} of them" if self.moments else "no optimizer's state"
         return (
-            f"{self.path}: {self.tensors} tensors and {state}, after {self.updates} updates of DeepSpeed"
+            f"{self.path}: {self.tensors} tensors, after {self.updates} updates of DeepSpeed"
             f" {self.version or 'of an unknown version'} with ZeRO {self.stage} on {self.processes}"
             f" process{'es' if self.processes != 1 else ''}"
         )
@@ -63,29 +59,25 @@ def import_deepspeed(
     *,
     tag: str | None = None,
     rename: Rename | None = None,
-    weights_only: bool = False,
 ) -> ImportedCheckpoint:
-    """Write a checkpoint from a folder that DeepSpeed's `save_checkpoint` wrote with ZeRO 1, 2 or 3.
+    """Write a checkpoint of the weights that DeepSpeed's `save_checkpoint` wrote with ZeRO 1, 2 or 3.
 
     DeepSpeed is not needed. Its files are pickles; they are read without running or importing anything that
-    they name. Weights are read in float32, as the optimizer had them. They and the states of Adam or AdamW
-    are
-    all in the CPU's memory at once: 12 bytes per parameter, and 16 while they are joined.
+    they name. Weights are read in float32, as the optimizer had them, and are all in the CPU's memory at
+    once. The optimizer's states are not read.
 
     Args:
         folder: The folder that was given to `save_checkpoint`, or the one inside with the files.
-        path: The checkpoint to write; also an address. Its weights can be loaded (`task.load_weights`) and,
-            with the optimizer's states, a run can resume from it.
+        path: The checkpoint to write; also an address. `task.load_weights` takes it.
         tag: The name of the folder inside; None uses the one in the file `latest`.
         rename: The rule from source names to the task's, as for `task.load_weights`.
-        weights_only: Leave out the optimizer's states.
 
     Returns:
         A summary of the new checkpoint.
 
     Raises:
-        CheckpointError: There is no such folder, a file is missing or damaged, the parallelism or optimizer
-            is of another kind, or `path` exists.
+        CheckpointError: There is no such folder, a file is missing or damaged, the parallelism is of
+            another kind, or `path` exists.
         ConfigError: `rename` has a wrong type.
     """
     storage, target = DirectoryCheckpointIO(), os.fspath(path)
@@ -95,17 +87,13 @@ def import_deepspeed(
     where = repr(str(files.folder))
     with well_formed(where):
         model = _Model(files)
-        joined = join_shards(files, model.shapes, weights_only=weights_only)
+        joined = join_shards(files, model.shapes)
         weights, progress = model.state(joined), model.progress()
     new_names, dropped = renamed({name: name for name in weights}, rename, where)
-    slots = _slots(joined, new_names)
     snapshot = Snapshot(
         tensors={"model": {new: weights[old] for new, old in new_names.items()}},
         progress=dict(progress.to_json()),
     )
-    if slots:
-        snapshot.tensors["optimizer"] = slots
-        snapshot.objects["state"] = _state(joined, model.shapes, new_names)
     storage.save(target, snapshot)
     return ImportedCheckpoint(
         path=target,
@@ -114,7 +102,6 @@ def import_deepspeed(
         processes=len(files.optimizer),
         updates=progress.updates,
         tensors=len(new_names),
-        moments=len({key.rpartition("/")[0] for key in slots}),
         dropped=tuple(dropped),
     )
 
@@ -168,10 +155,10 @@ class _Model:
         shared = self._table.get("shared_params", dict, {})
         rest = self._untrained(module, joined, shared)
         state: dict[str, Tensor] = {}
-        for name in [*module, *(joined.values.keys() - module.keys())]:
-            first = name if name in joined.values else shared.get(name)
-            if first in joined.values:
-                state[name] = joined.values[first][WEIGHT]
+        for name in [*module, *(joined.weights.keys() - module.keys())]:
+            first = name if name in joined.weights else shared.get(name)
+            if first in joined.weights:
+                state[name] = joined.weights[first]
             elif name in rest:
                 state[name] = rest[name]
         return state
@@ -182,7 +169,7 @@ class _Model:
         wanted = {
             name: stored
             for name, stored in module.items()
-            if name not in joined.values and name not in shared and not is_extra(name)
+            if name not in joined.weights and name not in shared and not is_extra(name)
         }
         frozen = self._shapes("frozen_param_shapes", dict)[0] if joined.stage == 3 else {}
         with TorchArchive(self._path(0)) as archive:
@@ -221,34 +208,3 @@ class _Model:
 def _in_float32(tensor: Tensor) -> Tensor:
     """Widen a tensor that DeepSpeed has cast to 16 bits for the forward pass."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
-
-
-def _slots(joined: Joined, new_names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the optimizer's slots by their names in our checkpoints."""
-    return {
-        f"{new}/{slot}": value
-        for new, old in new_names.items()
-        for slot, value in joined.values.get(old, {}).items()
-        if slot != WEIGHT
-    }
-
-
-def _state(joined: Joined, shapes: Shapes, new_names: Mapping[str, str]) -> Json:
-    """Return the checkpoint's origin, and the optimizer's settings by group, as in a run's state."""
-    renamed_to = {old: new for new, old in new_names.items()}
-    groups: list[Json] = []
-    for group in joined.groups:
-        members = [name for index in group["params"] for name in shapes[index] if name in renamed_to]
-        settings = {key: _plain(value) for key, value in group.items() if key not in NOT_SETTINGS}
-        groups.append({**settings, "parameters": [renamed_to[name] for name in members]})
-    decoupled = any(group.get("decoupled_weight_decay") for group in joined.groups)
-    optimizer = {"optimizer": "AdamW" if decoupled else "Adam", "groups": groups}
-    origin = {"program": "DeepSpeed", "version": joined.version, "stage": joined.stage}
-    return pack({IMPORTED: origin, "optimizers": {"default": optimizer}})[0]
-
-
-def _plain(value: Any) -> Json:
-    """Return a setting as JSON; None for anything except numbers, texts and lists of these."""
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str)) else None

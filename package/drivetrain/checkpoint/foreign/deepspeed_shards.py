@@ -1,10 +1,10 @@
-"""Join the float32 weights and Adam's moments that ZeRO has sharded, from the files of all processes.
+"""Join the float32 weights that ZeRO has sharded, from the files of all processes.
 
 Stages 1 and 2 concatenate the parameters of a group, and cut the result into one piece per process. Stage 3
-cuts each parameter, and a process's piece is the concatenation of its parts. The optimizer's slots are stored
-in separate pieces in the same way. See DeepSpeed's utils/zero_to_fp32.py, and `state_dict` in its
-runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py. The mappings that its
-checkpoint/ds_to_universal.py uses are wrong with `round_robin_gradients`.
+cuts each parameter, and a process's piece is the concatenation of its parts. See DeepSpeed's
+utils/zero_to_fp32.py, and `state_dict` in its runtime/zero/stage_1_and_2.py, stage3.py and
+runtime/bf16_optimizer.py. The mappings that its checkpoint/ds_to_universal.py uses are wrong with
+`round_robin_gradients`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,6 @@ from drivetrain.checkpoint.foreign.deepspeed_folder import Files, Table
 from drivetrain.checkpoint.foreign.torch_archive import Foreign, StoredTensor, TorchArchive
 from drivetrain.core.errors import CheckpointError
 
-WEIGHT = "fp32"
-"""The key of the weight among a parameter's values."""
-
-STEP = "step"
-
-_SLOTS = ({"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-NOT_SETTINGS = frozenset({"params", "fused", "foreach", "capturable", "differentiable", STEP})
-"""Entries of an optimizer's group that do not affect its result."""
-
 Shapes = list[dict[str, tuple[int, ...]]]
 """The shapes of the trained parameters by group, or in stage 3 by the pieces of a group."""
 
@@ -41,64 +32,51 @@ class Joined:
     Attributes:
         stage: The stage of ZeRO.
         version: The version of DeepSpeed; empty if unknown.
-        values: For each trained parameter, `WEIGHT` in float32, and the optimizer's slots if they exist.
-        groups: The settings of the optimizer's groups, with the names under "parameters".
+        weights: The trained parameters in float32, by name.
     """
 
     stage: int = 0
     version: str = ""
-    values: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def join_shards(files: Files, shapes: Shapes, *, weights_only: bool) -> Joined:
+def join_shards(files: Files, shapes: Shapes) -> Joined:
     """Read the files of all processes, one after another.
 
     Args:
         files: The files.
         shapes: The shapes in the model's file.
-        weights_only: Leave out the optimizer's slots.
 
     Raises:
-        CheckpointError: Something is missing or malformed, or the slots are not Adam's.
+        CheckpointError: Something is missing or malformed.
     """
     found = Joined()
-    pieces: dict[tuple[int, str], list[Tensor]] = {}
+    pieces: list[list[Tensor]] = [[] for _ in shapes]
     paddings: list[Any] = []
-    steps: dict[int, float] = {}
+    steps: list[float] = []
     for rank, file in enumerate(files.optimizer):
         with TorchArchive(str(files.folder / file)) as archive:
-            share = _Share(archive, shapes, len(files.optimizer), weights_only)
+            share = _Share(archive, shapes, len(files.optimizer))
             if rank == 0:
-                found.stage, found.version, found.groups = share.stage, share.version, share.groups
+                found.stage, found.version = share.stage, share.version
                 steps, paddings = share.steps(), share.paddings()
             elif (share.stage, share.steps()) != (found.stage, steps):
                 raise CheckpointError(
                     f"{archive.path!r} is of another checkpoint than the first process's file"
                 )
-            own = share.pieces()
-            if rank and own.keys() != pieces.keys():
-                key = min(own.keys() ^ pieces.keys())
-                raise CheckpointError(
-                    f"{archive.path!r} and the first process's file do not both have {key[1]!r} of group"
-                    f" {key[0]}"
-                )
-            for key, stored in own.items():
-                pieces.setdefault(key, []).append(share.read(key, stored))
-    for index, slot in list(pieces):
+            for index, own in enumerate(pieces):
+                own.append(share.read(index))
+    for index, own in enumerate(pieces):
         padding = paddings[index] if index < len(paddings) else []
         try:
-            values = _join(pieces.pop((index, slot)), shapes[index], padding, found.stage)
+            found.weights.update(_join(own, shapes[index], padding, found.stage))
         except ValueError as error:
             raise CheckpointError(
-                f"the pieces of {slot!r} of group {index} in {str(files.folder)!r} are not as ZeRO"
-                f" {found.stage} divides them among {len(files.optimizer)} processes: {error}. A file is from"
-                " another checkpoint, or from an unsupported version of DeepSpeed"
+                f"the pieces of group {index} in {str(files.folder)!r} are not as ZeRO {found.stage} divides"
+                f" them among {len(files.optimizer)} processes: {error}. A file is from another checkpoint,"
+                " or from an unsupported version of DeepSpeed"
             ) from None
-        for name, value in values.items():
-            found.values.setdefault(name, {})[slot] = value
-            if index in steps:
-                found.values[name][STEP] = torch.tensor(steps[index])
+        own.clear()
     return found
 
 
@@ -147,17 +125,15 @@ class _Share:
     Attributes:
         stage: The stage of ZeRO.
         version: The version of DeepSpeed.
-        groups: As in `Joined`.
 
     Args:
         archive: The file.
         shapes: The shapes of the trained parameters.
         size: The number of processes with files.
-        weights_only: Leave out the slots.
     """
 
-    def __init__(self, archive: TorchArchive, shapes: Shapes, size: int, weights_only: bool) -> None:
-        self._archive, self._shapes, self._size = archive, shapes, size
+    def __init__(self, archive: TorchArchive, shapes: Shapes, size: int) -> None:
+        self._archive = archive
         top = Table(archive.content, repr(archive.path))
         self._state = state = top.table("optimizer_state_dict")
         self.version = str(top.get("ds_version", str) or state.get("ds_version", str, ""))
@@ -171,42 +147,12 @@ class _Share:
                 f"{state.where} has {len(self._weights)} pieces of weights, the model's file the names of"
                 f" {len(shapes)}"
             )
-        self._slots: dict[Any, Any] = {}
-        self.groups: list[dict[str, Any]] = []
-        if not weights_only:
-            self._read_optimizer()
 
-    def _read_optimizer(self) -> None:
-        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        if isinstance(self._state.values.get(key), list):
-            raise CheckpointError(
-                f"{self._state.where} was saved with elastic_checkpoint, without the optimizer's settings."
-                " Import the weights only"
-            )
-        base = self._state.table(key)
-        self._slots = base.need("state", dict)
-        self.groups = self._read_groups(base) if self._slots else []
-
-    def pieces(self) -> dict[tuple[int, str], Any]:
-        """Return this process's pieces of the weights and of the optimizer's slots, by group and slot."""
-        pieces: dict[tuple[int, str], Any] = {}
-        for index, weights in enumerate(self._weights):
-            pieces[index, WEIGHT] = weights
-            slots = self._slots.get(index, {})
-            if not self._slots:
-                continue
-            if not isinstance(slots, dict) or set(slots) - {STEP} not in _SLOTS:
-                there = ", ".join(map(str, slots)) or "nothing"
-                raise CheckpointError(
-                    f"{self._state.where} has {there} as the optimizer's state of group {index}. {_ADAM_ONLY}"
-                )
-            pieces.update({(index, slot): each for slot, each in slots.items() if slot != STEP})
-        return pieces
-
-    def read(self, key: tuple[int, str], stored: Any) -> Tensor:
-        """Read a piece."""
+    def read(self, index: int) -> Tensor:
+        """Read this process's piece of a group."""
+        stored = self._weights[index]
         if not isinstance(stored, StoredTensor) or not stored.dtype.is_floating_point:
-            raise CheckpointError(f"{self._state.where} has no numbers as {key[1]!r} of group {key[0]}")
+            raise CheckpointError(f"{self._state.where} has no numbers as the weights of group {index}")
         return self._archive.read(stored).reshape(-1).float()
 
     def paddings(self) -> list[Any]:
@@ -217,39 +163,17 @@ class _Share:
                 raise CheckpointError(f"{self._state.where} has paddings that are not numbers")
         return told
 
-    def steps(self) -> dict[int, float]:
-        """Return the number of updates of each group; some optimizers store it in their settings."""
-        steps = {}
-        for index in range(len(self._shapes) if self._slots else 0):
-            told = self._slots[index].get(STEP)
-            if told is None:
-                told = next((group.get(STEP) for group in self.groups if index in group["params"]), None)
-            is_tensor = isinstance(told, StoredTensor) and told.elements == 1
-            number = self._archive.read(told).item() if is_tensor else told
-            if not isinstance(number, (int, float)):
-                raise CheckpointError(
-                    f"{self._state.where} does not say how many updates the moments have had"
-                )
-            steps[index] = float(number)
-        return steps
-
-    def _read_groups(self, base: Table) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = base.need("param_groups", list)
-        for group in groups:
-            if not isinstance(group, dict) or not _is_adam(group):
-                raise CheckpointError(f"{base.where} has the settings of another optimizer. {_ADAM_ONLY}")
-            if not set(group["params"]) <= set(range(len(self._shapes))):
-                raise CheckpointError(f"{base.where} has settings of groups that do not exist")
-        return groups
-
-
-def _is_adam(group: dict[Any, Any]) -> bool:
-    """Recognise Adam by its settings: RAdam and LAMB have slots of the same names with another meaning."""
-    is_one = "betas" in group and ("amsgrad" in group or "bias_correction" in group)
-    return is_one and "max_coeff" not in group and isinstance(group.get("params"), list)
-
-
-_ADAM_ONLY = "only states of Adam and AdamW are imported; for another optimizer import the weights only"
+    def steps(self) -> list[float]:
+        """Return the counts of updates that the optimizer's state has, which all processes' files share."""
+        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        base = self._state.values.get(key)
+        slots = base.get("state") if isinstance(base, dict) else None
+        told = [each.get("step") for each in slots.values() if isinstance(each, dict)] if slots else []
+        counts = [
+            self._archive.read(each).item() if isinstance(each, StoredTensor) and each.elements == 1 else each
+            for each in told
+        ]
+        return [float(each) for each in counts if isinstance(each, (int, float))]
 
 
 def _stage(state: Table) -> int:

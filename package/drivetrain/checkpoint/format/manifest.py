@@ -48,9 +48,6 @@ FORMAT_VERSION = 4
 
 MANIFEST = "manifest.json"
 
-IMPORTED = "imported"
-"""The key in the object "state" of an imported checkpoint, with the program that wrote the original."""
-
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PART_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)

@@ -272,9 +272,7 @@ def _import(parsed: argparse.Namespace) -> int:
 
 def _import_deepspeed(parsed: argparse.Namespace) -> int:
     rename = _rename(parsed)
-    found = import_deepspeed(
-        parsed.folder, parsed.output, tag=parsed.tag, rename=rename, weights_only=parsed.weights_only
-    )
+    found = import_deepspeed(parsed.folder, parsed.output, tag=parsed.tag, rename=rename)
     return _print_import(parsed, found)
 
 

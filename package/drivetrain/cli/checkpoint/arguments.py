@@ -160,8 +160,8 @@ def _parser() -> Parser:
     each = action(
         "import-deepspeed",
         "convert a checkpoint that DeepSpeed's save_checkpoint wrote",
-        "Takes the float32 weights, and the states of Adam or AdamW, of ZeRO 1, 2 and 3. Runs no code from"
-        " DeepSpeed's files, and needs no DeepSpeed.",
+        "Takes the float32 weights of ZeRO 1, 2 and 3. Runs no code from DeepSpeed's files, and needs no"
+        " DeepSpeed.",
     )
     each.add_argument(
         "folder", metavar="FOLDER", help="the folder with the file 'latest', or one inside with the files"
@@ -172,7 +172,6 @@ def _parser() -> Parser:
         metavar="NAME",
         help="the folder inside, such as global_step100; default: the one in 'latest'",
     )
-    each.add_argument("--weights-only", action="store_true", help="leave out the optimizer's states")
     return parser
 
 
