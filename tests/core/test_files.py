@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core import files
-from drivetrain.core.files import NotAFileError, check_path, lines_of, open_file, read_json
+from drivetrain.core.files import NotAFileError, check_path, lines_of, make_directory, open_file, read_json
 
 KINDS = {
     "pipe": (os.mkfifo, "is a pipe"),
@@ -33,8 +33,15 @@ def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
             with pytest.raises(NotAFileError, match=words):
                 open_file(tmp_path / name, mode)
     for name in ("n" * 300, "a\0b"):
-        with pytest.raises(NotAFileError):
-            check_path(tmp_path / name)
+        for act in (check_path, make_directory):
+            with pytest.raises(NotAFileError):
+                act(tmp_path / name)
+    (tmp_path / "file").touch()
+    for name in ("file", "file/inside", "endless"):
+        with pytest.raises(NotAFileError, match="is no directory"):
+            make_directory(tmp_path / name)
+    make_directory(tmp_path / "made" / "inside")
+    make_directory(tmp_path / "made" / "inside")
     check_path(tmp_path / "new")
     with pytest.raises(FileNotFoundError):
         open_file(tmp_path / "new", "rb")

@@ -22,7 +22,13 @@ from tests.support.indexed import (
 )
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, Subset, TensorDataset
-from torch.utils.data.sampler import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.sampler import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from drivetrain.core.random_streams import preserved
 from drivetrain.data import Source, as_source
@@ -172,6 +178,7 @@ class Reversed(RandomSampler):
 def test_a_prediction_reads_the_samples_that_a_training_would_read() -> None:
     everything = range(SIZE)
     for options in (
+        {"batch_sampler": BatchSampler(SequentialSampler(everything), 4, True)},
         {"batch_sampler": [[7], [9, 8]]},
         {"batch_sampler": ByLength()},
         {"sampler": Reversed(everything)},

@@ -1,6 +1,7 @@
 """Several copies of a model that learn as one: the options, and what is said when something does not fit."""
 
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -162,6 +163,31 @@ def test_number_of_processes_must_be_that_of_the_group() -> None:
             quiet(max_epochs=1, strategy=DDP(world_size=3), devices=3).fit(Regression(), pairs())
 
     on_two_ranks(wrong)
+
+
+class Complex(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.turn = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward((features.to(torch.complex64) @ self.turn).real)
+
+
+def test_complex_parameters_train_on_two_ranks_as_in_one_process() -> None:
+    def trained_by(strategy: Any, devices: int) -> list[Tensor]:
+        task = Complex()
+        quiet(max_epochs=1, strategy=strategy, devices=devices).fit(task, pairs(8, batch_size=4 // devices))
+        return [torch.view_as_real(task.turn.detach()), task.line.weight.detach()]
+
+    def compare() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(trained_by("ddp", 2), trained_by(SingleDevice("cpu"), 1))
+
+    on_two_ranks(compare)
 
 
 # Sparse gradients.

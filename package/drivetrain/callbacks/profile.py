@@ -18,6 +18,7 @@ from torch.profiler import ProfilerAction, record_function
 
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.files import make_directory
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, check_names, count, flag, local_path, one_of
 from drivetrain.distributed.failure.named_places import register_opaque
@@ -372,7 +373,7 @@ def _no_directory() -> ConfigError:
 
 def _made(folder: Path) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
     except OSError as error:
         raise ConfigError(
             f"Profile cannot make its folder {str(folder)!r}: {error.strerror}. Give another one,"

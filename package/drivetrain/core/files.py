@@ -112,6 +112,20 @@ def check_path(path: str | os.PathLike[str]) -> None:
             raise NotAFileError(path, _REASONS[error.errno]) from error
 
 
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Make a directory, and those above it, unless it exists.
+
+    Raises:
+        NotAFileError: The path leads to something else, or cannot be the path of a directory.
+        OSError: It cannot be made.
+    """
+    check_path(path)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotAFileError(path, "is no directory, or is inside something that is none") from error
+
+
 def _is_possible(path: str) -> bool:
     try:
         return b"\0" not in os.fsencode(path)

@@ -47,7 +47,7 @@ class IndexedSource(Source):
         loader: The user's DataLoader, read as a description.
         seed: The run's seed.
         every_sample: Read the last, short batch even if the loader drops it: an evaluation counts every
-            sample.
+            sample. A user's batch sampler keeps its batches.
         in_order: Read the dataset in its own order even if the loader shuffles; see `unshuffled`. A sampler
             or batch sampler of the user's own class keeps its order.
         pin_memory: Pin the workers' batches, for copies to an accelerator. The loader's own flag is ignored:
@@ -86,6 +86,7 @@ class IndexedSource(Source):
         # A user's BatchSampler, unlike the loader's own, leaves the loader's batch_size None and its sampler
         # sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
+        made = loader.batch_size is not None
         described: Any = loader.batch_sampler if plain else loader
         sampler = described.sampler if share.size == 1 else undivided(described.sampler, name)
         sampler = unshuffled(sampler) if in_order else sampler
@@ -98,7 +99,7 @@ class IndexedSource(Source):
         self._batch_size: int = self.batch_size or 1
         self._plan: WindowPlan | None = None  # of the batch sizes, if they change
         self._numbers: dict[int, int] = {}  # for a user's batch sampler: each batch's number by its start
-        self._drop_last = bool(described.drop_last) and not ready and not every_sample
+        self._drop_last = bool(described.drop_last) and not ready and not (every_sample and made)
         self.knows_samples = not ready
         self._noted: tuple[str, int] | None = None
         # The length of a user's own sampler may be a guess; that of torch's two is exact.

@@ -14,7 +14,7 @@ from typing import IO
 
 import torch
 
-from drivetrain.core.files import check_path, open_file
+from drivetrain.core.files import check_path, make_directory, open_file
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.sockets import closing_sockets_in_forks
 
@@ -143,7 +143,7 @@ def one_at_a_time(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     lock = Path(f"{os.fspath(path)}.lock")
     check_path(lock)
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(lock.parent)
     with open_file(lock, "a+b") as file:
         _lock(file)
         try:

@@ -14,6 +14,7 @@ from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.sharding import Like, is_sharded
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state, parameter_names
 from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.files import check_path
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Stateful
@@ -112,6 +113,7 @@ def save_own_loop(
     strategy: Strategy, progress: Progress, path: str, model: Any, optimizer: Any, state: Mapping[str, Any]
 ) -> None:
     """See `Engine.save`."""
+    check_path(path)
     weights: dict[str, Tensor] = {}
     optimizers: dict[str, Tensor] = {}
     tree: dict[str, Any] = {"strategy": strategy.state_dict(), "module_extras": {}, "optimizers": {}}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.files import NotAFileError, open_file
+from drivetrain.core.files import NotAFileError, make_directory, open_file
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import local_path
@@ -82,7 +82,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write `config` to ``config.json`` in `directory`, which is made if necessary."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     replace_text(directory / "config.json", json.dumps(to_json(config), indent=2, allow_nan=False) + "\n")
 
 
@@ -134,7 +134,7 @@ class Appended:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         self._path = path
         self._file = open_file(path, "ab", buffering=0)
         self._piece = bytearray()

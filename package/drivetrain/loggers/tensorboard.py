@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.files import make_directory
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Histogram, Json
 from drivetrain.core.validation import by_name
@@ -150,7 +151,7 @@ class TensorBoardLogger:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         if not self._continues:
             _set_aside(self.directory)
             self._continues = True

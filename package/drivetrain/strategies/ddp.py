@@ -325,8 +325,8 @@ def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Par
     sparse = {id(each) for each in trained_sparsely(wrapped)}
     total = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:
-        none = no_rows(parameter) if id(parameter) in sparse else parameter.reshape(-1)[:0].sum().float()
-        total = total + none
+        none = no_rows(parameter) if id(parameter) in sparse else parameter.reshape(-1)[:0].sum()
+        total = total + (none.real if none.is_complex() else none).float()
     wrapped.reducer.prepare_for_backward([])
     total.backward()  # type: ignore[no-untyped-call]
     for parameter in parameters:

@@ -134,7 +134,7 @@ def test_refusals_of_optimizer_config():
         "two warm-ups": (config(warmup_steps=5, warmup_ratio=0.1), "exclude one another"),
         "not fused": (config("rmsprop", fused=True), "no fused implementation"),
         "fused and dampened": (
-            lambda: built("sgd", momentum=0.9, dampening=0.1, fused=True),
+            config("sgd", groups=ParameterGroup("head.*", momentum=0.9, dampening=0.1), fused=True),
             "of all parameters or of none",
             "Leave fused at None",
         ),

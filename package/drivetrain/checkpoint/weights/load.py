@@ -22,6 +22,7 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import INDEX, MODEL, WeightFiles, parse_index
 from drivetrain.checkpoint.weights.frozen import FROZEN
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.files import check_path
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 
@@ -224,7 +225,10 @@ def _check_names(index: str, file: str, found: set[str], told: set[str]) -> None
 
 def _followed(path: str, files: FileSystem) -> str:
     """Return the path with symbolic links resolved; only a disk has them."""
-    return os.path.realpath(path) if files.renames else path
+    if not files.renames:
+        return path
+    check_path(path)
+    return os.path.realpath(path)
 
 
 def _has(path: str, files: FileSystem) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
+from drivetrain.core.files import check_path
 from drivetrain.core.validation import by_name, check_names, keywords
 from drivetrain.strategies.base import installed
 from drivetrain.strategies.checks import check_options
@@ -178,6 +179,7 @@ def _read(path: str | os.PathLike[str]) -> dict[str, str]:
         raise MissingDependencyError("accelerate", "accelerate", "AccelerateConfig(config_file=...)")
     from accelerate.commands.config.config_args import load_config_from_file
 
+    check_path(path)
     if not Path(path).is_file():
         raise ConfigError(f"AccelerateConfig(config_file={str(path)!r}): the file does not exist")
     try:

@@ -16,6 +16,7 @@ from drivetrain.core.validation import keywords
 from drivetrain.task.optim.config import (
     OptimizerConfig,
     OptimizerFactory,
+    is_dampened,
     optimizer_title,
     unlike_defaults,
 )
@@ -133,13 +134,6 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
         return None
     if config.fused is False:
         return False
-    dampened = _is_dampened(config)
-    if config.fused and dampened:
-        raise ConfigError(
-            f"{optimizer_title(config)} with fused=True and dampening cannot take a parameter's first"
-            " gradient after those of others: torch's fused kernel takes the momenta of all parameters or of"
-            " none. Leave fused at None, or leave out dampening"
-        )
     obstacle = next((each for each in parameters if not _can_fuse(factory, each)), None)
     mixed = len({_is_sharded(each) for each in parameters}) > 1  # torch cannot fuse a step over both kinds
     if config.fused:
@@ -150,18 +144,13 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
                 f"parameters on {parameters[0].device.type}. Leave fused at None"
             )
         return True
-    conflicting = dampened or any(config.options.get(name) for name in ("foreach", "differentiable"))
+    conflicting = is_dampened(config) or any(
+        config.options.get(name) for name in ("foreach", "differentiable")
+    )
     # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
     if factory is torch.optim.Adagrad or conflicting or mixed or obstacle is not None:
         return None
     return True if set(parameters).isdisjoint(sparse_parameters(module)) else None
-
-
-def _is_dampened(config: OptimizerConfig) -> bool:
-    """Return whether a first momentum of zero would give other numbers than none; see `start_momenta`."""
-    return any(
-        options.get("dampening") for options in (config.options, *(each.options for each in config.groups))
-    )
 
 
 def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:

@@ -243,6 +243,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
 
 
+def is_dampened(config: OptimizerConfig) -> bool:
+    """Return whether a first momentum of zero would give other numbers than none; see `start_momenta`."""
+    return any(
+        options.get("dampening") for options in (config.options, *(each.options for each in config.groups))
+    )
+
+
 def _check_groups(config: OptimizerConfig) -> None:
     allowed = keywords(config.factory)
     if config.decay_all and config.decayed is not None:
@@ -253,6 +260,12 @@ def _check_groups(config: OptimizerConfig) -> None:
         owner = f"{optimizer_title(config)}, in the parameter group {group.pattern!r},"
         check_names(owner, group.options, allowed and allowed - _OWN_ARGUMENTS)
         _check_kinds(owner, config.factory, group.options)
+    if config.fused and is_dampened(config):
+        raise ConfigError(
+            f"{optimizer_title(config)} with fused=True and dampening cannot take a parameter's first"
+            " gradient after those of others: torch's fused kernel takes the momenta of all parameters or of"
+            " none. Leave fused at None, or leave out dampening"
+        )
     for pattern in config.parameters or ():
         if not isinstance(pattern, str):
             raise ConfigError(f"parameters must be globs such as 'generator.*', not {pattern!r}")
