@@ -1,6 +1,7 @@
 """A resume whose optimizer or schedule has other settings: refused, or taken over where it is asked for."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,14 @@ from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CyclicLR,
+    ExponentialLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 from drivetrain import (
     CheckpointError,
@@ -90,6 +98,49 @@ def test_a_rate_that_is_scaled_by_the_ranks_is_explained_after_a_resume_on_fewer
     with pytest.raises(ConfigError, match=r"lr was 0.2 and is now 0.1.*'keep-optimizer'") as raised:
         scaled(tmp_path, resume="auto")
     assert "the checkpoint is of 2 ranks, and this run has 1" in raised.value.__notes__[0]
+
+
+def joined(gamma: float) -> Any:
+    def make(optimizer: Any) -> Any:
+        return SequentialLR(optimizer, [ConstantLR(optimizer, 1.0), ExponentialLR(optimizer, gamma)], [2])
+
+    return make
+
+
+SCHEDULES: dict[str, tuple[Any, Any, str]] = {
+    "inner": (joined(0.9), joined(0.5), "_schedulers.1.gamma was 0.9 and is now 0.5"),
+    "phases": (
+        lambda own: OneCycleLR(own, 1.0, total_steps=20, cycle_momentum=False),
+        lambda own: OneCycleLR(own, 1.0, total_steps=12, cycle_momentum=False),
+        "total_steps was 20 and is now 12",
+    ),
+    "function": (
+        lambda own: CyclicLR(own, 0.1, 0.8, 3, cycle_momentum=False),
+        lambda own: CyclicLR(own, 0.1, 0.8, 3, mode="triangular2", cycle_momentum=False),
+        "mode was 'triangular'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_changed_setting_within_a_scheduler_is_named_and_takes_effect(name: str, tmp_path: Path) -> None:
+    def scheduled(make: Any) -> Any:
+        def both(parameters: Any) -> Any:
+            optimizer = SGD(parameters, lr=0.1)
+            return optimizer, make(optimizer)
+
+        return both
+
+    before, now, text = SCHEDULES[name]
+    fit(tmp_path / "here", scheduled(before))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        fit(tmp_path / "here", scheduled(now), resume="auto")
+    group = fit(tmp_path / "here", scheduled(now), resume="auto", override=["optimizer"])
+    if name != "inner":  # its rate depends on the one before, and not only on the number of the step
+        fit(tmp_path / "pure", scheduled(now))
+        pure = fit(tmp_path / "pure", scheduled(now), resume="auto")
+        assert group["lr"] == pytest.approx(pure["lr"])
+    fit(tmp_path / "here", scheduled(now), resume="auto")  # the checkpoint records what was used
 
 
 def test_a_resume_keeps_the_settings_of_the_checkpoint(

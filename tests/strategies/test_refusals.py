@@ -24,7 +24,7 @@ from drivetrain.distributed.launch.environment import ProcessEnvironment
 from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, choose
 from drivetrain.strategies.checks import check_gathering
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.deepspeed.strategy import check_dtypes
+from drivetrain.strategies.deepspeed.strategy import check_flat
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
@@ -163,7 +163,7 @@ def test_dtypes_that_zero_cannot_concatenate_are_refused_by_name() -> None:
     def of(dtype: torch.dtype, stage: int = 2, precision: str = "32", trained: bool = True) -> Any:
         model = nn.ModuleDict({"line": nn.Linear(2, 2), "other": nn.Linear(2, 2, dtype=dtype)})
         model["other"].requires_grad_(trained)
-        return lambda: check_dtypes(model, stage, as_precision(precision))
+        return lambda: check_flat(model, stage, as_precision(precision))
 
     names = "float32 ('line.weight')"
     assert_refused(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.launch.environment import detect
 
@@ -85,6 +87,33 @@ def host_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # another system, or no limit: "max"
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
     return min(limits, default=2**62)
+
+
+def check_dtypes(
+    part: nn.Module,
+    trained: Mapping[str, Tensor],
+    allowed: Callable[[Collection[torch.dtype]], bool],
+    reason: str,
+) -> None:
+    """Check the dtypes of trained parameters that a strategy exchanges together.
+
+    Args:
+        part: The task, or a module in it.
+        trained: Its trained parameters by name.
+        allowed: Whether the strategy can exchange parameters of these dtypes together.
+        reason: The end of the message: why it cannot, and what to do.
+
+    Raises:
+        StrategyError: It cannot; the message names one parameter of each dtype.
+    """
+    by_dtype: dict[torch.dtype, str] = {}
+    for name, each in trained.items():
+        by_dtype.setdefault(each.dtype, name)
+    if not allowed(by_dtype):
+        listed = " and ".join(
+            f"{str(dtype).removeprefix('torch.')} ({clean_name(name)!r})" for dtype, name in by_dtype.items()
+        )
+        raise StrategyError(f"{type(part).__name__} has trained parameters of {listed}, {reason}")
 
 
 def check_dimensions(task: nn.Module, otherwise: str = "") -> None:

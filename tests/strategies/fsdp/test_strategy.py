@@ -288,7 +288,7 @@ def test_a_block_with_trained_parameters_of_two_dtypes_is_refused_by_name() -> N
         strategy.setup()
         try:
             with pytest.raises(
-                StrategyError, match=r"float32 \('line.weight'\) and complex64 \('extra'\).*ignored="
+                StrategyError, match=r"complex64 \('extra'\) and float32 \('line.weight'\).*ignored="
             ):
                 strategy.prepare(StepModule(task), None, as_precision("32"))
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE
@@ -33,7 +32,7 @@ from drivetrain.strategies.base import (
     has_collectives,
     installed,
 )
-from drivetrain.strategies.checks import check_dimensions, check_gathering, check_values
+from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
 from drivetrain.strategies.deepspeed.config import PRECISIONS, DeepSpeedConfig, check_contradictions, realise
 from drivetrain.strategies.deepspeed.errors import check_by_deepspeed, translated_errors
 from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
@@ -202,7 +201,7 @@ class DeepSpeed(Strategy):
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
         check_dimensions(task, otherwise="" if self.config.stage else ", or use strategy 'ddp'")
         if self.config.stage:
-            check_dtypes(task, self.config.stage, precision)
+            check_flat(task, self.config.stage, precision)
         deepspeed = library(self.device.type)
         connect(deepspeed)
         self._before = OriginalModules(module)
@@ -390,7 +389,7 @@ class DeepSpeed(Strategy):
             load_scaler_state(scaler, state["scaler"])
 
 
-def check_dtypes(task: nn.Module, stage: int, precision: Precision) -> None:
+def check_flat(task: nn.Module, stage: int, precision: Precision) -> None:
     """Check that DeepSpeed can concatenate the trained parameters.
 
     If one is float64 or complex, the flat tensor is, and all parameters become parts of it. Stage 3 takes one
@@ -399,16 +398,16 @@ def check_dtypes(task: nn.Module, stage: int, precision: Precision) -> None:
     Raises:
         StrategyError: It cannot; names one parameter of each dtype.
     """
-    by_dtype: dict[torch.dtype, str] = {}
-    for name, each in task.named_parameters():
-        if each.requires_grad:
-            by_dtype.setdefault(each.dtype, name)
-    mixed = len(by_dtype) > 1 and precision.compute_dtype is None
-    if (mixed and (stage == 3 or torch.float64 in by_dtype)) or any(each.is_complex for each in by_dtype):
-        listed = " and ".join(
-            f"{str(dtype).removeprefix('torch.')} ({clean_name(name)!r})" for dtype, name in by_dtype.items()
-        )
-        raise StrategyError(
-            f"{type(task).__name__} has trained parameters of {listed}, which DeepSpeed would concatenate to"
-            " one tensor of one dtype. Give all of them float32, freeze the others, or use strategy 'ddp'"
-        )
+
+    def allowed(dtypes: Collection[torch.dtype]) -> bool:
+        mixed = len(dtypes) > 1 and precision.compute_dtype is None
+        unlike = mixed and (stage == 3 or torch.float64 in dtypes)
+        return not unlike and not any(each.is_complex for each in dtypes)
+
+    check_dtypes(
+        task,
+        {name: each for name, each in task.named_parameters() if each.requires_grad},
+        allowed,
+        "which DeepSpeed would concatenate to one tensor of one dtype. Give all of them float32, freeze the"
+        " others, or use strategy 'ddp'",
+    )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.launch.environment import detect
@@ -31,7 +30,7 @@ from drivetrain.strategies.base import (
     has_bfloat16,
     has_collectives,
 )
-from drivetrain.strategies.checks import check_dimensions, check_gathering, check_values
+from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.held import held_shards
@@ -237,7 +236,7 @@ class FSDP(Strategy):
         norms = batch_norms(task) if mixed else []
         uncast = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         blocks = [each for each in units(task, config.wrap) if each not in norms]
-        _check_dtypes(task, (*norms, *blocks, task), whole)
+        _check_parts(task, (*norms, *blocks, task), whole)
 
         def split(part: nn.Module) -> None:
             if splitting is not None:
@@ -358,7 +357,7 @@ class FSDP(Strategy):
         return clip_by_global_norm(parameters, max_norm, self.device, self.world_size)
 
 
-def _check_dtypes(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[str]) -> None:
+def _check_parts(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[str]) -> None:
     """Check that the trained parameters of each part that is gathered at once have one dtype, as torch needs.
 
     Args:
@@ -372,19 +371,13 @@ def _check_dtypes(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[
     names = {each: name for name, each in task.named_parameters() if name not in whole}
     for part in parts:
         found = [each for each in part.parameters() if names.get(each) is not None and each.requires_grad]
-        by_dtype = {each.dtype: names[each] for each in reversed(found)}
-        for each in found:
-            del names[each]
-        if len(by_dtype) > 1:
-            listed = " and ".join(
-                f"{str(dtype).removeprefix('torch.')} ({clean_name(name)!r})"
-                for dtype, name in by_dtype.items()
-            )
-            raise StrategyError(
-                f"{type(part).__name__} has trained parameters of {listed}, which 'fsdp' cannot gather at"
-                " once: give them one dtype, keep those of one dtype whole by FSDPConfig(ignored=('name',"
-                " ...)), freeze them, or use strategy 'ddp'"
-            )
+        check_dtypes(
+            part,
+            {names.pop(each): each for each in found},
+            lambda dtypes: len(dtypes) <= 1,
+            "which 'fsdp' cannot gather at once: give them one dtype, keep those of one dtype whole by"
+            " FSDPConfig(ignored=('name', ...)), freeze them, or use strategy 'ddp'",
+        )
 
 
 def _check(whole: frozenset[str], plan: Sequence[Planned]) -> None:

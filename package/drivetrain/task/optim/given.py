@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from drivetrain.task.optim.torch_schedule import TorchSchedule
 
 _OF_SCHEDULE = ("schedule", "schedule_options", "warmup_steps", "warmup_ratio", "warmup_power")
+_OF_TIMES = ("scheduler every", "scheduler metric")
 _RATE = "initial_lr"
 
 KEEP = "keep-optimizer"
@@ -38,8 +40,9 @@ def given_settings(
     if config is not None:
         found |= {name: _text(getattr(config, name)) for name in _OF_SCHEDULE}
     if timed is not None:
-        found |= {f"scheduler {name}": _text(value) for name, value in _plain_state(timed.scheduler).items()}
-        found["scheduler every"] = str(timed.every)
+        state = timed.scheduler.state_dict()
+        found |= {f"scheduler {name}": _text(value) for name, value in _settings_in(state)}
+        found |= {"scheduler every": str(timed.every), "scheduler metric": str(timed.metric)}
     return found
 
 
@@ -50,7 +53,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tupl
 
 def is_restored(name: str) -> bool:
     """Return whether a setting is part of the state of an optimizer or a torch scheduler."""
-    return name not in (*_OF_SCHEDULE, "scheduler every")
+    return name not in (*_OF_SCHEDULE, *_OF_TIMES)
 
 
 def apply_changes(
@@ -69,11 +72,17 @@ def apply_changes(
         optimizer: The optimizer.
         timed: Its torch schedule, or None.
     """
+    stored = [name for name in changed if name.startswith("scheduler ") and name not in _OF_TIMES]
+    state = copy.deepcopy(timed.scheduler.state_dict()) if timed is not None and stored else None
     for name, (before, _) in changed.items():
         first, _, setting = name.partition(" ")
         value: Any = fresh.get(name)
-        if first == "scheduler" and timed is not None and setting != "every":
-            setattr(timed.scheduler, setting, value)
+        if name in stored:
+            *way, last = setting.split(".")
+            inner: Any = state
+            for each in way:
+                inner = inner[int(each) if isinstance(inner, (list, tuple)) else each]
+            inner[int(last) if isinstance(inner, list) else last] = value
         elif first.isdigit():
             group = optimizer.param_groups[int(first)]
             if setting == "lr":
@@ -82,6 +91,8 @@ def apply_changes(
                 group["lr"] = restored_setting(rate, now)
                 setting = _RATE
             group[setting] = restored_setting(group.get(setting), value)
+    if timed is not None and stored:
+        timed.scheduler.load_state_dict(state)
 
 
 def fresh_values(optimizer: Optimizer, timed: TorchSchedule | None) -> dict[str, Any]:
@@ -93,7 +104,7 @@ def fresh_values(optimizer: Optimizer, timed: TorchSchedule | None) -> dict[str,
         if is_setting(name) and name != "lr"
     }
     if timed is not None:
-        found |= {f"scheduler {name}": value for name, value in _plain_state(timed.scheduler).items()}
+        found |= {f"scheduler {name}": value for name, value in _settings_in(timed.scheduler.state_dict())}
     return found
 
 
@@ -102,15 +113,26 @@ def described(changed: Mapping[str, tuple[str, str]]) -> str:
     parts = {
         f"{name.partition(' ')[2] if name[0].isdigit() else name} was {before} and is now {now}"
         for name, (before, now) in changed.items()
-        if name != "scheduler base_lrs"
+        if not name.endswith("base_lrs")
     }
     return "; ".join(sorted(parts))
 
 
-def _plain_state(scheduler: Any) -> dict[str, Any]:
-    """Return the numbers of a scheduler's state; they are its arguments as long as it has not stepped."""
-    state = scheduler.state_dict()
-    return {name: value for name, value in state.items() if name != "_last_lr" and _is_plain(value)}
+def _settings_in(state: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the numbers in a scheduler's state by place, such as "gamma" or "_schedulers.1.gamma".
+
+    They are its arguments, or follow from them, as long as it has not stepped.
+    """
+    for name, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        if _is_plain(value):
+            if name != "_last_lr":
+                yield f"{place}{name}", value
+        elif isinstance(value, (list, tuple)) or (isinstance(value, Mapping) and _has_words(value)):
+            yield from _settings_in(value, f"{place}{name}.")
+
+
+def _has_words(names: Iterable[Any]) -> bool:
+    return all(isinstance(each, str) and "." not in each for each in names)
 
 
 def _is_plain(value: Any) -> bool:
