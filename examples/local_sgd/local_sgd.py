@@ -46,7 +46,9 @@ class LocalSGD(Strategy):
     name = "local_sgd"
     config_type = LocalSGDConfig
     needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
-    inexact = "each process updates its own copy of the weights between two averages"
+    refusals: Mapping[str, str] = {
+        "exactness": "each process updates its own copy of the weights between two averages"
+    }
 
     def __init__(
         self, config: LocalSGDConfig | None = None, *, device: str = "cpu", world_size: int = 1

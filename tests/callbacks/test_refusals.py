@@ -92,7 +92,7 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
 
 def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() -> None:
     def on(callback: Any, name: str, loggers: Any = ()) -> Any:
-        return lambda: callback.check_trainer(quiet(loggers=loggers), STRATEGIES[name])
+        return lambda: callback.check_trainer(quiet(loggers=loggers), object.__new__(STRATEGIES[name]))
 
     batch = cb.ModelSummary(batch=torch.ones(1))
     table: dict[str, tuple[Any, ...]] = {
@@ -111,7 +111,7 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
     assert_refused(StrategyError, table)
     on(cb.WeightHistograms(), "deepspeed", "jsonl")()
     # A skip on an accelerator has to be allowed to wait.
-    kind: Any = SimpleNamespace(name="accelerator", device=torch.device("cuda"), no_skipping="")
+    kind: Any = SimpleNamespace(name="accelerator", device=torch.device("cuda"), refuses=lambda _: "")
     skip = partial(cb.LossSpike("skip").check_trainer, quiet(), kind)
     assert_refused(ConfigError, {"skip": (skip, "action='skip'", "'cuda'", "sync=True")})
     cb.LossSpike("skip", sync=True).check_trainer(quiet(), kind)

@@ -199,7 +199,7 @@ def test_max_grad_value_sums_the_entries_of_a_sparse_gradient_first() -> None:
 
 
 def test_max_grad_value_is_refused_by_a_strategy_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SingleDevice, "no_value_clipping", DeepSpeed.no_value_clipping)
+    monkeypatch.setattr(SingleDevice, "refusals", DeepSpeed.refusals)
     with pytest.raises(StrategyError, match="max_grad_value with strategy 'single': DeepSpeed's optim"):
         quiet(max_grad_value=1.0)
 

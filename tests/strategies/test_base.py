@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from drivetrain import StrategyError
+from drivetrain import ConfigError, StrategyError
 from drivetrain.strategies import Prepared, Strategy, Support
 from drivetrain.strategies.base import MakeOptimizers
 from drivetrain.strategies.ddp import DDP
@@ -68,9 +68,30 @@ def test_strategy_is_asked_in_the_order_of_the_step_and_stores_nothing_by_defaul
     assert asked == ["setup", "prepare", *of_step, "teardown"]
     assert strategy.state_dict() == {}
     strategy.load_state_dict({"scaler": {"scale": 1.0}})
-    data = pairs()
-    assert strategy.prepare_data(data) is data
     assert (strategy.rank, strategy.world_size) == (0, 1)
+
+
+def test_a_strategy_refuses_what_its_tables_say_and_by_default_what_it_has_to_declare() -> None:
+    class Named(Minimal):
+        refusals = {"compile": "it traces steps itself", "skipping": ""}  # noqa: RUF012
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.refusals = {"averages": "of this option"}
+
+    found = {name: Named().refuses(name) for name in ("compile", "skipping", "averages", "generators")}
+    assert found == {
+        "compile": "it traces steps itself",
+        "skipping": "",
+        "averages": "of this option",
+        "generators": "",
+    }
+    assert str(Named()) == Named.name
+    assert Named().refuses("unfreezing").startswith("it does not declare")
+    with pytest.raises(ConfigError, match="Did you mean 'unfreezing'"):
+        type("Wrong", (Minimal,), {"refusals": {"unfrezing": ""}})
+    with pytest.raises(StrategyError, match=r"compile=True with strategy '.*': it traces steps itself"):
+        quiet(strategy=Named(), compile=True)
 
 
 def test_unsupported_precision_is_refused_with_the_strategys_reason() -> None:

@@ -94,9 +94,9 @@ class Freeze(Callback):
         """
         check_only_one(Freeze, trainer, "undo one another. Give one, with a mapping of patterns to points")
         point = next((each for each in self.until.values() if each is not None), None)
-        if point is not None and strategy.no_unfreezing:
+        if point is not None and (reason := strategy.refuses("unfreezing")):
             raise StrategyError(
-                f"Freeze(..., until='{point}') with strategy {strategy.name!r}: {strategy.no_unfreezing}."
+                f"Freeze(..., until='{point}') with strategy {strategy.name!r}: {reason}."
                 " Use strategy 'ddp' or 'fsdp'; or a fit with until=None, and a second one that starts from"
                 " its weights (task.load_weights) without Freeze"
             )

@@ -108,9 +108,9 @@ class WeightAverage(Callback):
                 "WeightAverage with evaluation_precision: both replace the weights of an evaluation. Leave"
                 " one out, or give WeightAverage(evaluate=False)"
             )
-        if strategy.no_averages:
+        if reason := strategy.refuses("averages"):
             raise StrategyError(
-                f"WeightAverage with strategy {strategy.name!r}: {strategy.no_averages}. Use 'ddp' or 'fsdp',"
+                f"WeightAverage with strategy {strategy.name!r}: {reason}. Use 'ddp' or 'fsdp',"
                 " or leave the callback out"
             )
 

@@ -43,7 +43,7 @@ from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.select import check_precision
-from drivetrain.strategies.sparse import refuse_layouts
+from drivetrain.strategies.sparse import clip_grad_value, refuse_layouts
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
@@ -128,7 +128,7 @@ class Engine:
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
-        self._calls_microbatch = not self._alone or self.strategy.calls_microbatch_always
+        self._calls_microbatch = type(self.strategy).microbatch is not Strategy.microbatch
         self.placeholders = Placeholders()
         self.passes = 0  # forwards and backwards so far, for watchdogs
         self.begins_again = False  # whether an update may be repeated; that must not update a metric twice
@@ -348,7 +348,7 @@ class Engine:
         elif updater.max_grad_norm is not None:
             norm = strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
         elif self.max_grad_value is not None:
-            strategy.clip_grad_value(updater.parameters, self.max_grad_value)
+            clip_grad_value(updater.parameters, self.max_grad_value)
         try:
             applied = not refused and strategy.optimizer_step(updater.optimizer)
         except RuntimeError as error:
@@ -473,7 +473,7 @@ class Engine:
         """Return data whose batches are on the device, starting at `progress`; see `EngineData`."""
         self._channel.open()
         source = as_source(
-            self.strategy.prepare_data(data),
+            data,
             "training" if training else "evaluation",
             self.seed,
             pin_memory=pin_memory_for(self.device),

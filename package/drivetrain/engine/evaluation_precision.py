@@ -35,10 +35,9 @@ def check_evaluation_precision(
         )
     if micro_batch is not None:
         raise ConfigError(f"{asked} with micro_batch={micro_batch!r}: give one of them")
-    if strategy.no_evaluation_precision:
+    if reason := strategy.refuses("evaluation_precision"):
         raise StrategyError(
-            f"{asked} with strategy {strategy.name!r}: {strategy.no_evaluation_precision}. Leave it out, or"
-            " use one device or 'ddp'"
+            f"{asked} with strategy {strategy.name!r}: {reason}. Leave it out, or use one device or 'ddp'"
         )
     check_precision(strategy, precision, "evaluation_precision={!r}")
     return precision

@@ -77,11 +77,9 @@ def check_memory(
         StrategyError: The strategy does not; says why.
     """
     again, offload = config.activation_checkpointing, config.offload_activations
-    if (again or offload) and strategy.no_recomputation:
+    if (again or offload) and (reason := strategy.refuses("recomputation")):
         name = "activation_checkpointing" if again else "offload_activations"
-        raise StrategyError(
-            f"MemoryConfig({name}=...) with strategy {strategy.name!r}: {strategy.no_recomputation}"
-        )
+        raise StrategyError(f"MemoryConfig({name}=...) with strategy {strategy.name!r}: {reason}")
     if offload and strategy.sharded:
         raise StrategyError(
             f"offload_activations with strategy {strategy.name!r}: gathered parameters would be offloaded"

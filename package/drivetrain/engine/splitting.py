@@ -58,9 +58,9 @@ def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
         raise ConfigError(f"micro_batch must be 'auto', a number of samples, or None, not {spec!r}")
     if not isinstance(spec, str):
         count("micro_batch", spec, at_least=1)
-    if strategy.no_micro_batch:
+    if reason := strategy.refuses("micro_batch"):
         raise StrategyError(
-            f"micro_batch={spec!r} with strategy {strategy.name!r}: {strategy.no_micro_batch}. Use a smaller"
+            f"micro_batch={spec!r} with strategy {strategy.name!r}: {reason}. Use a smaller"
             " batch with gradient_accumulation_steps"
         )
 

@@ -288,10 +288,10 @@ def configured_specs(
         ConfigError: They do not fit the task's training step.
         StrategyError: The strategy cannot run that step.
     """
-    if is_interleaved(task) and strategy.no_generators:
+    if is_interleaved(task) and (reason := strategy.refuses("generators")):
         raise StrategyError(
             f"{type(task).__name__}.training_step is a generator, which strategy {strategy.name!r}"
-            f" cannot run: {strategy.no_generators}. Use 'ddp' or 'fsdp'"
+            f" cannot run: {reason}. Use 'ddp' or 'fsdp'"
         )
     configured = strategy.configured_optimizer(task, total_updates)
     specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)

@@ -52,9 +52,9 @@ def check_skipping(asked: str, strategy: Strategy) -> None:
     Raises:
         StrategyError: The strategy cannot; says why.
     """
-    if strategy.no_skipping:
+    if reason := strategy.refuses("skipping"):
         raise StrategyError(
-            f"{asked} with strategy {strategy.name!r}: {strategy.no_skipping}. Use on_nonfinite='stop', or"
+            f"{asked} with strategy {strategy.name!r}: {reason}. Use on_nonfinite='stop', or"
             " strategy 'ddp' or 'fsdp'"
         )
 

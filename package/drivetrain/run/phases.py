@@ -154,7 +154,6 @@ def phases_of(run: Run, phases: Phases, before_update: Callable[[int], None]) ->
             (engine.transfer, "started", "transfer"),
             (strategy, "backward", "backward"),
             (strategy, "clip_grad_norm", "clip"),
-            (strategy, "clip_grad_value", "clip"),
             (strategy, "optimizer_step", "optimizer"),
             (run, "log_training", "log point"),
         ):

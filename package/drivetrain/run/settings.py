@@ -239,9 +239,9 @@ class RunSettings:
         check_micro_batch(self.micro_batch, strategy)
         check_evaluation_precision(self.evaluation_precision, strategy, self.micro_batch)
         check_on_nonfinite(self.on_nonfinite, strategy)
-        if self.max_grad_value is not None and strategy.no_value_clipping:
+        if self.max_grad_value is not None and (reason := strategy.refuses("value_clipping")):
             raise StrategyError(
-                f"max_grad_value with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use"
+                f"max_grad_value with strategy {strategy.name!r}: {reason}. Use"
                 " max_grad_norm, or strategy 'ddp' or 'fsdp'"
             )
         check_strategy_settings(self, strategy, self.batch_size)

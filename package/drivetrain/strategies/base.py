@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.registry import is_installed
+from drivetrain.core.validation import check_names
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.tensors import held_here
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.sparse import clip_grad_value
 from drivetrain.task.task import StepModule
 
 _PLACES = {
@@ -32,6 +32,45 @@ _PLACES = {
 
 MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
 """Takes the wrapped or sharded module; returns the optimizers by name."""
+
+
+REFUSED: Mapping[str, str] = {
+    "exactness": "",
+    "generators": "",
+    "compile": "",
+    "local_parts": "",
+    "averages": "",
+    "recomputation": "it manages activations itself, by options of its own if at all",
+    "micro_batch": "it does not declare that an update can be split into parts and restarted",
+    "skipping": "it does not declare that an update can be skipped once its gradients exist",
+    "evaluation_precision": "it does not declare that weights can be replaced for an evaluation",
+    "value_clipping": "it does not declare that the parameters' gradients are those of the update",
+    "unfreezing": "it does not declare that the trained parameters may change between updates",
+    "choice_of_gpus": "it does not declare that a process can take another GPU than its local rank's",
+}
+"""The features that a strategy may refuse, each with the reason of one that says nothing.
+
+- exactness: The numbers are those of one process on the whole batch. The conformance suite prints the reason
+  of a strategy that refuses this, and leaves out these comparisons.
+- generators: Steps with several optimizers.
+- compile: Compiled models.
+- local_parts: `Strategy.local_part` tells which part of a tensor this process has.
+- averages: An average may take the place of the weights between updates.
+- recomputation: `MemoryConfig` may recompute blocks or offload activations.
+- micro_batch: An update can be split into parts and restarted.
+- skipping: An update can be skipped once its gradients exist.
+- evaluation_precision: The weights may be stored in another dtype for an evaluation.
+- value_clipping: Gradients can be clipped by value, and read between backward and the update.
+- unfreezing: The trained parameters may change between updates.
+- choice_of_gpus: A process may take another GPU than that of its local rank.
+"""
+
+
+def refusal(strategy: Strategy | type[Strategy], feature: str) -> str:
+    """Return why a strategy, or a class of strategies, does not support a feature; empty if it does."""
+    kind = strategy if isinstance(strategy, type) else type(strategy)
+    tables = (vars(each).get("refusals", {}) for each in (strategy, *kind.__mro__))
+    return next((each[feature] for each in tables if feature in each), REFUSED[feature])
 
 
 class StrategyConfig(Protocol):
@@ -138,8 +177,6 @@ class Prepared:
 class Strategy(ABC):
     """Where and how a step runs. Strategies are final: none inherits from another concrete one.
 
-    Attributes that start with `no_` say why a feature is not supported, and are empty if it is.
-
     Attributes:
         name: The name that a user writes.
         device: The device of this process's model.
@@ -147,21 +184,9 @@ class Strategy(ABC):
         world_size: The number of processes that train together.
         ranks: All processes, for exchange on the host.
         sharded: Whether all processes must run each forward together, including those of an evaluation.
-        calls_microbatch_always: Whether `microbatch` is also called in a run with one process.
-        no_generators: Why steps with several optimizers are not supported.
-        no_compile: Why compiled models are not supported.
-        no_recomputation: Why `MemoryConfig` cannot recompute blocks or offload activations.
-        no_micro_batch: Why an update cannot be split into parts and restarted.
-        no_skipping: Why an update cannot be skipped once its gradients exist.
-        no_evaluation_precision: Why the weights cannot be stored in another dtype for an evaluation.
-        no_value_clipping: Why gradients cannot be clipped by value, or read between backward and the update.
-        no_local_parts: Why `local_part` cannot tell which part of a tensor this process has.
-        no_averages: Why an average cannot take the place of the weights between updates.
-        no_unfreezing: Why the trained parameters cannot change between updates.
-        no_choice_of_gpus: Why a process cannot take another GPU than that of its local rank.
+        refusals: The features that the strategy does not support, each with the reason; and those of
+            `REFUSED` that it supports, each with an empty text. What a class does not name is as in its base.
         gpus: The GPU of each process on a machine, by index; None gives each that of its local rank.
-        inexact: Why its numbers differ from those of one process on the whole batch; empty where they are
-            the same. The conformance suite prints the reason and leaves out these comparisons.
         place: A function applied to each tensor of a batch on the device; None applies nothing.
     """
 
@@ -171,32 +196,24 @@ class Strategy(ABC):
     world_size: int = 1
     ranks: Ranks = ALONE
     sharded: bool = False
-    calls_microbatch_always: bool = False
-    no_generators: str = ""
-    no_compile: str = ""
-    no_recomputation: str = "it manages activations itself, by options of its own if at all"
-    no_micro_batch: str = "it does not declare that an update can be split into parts and restarted"
-    no_skipping: str = "it does not declare that an update can be skipped once its gradients exist"
-    no_evaluation_precision: str = "it does not declare that weights can be replaced for an evaluation"
-    no_value_clipping: str = "it does not declare that the parameters' gradients are those of the update"
-    no_local_parts: str = ""
-    no_averages: str = ""
-    no_unfreezing: str = "it does not declare that the trained parameters may change between updates"
-    no_choice_of_gpus: str = "it does not declare that a process can take another GPU than its local rank's"
+    refusals: Mapping[str, str] = {}
     gpus: Sequence[int] | None = None
-    inexact: str = ""
     place: Callable[[Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        check_names(f"{cls.__name__}.refusals", cls.refusals, REFUSED)
         for name, words in _PLACES.items():
             if name in vars(cls):
                 named_place(words)(inspect.unwrap(vars(cls)[name]))
 
-    @property
-    def title(self) -> str:
-        """The name in a plan, which may include a choice among the options, such as ZeRO's stage."""
+    def __str__(self) -> str:
+        """Return the name in a plan, which may include a choice among the options, such as ZeRO's stage."""
         return self.name
+
+    def refuses(self, feature: str) -> str:
+        """Return why a feature of `REFUSED` is not supported; empty if it is."""
+        return refusal(self, feature)
 
     # Set by a strategy whose backward scales losses; the default methods from `unscale` on use it.
     _scale: LossScale | None = None
@@ -316,10 +333,6 @@ class Strategy(ABC):
         """
         return model
 
-    def prepare_data(self, data: Any) -> Any:
-        """Return a user's loader adapted to this rank; the default is the loader unchanged."""
-        return data
-
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Prepare for a micro-batch; only the window's last one needs to synchronise gradients."""
 
@@ -367,10 +380,6 @@ class Strategy(ABC):
     @abstractmethod
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded, unscaled gradient, and return that norm (0-d)."""
-
-    def clip_grad_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
-        """Clip each element of the unscaled gradients to between -max_value and max_value."""
-        clip_grad_value(parameters, max_value)
 
     @named_place(_PLACES["optimizer_step"])
     def optimizer_step(self, optimizer: Optimizer) -> bool:

@@ -129,12 +129,17 @@ class DDP(Strategy):
     name = "ddp"
     config_type = DDPConfig
     needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
-    no_recomputation = ""
-    no_skipping = ""
-    no_evaluation_precision = ""
-    no_value_clipping = ""
-    no_unfreezing = ""
-    no_choice_of_gpus = ""
+    refusals = dict.fromkeys(
+        (
+            "recomputation",
+            "skipping",
+            "evaluation_precision",
+            "value_clipping",
+            "unfreezing",
+            "choice_of_gpus",
+        ),
+        "",
+    )
 
     def __init__(self, config: DDPConfig | None = None, *, device: str = "cpu", world_size: int = 1) -> None:
         self.config = config or DDPConfig()
@@ -147,7 +152,7 @@ class DDP(Strategy):
         self._names: list[str] = []
         self._synchronized = True
         self._unlearned = self.config.static_graph
-        self.no_micro_batch = _why_whole(self.config)
+        self.refusals = {"micro_batch": _why_whole(self.config)}
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
         if device == "cpu" and self.config.communication == "bf16":

@@ -222,10 +222,10 @@ def _make(
     made = _check_available(choice.name, hardware)
     strategy: Strategy = made(choice.config, device=choice.device_kind, world_size=choice.world_size)
     if choice.gpus is not None:
-        if strategy.no_choice_of_gpus:
+        if reason := strategy.refuses("choice_of_gpus"):
             shown = ",".join(map(str, choice.gpus))
             raise StrategyError(
-                f"devices={list(choice.gpus)} with strategy {strategy.name!r}: {strategy.no_choice_of_gpus}."
+                f"devices={list(choice.gpus)} with strategy {strategy.name!r}: {reason}."
                 f" Set CUDA_VISIBLE_DEVICES={shown} before the program starts, and give"
                 f" devices={len(choice.gpus)}"
             )

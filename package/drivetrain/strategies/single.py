@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import StrategyError
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, has_bfloat16
+from drivetrain.strategies.base import REFUSED, MakeOptimizers, Prepared, Strategy, Support, has_bfloat16
 from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.hardware import cuda_devices
 from drivetrain.strategies.loss_scale import LossScale
@@ -62,12 +62,7 @@ class SingleDevice(Strategy):
         StrategyError: The device is unknown or not available.
     """
 
-    no_recomputation = ""
-    no_micro_batch = ""
-    no_skipping = ""
-    no_evaluation_precision = ""
-    no_value_clipping = ""
-    no_unfreezing = ""
+    refusals = dict.fromkeys(REFUSED.keys() - {"choice_of_gpus"}, "")
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)

@@ -33,7 +33,7 @@ def train_feed(
     """
     steps, sizes = settings.gradient_accumulation_steps, settings.batch_size
     source = as_source(
-        engine.strategy.prepare_data(data),
+        data,
         "training",
         settings.seed if settings.data_seed is None else settings.data_seed,
         batch_size=at_start(sizes),
@@ -93,7 +93,7 @@ def evaluation_feeds(
     if data is None:
         return []
     sources = evaluation_sources(
-        engine.strategy.prepare_data(data),
+        data,
         stage,
         settings.seed,
         batch_size=evaluation_batch_size(settings),

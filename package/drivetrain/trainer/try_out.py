@@ -82,7 +82,7 @@ def overfitting(
     in memory. With named validation loaders, each name has them.
     """
     source = as_source(
-        engine.strategy.prepare_data(train_data),
+        train_data,
         "training",
         settings.seed,
         batch_size=at_start(settings.batch_size),

@@ -52,7 +52,7 @@ class GradientNorms(Callback):
         Raises:
             StrategyError: They are not.
         """
-        reason = strategy.no_value_clipping or strategy.no_local_parts
+        reason = strategy.refuses("value_clipping") or strategy.refuses("local_parts")
         if reason:
             raise StrategyError(
                 f"GradientNorms with strategy {strategy.name!r}: {reason}. Use another one, such as 'ddp' or"

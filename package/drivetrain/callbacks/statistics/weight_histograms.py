@@ -90,15 +90,15 @@ class WeightHistograms(Callback):
                 f"WeightHistograms with loggers={trainer.loggers!r}, none of which takes histograms. Add"
                 " 'tensorboard' or 'jsonl', or a logger with log_histograms(histograms, step)"
             )
-        if strategy.no_local_parts:
+        if reason := strategy.refuses("local_parts"):
             raise StrategyError(
-                f"WeightHistograms with strategy {strategy.name!r}: {strategy.no_local_parts}. Use another"
+                f"WeightHistograms with strategy {strategy.name!r}: {reason}. Use another"
                 " strategy, or leave the callback out"
             )
-        if self.gradients and strategy.no_value_clipping:
+        if self.gradients and (reason := strategy.refuses("value_clipping")):
             raise StrategyError(
                 f"WeightHistograms(gradients=True) with strategy {strategy.name!r}:"
-                f" {strategy.no_value_clipping}. Use strategy 'ddp' or 'fsdp', or gradients=False"
+                f" {reason}. Use strategy 'ddp' or 'fsdp', or gradients=False"
             )
 
     def on_fit_start(self, run: Run) -> None:

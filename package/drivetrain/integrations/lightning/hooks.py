@@ -30,6 +30,7 @@ from drivetrain.integrations.lightning.skipping import Skipped
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.run.run import Run
+from drivetrain.strategies.sparse import clip_grad_value
 from drivetrain.task.optim.torch_schedule import kind_of
 
 _PLAIN = ("single", "ddp", "fsdp")
@@ -209,7 +210,7 @@ class ModuleHooks(ModuleState, Callback):
         if kind == "norm":
             strategy.clip_grad_norm(parameters, float(value))
         else:
-            strategy.clip_grad_value(parameters, float(value))
+            clip_grad_value(parameters, float(value))
 
     # Optimizers.
 

@@ -29,6 +29,7 @@ from drivetrain.integrations.transformers.arguments_values import Values, read_v
 from drivetrain.integrations.transformers.last_update import LastUpdate
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.loggers import LOGGERS, TensorBoardLogger
+from drivetrain.strategies.base import refusal
 from drivetrain.strategies.registry import DEVICES, named, strategy_class
 from drivetrain.trainer.trainer import Trainer
 
@@ -559,7 +560,7 @@ def _set_log_level(values: Values) -> None:
 def _settle(values: Values, options: dict[str, Any]) -> None:
     """Raise instead of skipping updates if the strategy cannot skip one, and report so."""
     name, _ = named(options["strategy"])
-    cannot = "" if name in ("auto", *DEVICES) else strategy_class(name).no_skipping
+    cannot = "" if name in ("auto", *DEVICES) else refusal(strategy_class(name), "skipping")
     if options["on_nonfinite"] == "skip" and cannot:
         options["on_nonfinite"] = "raise"
         values.notes["logging_nan_inf_filter"] = f'with this strategy "raise", because {cannot}'

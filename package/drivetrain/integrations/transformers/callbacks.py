@@ -186,9 +186,9 @@ class CallbackAdapter(OwnCallback):
         for event in _AROUND_STEP:
             for each in self._by_event[event]:
                 name = f"{type(each).__name__}.{event}"
-                if strategy.no_value_clipping:
+                if reason := strategy.refuses("value_clipping"):
                     raise StrategyError(
-                        f"{name} with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use"
+                        f"{name} with strategy {strategy.name!r}: {reason}. Use"
                         " on_step_end, or strategy 'ddp' or 'fsdp'"
                     )
 

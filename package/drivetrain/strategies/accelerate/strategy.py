@@ -7,7 +7,7 @@ https://github.com/huggingface/accelerate.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,10 +66,10 @@ class Accelerate(Strategy):
     name = "accelerate"
     config_type = AccelerateConfig
     needs = "the package accelerate; processes on CPUs (gloo) or CUDA GPUs (NCCL)"
-    no_skipping = ""
-    no_value_clipping = ""
-    no_unfreezing = ""
-    no_choice_of_gpus = "Accelerate takes the GPU of each process's local rank"
+    refusals: Mapping[str, str] = {
+        **dict.fromkeys(("skipping", "value_clipping", "unfreezing"), ""),
+        "choice_of_gpus": "Accelerate takes the GPU of each process's local rank",
+    }
 
     def __init__(
         self, config: AccelerateConfig | None = None, *, device: str = "cpu", world_size: int = 1

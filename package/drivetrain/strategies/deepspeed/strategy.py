@@ -63,17 +63,19 @@ class DeepSpeed(Strategy):
     name = "deepspeed"
     config_type = DeepSpeedConfig
     needs = "the package deepspeed; several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
-    calls_microbatch_always = True
-    no_skipping = (
-        "DeepSpeed's engine reduces, shards and accumulates gradients in its own memory, which only an update"
-        " clears"
-    )
-    no_choice_of_gpus = "DeepSpeed takes the GPU of each process's local rank"
-    no_value_clipping = "DeepSpeed's optimizers read gradients of their own, which it clips by the norm"
-    no_averages = "DeepSpeed's optimizers update weights of their own"
-    no_generators = (
-        "DeepSpeed's engine has one optimizer, and reduces the gradients of all parameters in every backward"
-    )
+    refusals: Mapping[str, str] = {
+        "skipping": (
+            "DeepSpeed's engine reduces, shards and accumulates gradients in its own memory, which only an"
+            " update clears"
+        ),
+        "choice_of_gpus": "DeepSpeed takes the GPU of each process's local rank",
+        "value_clipping": "DeepSpeed's optimizers read gradients of their own, which it clips by the norm",
+        "averages": "DeepSpeed's optimizers update weights of their own",
+        "generators": (
+            "DeepSpeed's engine has one optimizer, and reduces the gradients of all parameters in every"
+            " backward"
+        ),
+    }
 
     def __init__(
         self, config: DeepSpeedConfig | None = None, *, device: str = "cpu", world_size: int = 1
@@ -83,14 +85,14 @@ class DeepSpeed(Strategy):
         self.world_size = world_size
         self.sharded = self.config.stage == 3
         if self.config.stage:
-            self.no_unfreezing = (
+            unfreezing = (
                 "DeepSpeed updates the parameters of a group in one flat tensor, so that weight decay moves"
                 " those without a gradient, and Adam counts their updates"
             )
         else:
-            self.no_unfreezing = ""
-        if self.sharded:
-            self.no_compile = "DeepSpeed gathers the parameters of each layer inside a block"
+            unfreezing = ""
+        gathers = "DeepSpeed gathers the parameters of each layer inside a block" if self.sharded else ""
+        self.refusals = {"unfreezing": unfreezing, "compile": gathers}
         self._asked = Settings(None, 1, None, world_size)
         self._member: Member | None = None
         self._engine: Any = None
@@ -110,9 +112,8 @@ class DeepSpeed(Strategy):
         """Return whether DeepSpeed and torch.distributed are available."""
         return has_collectives() and installed("deepspeed", "deepspeed")
 
-    @property
-    def title(self) -> str:
-        """The name, with the stage of ZeRO."""
+    def __str__(self) -> str:
+        """Return the name, with the stage of ZeRO."""
         return f"{self.name}, ZeRO stage {self.config.stage}"
 
     def supports(self, precision: Precision) -> Support:
@@ -345,7 +346,9 @@ class DeepSpeed(Strategy):
     ) -> None:
         """Run backward of the share of the loss by DeepSpeed's engine."""
         if inputs is not None:
-            raise StrategyError(f"backward to only some parameters is not supported: {self.no_generators}")
+            raise StrategyError(
+                f"backward to only some parameters is not supported: {self.refuses('generators')}"
+            )
         if self._order is not None:
             self._order.begin_backward(self._last)
         self._engine.backward(loss if share is None else loss * share, scale_wrt_gas=False)

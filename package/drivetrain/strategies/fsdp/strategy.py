@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -60,15 +60,14 @@ class FSDP(Strategy):
     """
 
     name = "fsdp"
-    no_skipping = ""
-    no_evaluation_precision = "shards are gathered in the precision of training"
-    no_value_clipping = ""
-    no_unfreezing = ""
-    no_choice_of_gpus = ""
-    no_micro_batch = (
-        "all processes gather parameters during a forward, so when one runs out of memory the others would"
-        " wait for it"
-    )
+    refusals: Mapping[str, str] = {
+        **dict.fromkeys(("skipping", "value_clipping", "unfreezing", "choice_of_gpus"), ""),
+        "evaluation_precision": "shards are gathered in the precision of training",
+        "micro_batch": (
+            "all processes gather parameters during a forward, so when one runs out of memory the others"
+            " would wait for it"
+        ),
+    }
     config_type = FSDPConfig
     needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
     sharded = True
@@ -90,12 +89,13 @@ class FSDP(Strategy):
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
         split, size = self.config.tensor_parallel, self.config.shard_size
-        self.no_recomputation = ""
+        recomputation = ""
         if split > 1 or self.config.activation_checkpointing:
-            self.no_recomputation = (
+            recomputation = (
                 "tensor_parallel splits modules first, and FSDPConfig has its own option: give"
                 " FSDPConfig(activation_checkpointing=...)"
             )
+        self.refusals = {"recomputation": recomputation}
         if world_size % split:
             raise StrategyError(
                 f"tensor_parallel={split} does not divide {world_size} processes; make devices times"

@@ -133,15 +133,18 @@ def check_compile(spec: bool | Mapping[str, Any] | CompileConfig, strategy: Stra
         StrategyError: The strategy does not support compilation, or not with this scope; says why.
     """
     config = as_compile(spec)
-    if config is not None and strategy.sharded and config.scope != "blocks" and not strategy.no_compile:
+    if (
+        config is not None
+        and strategy.sharded
+        and config.scope != "blocks"
+        and not strategy.refuses("compile")
+    ):
         raise StrategyError(
             f"compile scope {config.scope!r} with strategy {strategy.name!r}: it gathers parameters before"
             " each block, in the middle of the code that would be compiled as one. Use scope='blocks'"
         )
-    if config is not None and strategy.no_compile:
-        raise StrategyError(
-            f"compile={spec!r} with strategy {strategy.name!r}: {strategy.no_compile}. Use compile=False"
-        )
+    if config is not None and (reason := strategy.refuses("compile")):
+        raise StrategyError(f"compile={spec!r} with strategy {strategy.name!r}: {reason}. Use compile=False")
     return config
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -213,10 +213,12 @@ class OnXLA(Strategy):
     """
 
     config_type: type[Any]
-    no_compile = "XLA compiles every update as it is, and torch.compile loses what is sharded or freed there"
-    no_value_clipping = ""
-    no_unfreezing = ""
-    no_skipping = "XLA runs what it traced of an update as a whole, before which no gradient is looked at"
+    refusals: Mapping[str, str] = {
+        "compile": "XLA compiles every update as it is, and torch.compile loses what is sharded or freed",
+        "value_clipping": "",
+        "unfreezing": "",
+        "skipping": "XLA runs what it traced of an update as a whole, before which no gradient is looked at",
+    }
 
     def __init__(self, config: Any = None, *, device: str = "xla", world_size: int = 1) -> None:
         check_alone(self.name, world_size)

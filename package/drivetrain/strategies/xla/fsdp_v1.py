@@ -99,11 +99,13 @@ class XLAFSDP(OnXLA):
     config_type = XLAFSDPConfig
     needs = "torch_xla, and a TPU or a CPU; one process that has one device"
     sharded = True
-    no_local_parts = "its shards do not tell which part of a tensor they are; those of 'xla_fsdp_v2' do"
-    no_averages = "torch_xla keeps the weights in shards of its own"
-    no_unfreezing = (
-        "torch_xla's gathered parameters keep the requires_grad that they had when it sharded them"
-    )
+    refusals: Mapping[str, str] = {
+        "local_parts": "its shards do not tell which part of a tensor they are; those of 'xla_fsdp_v2' do",
+        "averages": "torch_xla keeps the weights in shards of its own",
+        "unfreezing": (
+            "torch_xla's gathered parameters keep the requires_grad that they had when it sharded them"
+        ),
+    }
 
     def supports(self, precision: Precision) -> Support:
         """Support parameters in float32, with compute in float32 or bfloat16."""

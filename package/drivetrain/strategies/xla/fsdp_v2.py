@@ -83,7 +83,7 @@ class XLAFSDPv2(OnXLA):
     config: XLAFSDPv2Config
     config_type = XLAFSDPv2Config
     needs = "torch_xla, and a TPU or a CPU; one process, and all of its devices"
-    no_averages = "torch_xla keeps the weights in shards of its own"
+    refusals: Mapping[str, str] = {"averages": "torch_xla keeps the weights in shards of its own"}
 
     def __init__(
         self, config: XLAFSDPv2Config | None = None, *, device: str = "xla", world_size: int = 1

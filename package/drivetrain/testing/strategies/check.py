@@ -126,9 +126,9 @@ def frozen_and_tied(job: Job) -> None:
 def parameters_may_be_unfrozen(job: Job) -> None:
     """Parameters that are frozen until a point of the fit do not change before it, and train afterwards.
 
-    A strategy whose `no_unfreezing` gives a reason is not checked.
+    A strategy that refuses this is not checked.
     """
-    if job.make(job.world_size).no_unfreezing:
+    if job.make(job.world_size).refuses("unfreezing"):
         return
     names = ("blocks.0.0.weight", "embedding.weight")
     start = whole_state(Tokens())
@@ -295,5 +295,5 @@ def _run_checks(
             error.add_note(f"drivetrain: in the check {name!r}")
             raise
     strategy = make(world_size)
-    reason = strategy.inexact
+    reason = strategy.refuses("exactness")
     return f"strategy {strategy.name!r} is not compared with one process: {reason}" if reason else ""

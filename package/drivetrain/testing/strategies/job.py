@@ -169,7 +169,7 @@ class Job:
     @cached_property
     def inexact(self) -> str:
         """The reason why the strategy's results differ from those of one process; empty if they do not."""
-        return self.make(self.world_size).inexact
+        return self.make(self.world_size).refuses("exactness")
 
     def assert_equals_one_process(self, found: Any, expected: Any, what: str) -> None:
         """Compare with one process on the whole batch, unless the strategy declares itself inexact.

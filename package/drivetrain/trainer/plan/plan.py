@@ -236,7 +236,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             ),
             saving=and_at_the_end(resume_points[0], totals.updates) if policies else resume_points[0],
             device=str(strategy.device),
-            strategy=strategy.title,
+            strategy=str(strategy),
             processes=strategy.world_size,
             parameters=sum(each.numel() for each in parameters),
             trainable=sum(each.numel() for each in parameters if each.requires_grad),

@@ -314,7 +314,7 @@ class Trainer(TheirNames):
         self._own_optimizer = updater.optimizer
         strategy = run.engine.strategy
         is_static = getattr(getattr(strategy, "config", None), "static_graph", False)
-        self._task.hides_gradients = strategy.no_value_clipping or (_STATIC if is_static else "")
+        self._task.hides_gradients = strategy.refuses("value_clipping") or (_STATIC if is_static else "")
         self._task.scales_losses = run.engine.precision.loss_scaling
 
     # Callbacks, state and this process.
