@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from drivetrain.core.public import HOMES
 
 
-def exports(
-    package: str, homes: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a package that loads each name on first use (PEP 562).
+def exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that loads each name on first use (PEP 562).
+
+    The names are those of the stub `__init__.pyi` beside the package's `__init__.py`, which type checkers
+    read in its place: `from module import Name as Name`.
 
     Args:
         package: The package's `__name__`.
-        homes: The exported names, by the module that defines them.
     """
-    HOMES[package] = homes
-    module_of = {name: module for module, names in homes.items() for name in names}
+    stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+    lines = (each for each in ast.parse(stub).body if isinstance(each, ast.ImportFrom))
+    module_of = HOMES[package] = {alias.name: str(each.module) for each in lines for alias in each.names}
 
     def get(name: str) -> Any:
         if name not in module_of:
@@ -38,4 +41,4 @@ def exports(
     def names() -> list[str]:
         return sorted({*vars(importlib.import_module(package)), *module_of})
 
-    return get, names
+    return get, names, sorted(module_of)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-HOMES: dict[str, Mapping[str, Sequence[str]]] = {}
-"""The exported names of each package that loads them lazily, by the module that defines them."""
+HOMES: dict[str, Mapping[str, str]] = {}
+"""For each package that loads its names lazily, the module that defines each name."""
 
 
 def public_classes(package: str = "drivetrain") -> list[type]:
     """Load and return the public classes of a package."""
     homes = HOMES.get(package, {})
-    found = [getattr(importlib.import_module(home), name) for home, names in homes.items() for name in names]
+    found = [getattr(importlib.import_module(home), name) for name, home in homes.items()]
     return [each for each in found if isinstance(each, type)]

@@ -1,0 +1,17 @@
+from drivetrain.checkpoint.assets import copy_assets as copy_assets
+from drivetrain.checkpoint.format.manifest import FORMAT_VERSION as FORMAT_VERSION
+from drivetrain.checkpoint.format.manifest import Manifest as Manifest
+from drivetrain.checkpoint.format.manifest import Snapshot as Snapshot
+from drivetrain.checkpoint.format.tree import pack as pack
+from drivetrain.checkpoint.format.tree import unpack as unpack
+from drivetrain.checkpoint.locate import resolve as resolve
+from drivetrain.checkpoint.saving.config import CheckpointConfig as CheckpointConfig
+from drivetrain.checkpoint.saving.io import CheckpointIO as CheckpointIO
+from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO as DirectoryCheckpointIO
+from drivetrain.checkpoint.saving.io import read_manifest as read_manifest
+from drivetrain.checkpoint.saving.io import verify as verify
+from drivetrain.checkpoint.saving.manager import CheckpointManager as CheckpointManager
+from drivetrain.checkpoint.saving.manager import SavedCheckpoint as SavedCheckpoint
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError as DamagedCheckpointError
+from drivetrain.checkpoint.weights.export import export_weights as export_weights
+from drivetrain.checkpoint.weights.load import load_weights as load_weights

@@ -1,0 +1,9 @@
+from drivetrain.core.types import Histogram as Histogram
+from drivetrain.core.types import HistogramLogger as HistogramLogger
+from drivetrain.loggers.base import LOGGERS as LOGGERS
+from drivetrain.loggers.base import Logger as Logger
+from drivetrain.loggers.base import LoggerSpec as LoggerSpec
+from drivetrain.loggers.base import build_loggers as build_loggers
+from drivetrain.loggers.csv import CSVLogger as CSVLogger
+from drivetrain.loggers.jsonl import JSONLinesLogger as JSONLinesLogger
+from drivetrain.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
