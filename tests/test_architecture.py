@@ -311,6 +311,22 @@ def test_no_member_of_the_core_is_there_for_one_integration(sources: list[Source
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_core_names_no_project_that_an_integration_is_for(sources: list[Source]) -> None:
+    """Texts that are the name of a package or a module of it; `core/synonyms` has names of their parts."""
+    allowed = {"checkpoint/formats.py", "cli/checkpoint/arguments.py", "cli/environment.py"}  # lazy rows
+    folders = {each.name for each in (PACKAGE / "integrations").iterdir() if each.name[0] != "_"}
+    projects = (folders - {"hub"}) | {"peft", "pytorch_lightning"}
+    named = {
+        source.place
+        for source in sources
+        if not source.place.startswith("integrations/")
+        for node in source.nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.partition(".")[0] in projects
+    }
+    assert named == allowed
+
+
 def test_messages_go_through_the_logger(sources: list[Source]) -> None:
     called = {
         source.place: {ast.unparse(node.func) for node in source.nodes if isinstance(node, ast.Call)}

@@ -14,7 +14,7 @@ from tests.support.tasks import FEATURES, Regression, pairs, quiet, variant
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from drivetrain import CheckpointConfig, LambdaCallback
+from drivetrain import CheckpointConfig, CompileConfig, LambdaCallback, rank
 
 
 def told(task: Regression, run_dir: Path, every: str = "1 epoch", **options: Any) -> list[str]:
@@ -123,6 +123,36 @@ def test_random_generators_of_a_task_go_on_after_a_resume(tmp_path: Path) -> Non
         assert told(task, tmp_path / where, max_epochs=epochs, resume="auto", seed=1) == []
     assert len(whole.drawn) > len(first.drawn)
     assert whole.drawn == first.drawn + second.drawn
+
+
+class Drawing(Regression):
+    """Draws from a generator of its own, which differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(rank())
+
+    @torch.compiler.disable
+    def draw(self) -> Tensor:
+        return torch.rand(1, generator=self.noise)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features + self.draw())
+
+
+def drawn_in_two_parts(folder: Path, **options: Any) -> None:
+    found = []
+    for where, epochs in (("whole", 2), ("parts", 1), ("parts", 2)):
+        task = Drawing()
+        settings = {"max_epochs": epochs, "checkpoint": True, "run_dir": folder / where, **options}
+        quiet(**settings).fit(task, pairs(8), resume="auto")
+        found.append([task.line.weight.tolist(), task.noise.get_state().tolist()])
+    assert found[0] == found[2] != found[1]
+
+
+def test_each_rank_goes_on_with_its_own_generator_and_so_does_a_compiled_task(tmp_path: Path) -> None:
+    on_two_ranks(lambda: drawn_in_two_parts(tmp_path / "ranks", strategy="ddp", devices=2))
+    drawn_in_two_parts(tmp_path / "compiled", compile=CompileConfig(backend="eager"))
 
 
 def test_caches_buffers_views_of_weights_and_numbers_are_not_named(tmp_path: Path) -> None:

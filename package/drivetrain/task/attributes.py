@@ -24,7 +24,7 @@ _LIBRARIES = frozenset(
 )
 """Packages whose classes rebuild or save their attributes without the user's help."""
 
-_OPAQUE = _LIBRARIES | {"lightning", "pytorch_lightning", "peft", "transformers", "torchmetrics"}
+_opaque = set(_LIBRARIES)
 """Packages whose objects in attributes are not searched: they are no modules, and belong to a library."""
 
 _OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams"})
@@ -35,6 +35,14 @@ _PLAIN = (int, float, str, bytes, type(None))
 RandomGenerator: TypeAlias = "torch.Generator | random.Random | np.random.Generator | np.random.RandomState"
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def never_search(*packages: str) -> None:
+    """Leave out objects of these packages' classes that are no modules; integrations call it when imported.
+
+    Such objects are configurations, or lead to a whole trainer of theirs.
+    """
+    _opaque.update(packages)
 
 
 def modules_of(
@@ -81,7 +89,7 @@ def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...
             items = each.items()
         elif isinstance(each, (list, tuple, deque)):
             items = enumerate(each)
-        elif not isinstance(each, type) and type(each).__module__.partition(".")[0] not in _OPAQUE:
+        elif not isinstance(each, type) and type(each).__module__.partition(".")[0] not in _opaque:
             items = getattr(each, "__dict__", {}).items()
         for key, inner in islice(items, _MANY):
             yield from search((*place, key), inner, depth - 1)

@@ -13,8 +13,11 @@ from drivetrain.integrations.lightning.hooks import ModuleHooks
 from drivetrain.integrations.lightning.methods import check_module
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
+from drivetrain.task.attributes import never_search
 from drivetrain.task.output import Optimized
 from drivetrain.task.task import TaskModule
+
+never_search("lightning", "pytorch_lightning")
 
 _SHARED = (
     "_parameters",

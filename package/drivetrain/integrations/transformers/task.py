@@ -60,6 +60,7 @@ from drivetrain.integrations.transformers.stored_model import (
     origin_of,
     quantised_by,
 )
+from drivetrain.task.attributes import never_search
 from drivetrain.task.forward import call_forward
 from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.optim.config import OptimizerConfig
@@ -67,6 +68,8 @@ from drivetrain.task.stored import pack_hparams
 from drivetrain.task.task import TaskModule
 
 _LOG = logger(__name__)
+
+never_search("peft", "transformers")
 
 _REBUILDS: ContextVar[bool] = ContextVar("rebuilds", default=False)
 """Whether tasks are made by `from_checkpoint`, which lacks the functions that other arguments belong to."""

@@ -21,7 +21,8 @@ _GENERATORS = ("random.Random at ", "numpy.random.", "torch.Generator at ")
 
 _ADVICE = {
     "task": "A task's state is saved if it is a buffer, or if get_extra_state and set_extra_state handle it."
-    " The random numbers of a step are repeated if they come from the global generators",
+    " The random numbers of a step are repeated if they come from the global generators, or from a generator"
+    " in an attribute of the task or of its modules",
     "callback": "A callback's state is saved if it has state_dict and load_state_dict",
     "train data": "The random numbers of a dataset are repeated if they come from the global generators,"
     " which are seeded for each batch. Its counters are saved if the data has state_dict and load_state_dict",
