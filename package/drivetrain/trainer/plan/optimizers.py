@@ -128,15 +128,21 @@ class Built:
         for updater in self.updaters.values():
             if not all(each.is_meta for each in updater.parameters):
                 return None  # a factory that found its way to the real ones
-            for each in updater.parameters:
+            # One of each shape is stepped, because a large model has hundreds of parameters and few shapes.
+            stepped: dict[Any, Tensor] = {}
+            like: dict[Tensor, Tensor] = {}
+            for number, group in enumerate(updater.optimizer.param_groups):
+                for each in group["params"]:
+                    like[each] = stepped.setdefault((number, each.shape, each.stride(), each.dtype), each)
+            for each in stepped.values():
                 each.grad = torch.empty_like(each)
             try:
                 with uncompiled(updater.optimizer), _NoValues():  # type: ignore[no-untyped-call]
                     updater.optimizer.step()
             except Exception:  # such as one for sparse gradients only
                 return None
-            for parameter, slots in updater.optimizer.state.items():
-                state += [(parameter, each) for each in _tensors(slots)]
+            slots = {each: _tensors(kept) for each, kept in updater.optimizer.state.items()}
+            state += [(each, slot) for each, other in like.items() for slot in slots.get(other, ())]
         return state
 
     def rates(self, updates: int | None) -> dict[str, Rate]:
