@@ -173,13 +173,11 @@ def test_export_replaces_no_file_unasked(capsys, run_dir, tmp_path, remote):
 
 def test_diff_tells_tensors_and_values_apart(capsys, run_dir):
     first, second = (run_dir / "checkpoints" / f"update-000000{update}" for update in (10, 15))
-    code, found = as_json(capsys, "diff", first, second, "--values")
+    code, found = as_json(capsys, "diff", first, second)
     assert (code, found["is_same"]) == (1, False)
-    weight = {f"{each['group']}/{each['name']}": each for each in found["tensors"]}["model/line.weight"]
-    a, b = (
-        DirectoryCheckpointIO().load(str(each)).tensors["model"]["line.weight"] for each in (first, second)
-    )
-    assert weight["max_abs"] == pytest.approx((a - b).abs().max().item())
+    assert ("model", "line.weight", "content") in [
+        (each["group"], each["name"], each["kind"]) for each in found["tensors"]
+    ]
     values = {(each["section"], each["name"]): (each["first"], each["second"]) for each in found["values"]}
     assert values["progress", "updates"] == (10, 15)
     code, printed = run(capsys, "diff", first, second)

@@ -1,8 +1,7 @@
-"""Compare two checkpoints: tensors by their hashes where possible, everything else by value."""
+"""Compare two checkpoints: tensors by their hashes, everything else by value."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -23,9 +22,6 @@ Kind: TypeAlias = Literal["only in the first", "only in the second", "shape", "d
 _AT_ONCE = 1 << 30
 """The largest group of tensors, in bytes, that is read at once; larger ones are read tensor by tensor."""
 
-_CHUNK = 1 << 22
-"""Elements to compare at a time, in double precision."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
@@ -37,9 +33,6 @@ class TensorDifference:
         kind: The kind of the difference.
         first: Its record in the first checkpoint, or None.
         second: Its record in the second checkpoint, or None.
-        max_abs: The largest absolute difference of two elements; NaN if only one of the two is NaN. None if
-            it was not measured, because values were not requested or the shapes differ.
-        relative: The norm of the difference divided by the norm of the first, or None.
     """
 
     group: str
@@ -47,8 +40,6 @@ class TensorDifference:
     kind: Kind
     first: TensorRecord | None
     second: TensorRecord | None
-    max_abs: float | None = None
-    relative: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +85,7 @@ class Comparison:
         return not self.tensors and not self.values
 
 
-def compare(first: str, second: str, *, values: bool = False) -> Comparison:
+def compare(first: str, second: str) -> Comparison:
     """Compare two checkpoints.
 
     Tensors that are stored in the same pieces are compared by their hashes; others are read. Times and
@@ -103,7 +94,6 @@ def compare(first: str, second: str, *, values: bool = False) -> Comparison:
     Args:
         first: A checkpoint, not a run directory.
         second: Another checkpoint.
-        values: Read the tensors that differ, and measure their distance.
 
     Raises:
         DamagedCheckpointError: A checkpoint is damaged.
@@ -118,10 +108,7 @@ def compare(first: str, second: str, *, values: bool = False) -> Comparison:
             same += 1
             continue
         mine, theirs = left.record(group, name), right.record(group, name)
-        apart: tuple[float | None, float | None] = (None, None)
-        if values and kind in ("content", "dtype"):
-            apart = _distance(left.tensor(group, name), right.tensor(group, name))
-        tensors.append(TensorDifference(group, name, kind, mine, theirs, *apart))
+        tensors.append(TensorDifference(group, name, kind, mine, theirs))
     return Comparison(first, second, same, tuple(tensors), tuple(_compare_values(left, right)))
 
 
@@ -232,26 +219,6 @@ def _tensor_kind(left: _Side, right: _Side, group: str, name: str) -> Kind | Non
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _distance(first: Tensor, second: Tensor) -> tuple[float, float]:
-    """Return the largest absolute difference, and the difference's norm relative to `first`'s finite part."""
-    wide = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
-    largest, square, norm = 0.0, 0.0, 0.0
-    pairs = zip(*(torch.split(each.flatten(), _CHUNK) for each in (first, second)), strict=True)
-    for left, right in ((mine.to(wide), theirs.to(wide)) for mine, theirs in pairs):
-        if not left.numel():
-            continue
-        # Not the difference alone: two equal infinities, and two NaN, have the difference NaN.
-        same = (left == right) | (left.isnan() & right.isnan())
-        apart = torch.where(same, 0.0, left - right).abs()
-        most = apart.max().item()
-        largest = most if math.isnan(most) or math.isnan(largest) else max(largest, most)
-        square += apart.square().sum().item()
-        norm += torch.where(left.isfinite(), left, 0.0).abs().square().sum().item()
-    if norm == 0.0:
-        return largest, 0.0 if square == 0.0 else square if math.isnan(square) else math.inf
-    return largest, math.sqrt(square / norm)
 
 
 def _compare_values(left: _Side, right: _Side) -> Iterator[ValueDifference]:

@@ -258,7 +258,7 @@ def _push(parsed: argparse.Namespace) -> int:
 
 
 def _diff(parsed: argparse.Namespace) -> int:
-    found = compare(resolve(parsed.first), resolve(parsed.second), values=parsed.values)
+    found = compare(resolve(parsed.first), resolve(parsed.second))
     if parsed.json:
         print_json(comparison_json(found))
     else:

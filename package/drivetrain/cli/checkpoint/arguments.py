@@ -141,9 +141,6 @@ def _parser() -> Parser:
     )
     each.add_argument("first", metavar="A", help=_ONE)
     each.add_argument("second", metavar="B", help="another")
-    each.add_argument(
-        "--values", action="store_true", help="measure how far differing tensors are apart; reads them"
-    )
     each.add_argument("--all", action="store_true", help="list every difference, not only the first ones")
 
     each = action(

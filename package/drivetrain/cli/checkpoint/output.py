@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -194,7 +193,7 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON."""
     tensors = [
         {
-            **{name: getattr(each, name) for name in ("group", "name", "kind", "max_abs", "relative")},
+            **{name: getattr(each, name) for name in ("group", "name", "kind")},
             "first": None if each.first is None else _record_json(each.first),
             "second": None if each.second is None else _record_json(each.second),
         }
@@ -216,11 +215,7 @@ def print_comparison(found: Comparison, limit: int | None) -> None:
         line(f"the same: {found.same} tensors, and everything else")
         return
     line(f"{found.same} tensors are the same, {len(found.tensors)} differ")
-    rows = [
-        (f"  {each.group}/{each.name}", _change(each), *_distance_columns(each))
-        for each in found.tensors[:limit]
-    ]
-    table((), rows)
+    table((), [(f"  {each.group}/{each.name}", _change(each)) for each in found.tensors[:limit]])
     titled: dict[str, list[tuple[str, str]]] = {}
     for value in found.values[:limit]:
         titled.setdefault(value.section, []).append((value.name, _value_change(value)))
@@ -239,14 +234,6 @@ def _change(each: TensorDifference) -> str:
     if each.kind == "content":
         return f"other content, {_record(each.first)}"
     return f"{_record(each.first)} became {_record(each.second)}"
-
-
-def _distance_columns(each: TensorDifference) -> tuple[str, str]:
-    if each.max_abs is None or each.relative is None:
-        return "", ""
-    if math.isnan(each.max_abs):
-        return "NaN in one alone", ""
-    return f"max abs {each.max_abs:.3g}", f"relative {each.relative:.3g}"
 
 
 def _value_change(each: ValueDifference) -> str:
