@@ -1,6 +1,6 @@
 """Checkpoints: a directory of safetensors and JSON files that is complete or does not exist.
 
-From the ground up: `storage/` (disks and object stores), `format/` (files, manifest, older versions),
+From the ground up: `storage/` (disks and object stores), `format/` (files, manifest),
 `saving/` (one checkpoint, and the checkpoints of a run), `weights/` (weights by name), `foreign/` (other
 programs' files) and `inspection/` (listings, descriptions and comparisons for people).
 """

@@ -51,7 +51,6 @@ class Progress:
             CheckpointError: A count is missing, unknown, negative, or not a number.
         """
         names = {field.name for field in fields(self)}
-        state = {"bad_batches": 0, **state}  # old checkpoints have no such count
         if set(state) != names:
             wrong = ", ".join(sorted(map(str, names ^ set(state))))
             raise CheckpointError(f"the checkpoint's progress does not fit: {wrong}")

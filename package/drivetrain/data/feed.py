@@ -349,7 +349,7 @@ class Feed:
         Args:
             state: The data's state.
             position: The run's position in its epoch.
-            continuation: The result of `continuation`; None in older checkpoints.
+            continuation: The result of `continuation`.
 
         Raises:
             CheckpointError: The state is of data that was divided differently, or that has no state and was
@@ -362,7 +362,7 @@ class Feed:
             if position:
                 source.check_settings(before["settings"])
                 self._expected = before["next"]
-            if before.get("order") is not None:  # older checkpoints do not have it
+            if before["order"] is not None:
                 source.restore_order(before["order"], position)
         if source.stateful and state is not None:
             # One at a time: some packages keep the state in memory that a machine's ranks share.

@@ -228,7 +228,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
             )
         _check_frozen(run, snapshot)
         _take_over(run, snapshot, tree)
-        for name, before in tree.get("given", {}).items():  # older checkpoints do not have it
+        for name, before in tree["given"].items():
             try:
                 text = run.engine.updaters[name].take_given(before, override)
             except ConfigError as error:
@@ -378,8 +378,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.agreed = asked if run.evaluation_feeds else asked - {"validate"}
     if mine:
         run.host_streams = mine[0]["host_streams"]
-        if "generators" in mine[0]:  # older checkpoints do not have it
-            _restore_generators(run, mine[0]["generators"])
+        _restore_generators(run, mine[0]["generators"])
         engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)
         run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
         metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]
@@ -388,8 +387,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.set_pending_values(_numbers(tree, "values"))
     run.metrics.update(_numbers(tree, "metrics"))
     run.latest_at = -1
-    validated = any(name.startswith("validation/") for name in run.metrics)
-    run.validated = bool(tree.get("validated", validated))  # older checkpoints do not have it
+    run.validated = bool(tree["validated"])
     run.timing.update(_numbers(tree, "timing"))
     _restore_each(run.callbacks, tree["callbacks"], "callback", lambda part: nullcontext())
     if run.is_main:

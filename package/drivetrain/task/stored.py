@@ -183,7 +183,7 @@ def _make(kinds: Iterable[type], stored: Json, what: str) -> Any:
     if not isinstance(stored, dict) or not isinstance(values, dict):
         raise CheckpointError(f"{what} is not a stored dataclass")
     kind = next((each for each in kinds if each.__name__ == stored.get("class")), None)
-    if kind is None or "dataclasses" in stored:  # earlier versions stored dataclasses in dataclasses
+    if kind is None:
         return None
     fields = {name: unpack(value, {}) for name, value in values.items()}
     for each in inspect.signature(kind).parameters.values():

@@ -32,7 +32,7 @@ def test_a_manifest_comes_back_as_it_was_and_is_strict_json(saved):
     assert again.files["model.safetensors"].hashes.tensors["weight"] == digest
     text = (saved / "manifest.json").read_text(encoding="utf-8")
     content = json.loads(text, parse_constant=pytest.fail)
-    assert content["format_version"] == FORMAT_VERSION == 4
+    assert content["format_version"] == FORMAT_VERSION == 1
     assert content["saved_by"]["task"] == "Digits"
     assert content["metrics"] == {"validation/loss": 0.5, "train/loss": "nan"}
     (saved / "manifest.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
@@ -67,8 +67,8 @@ def test_a_tensor_in_several_pieces_can_be_described(good):
 
 
 def test_a_newer_format_says_to_upgrade(good):
-    good["format_version"] = 5
-    with pytest.raises(CheckpointError, match=r"newer drivetrain: format 5.* reads 4.* Upgrade") as caught:
+    good["format_version"] = 2
+    with pytest.raises(CheckpointError, match=r"newer drivetrain: format 2.* reads 1.* Upgrade") as caught:
         Manifest.from_json(good)
     assert not isinstance(caught.value, DamagedCheckpointError)  # it is intact, and must not be set aside
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.format.migrations import steps_from
 from drivetrain.checkpoint.format.records import (
     TENSORS,
     FileRecord,
@@ -43,7 +42,7 @@ from drivetrain.core.errors import CheckpointError
 from drivetrain.core.types import Json
 from drivetrain.core.version import __version__
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 1
 """The version that this drivetrain writes, and the newest that it reads."""
 
 MANIFEST = "manifest.json"
@@ -112,7 +111,7 @@ class Manifest:
         metrics: As in the snapshot.
         saved_by: Versions and the task's name, as text.
         processes: The number of processes that wrote the checkpoint.
-        format_version: The version that the file was written in; the fields here are of the newest version.
+        format_version: The version that the file was written in.
     """
 
     files: dict[str, FileRecord]
@@ -156,8 +155,6 @@ class Manifest:
         """
         fields = dict(as_object(value, what))
         version = check_version(fields.pop("format_version", None), what)
-        for step in steps_from(version, FORMAT_VERSION, what):
-            fields = step.manifest(fields)
         check_keys(
             fields, {"saved_by", "progress", "metrics", "processes", "files", "layouts", "tensors"}, what
         )

@@ -14,7 +14,6 @@ from drivetrain.checkpoint.format.manifest import (
     dump_metrics,
     load_metrics,
 )
-from drivetrain.checkpoint.format.migrations import steps_from
 from drivetrain.checkpoint.format.strict_json import seal, unseal
 from drivetrain.checkpoint.saving.config import CheckpointConfig, rankings
 from drivetrain.checkpoint.storage.files import HashedReader, write_atomically
@@ -90,9 +89,7 @@ def read_index(directory: str, files: FileSystem = LOCAL) -> list[Entry] | None:
             return None
     with HashedReader(path, files) as reader:
         body = unseal(reader.read_json(), repr(path))
-    version = check_version(body.pop("format_version", None), repr(path))
-    for step in steps_from(version, FORMAT_VERSION, repr(path)):
-        body = step.index(body)
+    check_version(body.pop("format_version", None), repr(path))
     listed = body.get("checkpoints")
     if not isinstance(listed, list):
         raise DamagedCheckpointError(f"{path!r} has no list of checkpoints")

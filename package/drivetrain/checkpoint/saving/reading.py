@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format.assets import ASSETS, load_assets
-from drivetrain.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, Manifest, Snapshot
-from drivetrain.checkpoint.format.migrations import steps_from
+from drivetrain.checkpoint.format.manifest import MANIFEST, Manifest, Snapshot
 from drivetrain.checkpoint.format.records import (
     FileRecord,
     Piece,
@@ -299,10 +298,7 @@ class Reader:
         with self._open(file) as reader:
             data = reader.read_json()
             reader.check_hash(self.manifest.files[file].xxh3_128)
-        value = parse_json(data, repr(reader.path))
-        for step in steps_from(self.manifest.format_version, FORMAT_VERSION, repr(reader.path)):
-            value = step.object(name, value)
-        return value
+        return parse_json(data, repr(reader.path))
 
 
 def _overlap(piece: Piece, box: Box) -> bool:

@@ -297,7 +297,6 @@ def _assemble(
 
 
 def _read(meta: Mapping[str, Any]) -> dict[str, Any]:
-    meta = {"quantized": [], **meta}  # earlier versions had no "quantized"
     kinds = {
         "optimizer": str,
         "groups": list,
