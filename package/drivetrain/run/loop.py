@@ -22,6 +22,7 @@ from drivetrain.engine.weighting import StepResult
 from drivetrain.run.evaluation_pass import EvaluationPass
 from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
+from drivetrain.task.attributes import generators_kept
 from drivetrain.task.output import StepValues, read_output
 from drivetrain.task.task import overrides
 
@@ -256,7 +257,7 @@ def _agree_at_end(run: Run) -> None:
 
 def validate(run: Run) -> None:
     """Validate in the middle of training; values go to callbacks, loggers and metric-driven schedules."""
-    with run.timed("evaluation"), shielded():
+    with run.timed("evaluation"), shielded(), generators_kept(run.task):
         evaluator = run.evaluator
         values = evaluate(run, "validation", run.evaluation_feeds) if evaluator is None else evaluator()
     run.validated = True
@@ -282,7 +283,7 @@ def check_validation(run: Run, batches: int) -> None:
     """
     before, stages = dict(run.metrics), set(run.names.stages)
     try:
-        with run.timed("evaluation"), shielded():
+        with run.timed("evaluation"), shielded(), generators_kept(run.task):
             evaluate(run, "validation", run.evaluation_feeds, sanity_batches=batches)
     except Exception as error:
         error.add_note(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -12,6 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+
+from drivetrain.core.random_streams import generator_state, load_generator_state
 
 _MANY = 1000
 """The number of elements of a container to look at."""
@@ -108,6 +111,20 @@ def generators_of(task: nn.Module) -> dict[str, RandomGenerator]:
                     seen.add(id(each))
                     found[".".join(map(str, (prefix + name, *place)))] = each
     return found
+
+
+@contextmanager
+def generators_kept(task: nn.Module) -> Iterator[None]:
+    """Run the block with the task's random generators restored at its end, as a validation within a fit does.
+
+    So neither the number of validations nor the one at the end of a stopped run moves the training's draws.
+    """
+    states = [(each, generator_state(each)) for each in generators_of(task).values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            load_generator_state(generator, state)
 
 
 @cache
