@@ -159,7 +159,7 @@ class FailsLate(Counted):  # fails late in a batch, after metrics of its first p
 
 def test_declared_metrics_count_each_sample_once_in_parts() -> None:
     options = {"max_epochs": 1, "gradient_accumulation_steps": 3, "log_every": None}
-    found = quiet(micro_batch="auto", **options).fit(FailsLate(), pairs(24, 8), pairs(11, 8)).metrics
+    found = quiet(micro_batch="auto", **options).fit(FailsLate(), pairs(24, 8), pairs(11, 2)).metrics
     assert (found["train/count"], found["validation/count"]) == (24, 11)
     for micro_batch, fits in ((None, 99), ("auto", 2)):  # samples without weight count too
         trainer = quiet(max_epochs=1, micro_batch=micro_batch)
@@ -187,9 +187,20 @@ def test_micro_batch_auto_is_taken_over_on_resume(tmp_path: Path) -> None:
 def test_micro_batch_of_a_number_splits_without_searching() -> None:
     task = Small(fits=3)
     quiet(max_epochs=1, micro_batch=3).fit(task, pairs(16, 8))
-    quiet(micro_batch=3).validate(task, pairs(13, 8))
-    quiet(micro_batch=3).predict(task, pairs(13, 8))
-    assert task.tried == [3, 3, 2, 3, 3, 2] + [3, 3, 2, 3, 2] * 2
+    assert task.tried == [3, 3, 2, 3, 3, 2]
+
+
+def test_evaluations_run_whole_batches_and_say_what_makes_them_smaller() -> None:
+    task = Small(fits=8)
+    trainer = quiet(max_epochs=1, micro_batch=3)
+    trainer.fit(task, pairs(6, 6), pairs(13, 8))
+    trainer.predict(task, pairs(13, 8))
+    assert task.tried == [3, 3, 8, 5, 8, 5]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet(micro_batch="auto").validate(Small(fits=3), pairs(13, 8))
+    assert (
+        "what helps: smaller batches, such as Trainer(evaluation_batch_size=...)" in caught.value.__notes__[0]
+    )
 
 
 def notes_of(task: Any, data: Any, **options: Any) -> str:
@@ -219,37 +230,6 @@ def test_an_update_that_has_begun_to_change_weights_is_not_repeated() -> None:
     assert seen == [0]
 
 
-def test_evaluation_in_parts_counts_every_sample_once_and_fails_as_often_as_it_halves() -> None:
-    batches: list[int] = []
-    seen = LambdaCallback(on_evaluation_step_end=lambda run: batches.append(1))
-    expected = quiet().validate(Regression(), pairs(13, 8))
-    found = quiet(micro_batch="auto", callbacks=[seen]).validate(Small(), pairs(13, 8))
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert len(batches) == 2
-    task = Small(fits=2)
-    quiet(micro_batch="auto").validate(task, pairs(32, 16))
-    assert [each for each in task.tried if each > 2] == [16, 8, 4]
-    assert sum(each for each in task.tried if each <= 2) == 32
-
-
-class Predicting(Small):  # predicts values, texts and what it draws from all generators
-    def predict_step(self, batch: Any) -> dict[str, Any]:
-        outputs = self(batch[0])
-        drawn = torch.stack([torch.rand(()) + random.random() for _ in batch[0]])
-        return {"value": outputs, "text": [f"{each:.3f}" for each in outputs[:, 0].tolist()], "drawn": drawn}
-
-
-def test_predictions_in_parts_are_those_of_whole_batches() -> None:
-    found = []
-    for task, options in ((Predicting(fits=99), {}), (Predicting(fits=2), {"micro_batch": "auto"})):
-        random.seed(0)
-        found.append(quiet(**options).predict(task, pairs(13, 8)))
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one["value"], two["value"])
-        assert one["text"] == two["text"]
-        assert one["drawn"].tolist() == two["drawn"].tolist()  # parts draw one after the other
-
-
 def on_ranks(micro_batch: int | str | None, fits: tuple[int, int], tokens: bool) -> Any:
     rank = torch.distributed.get_rank()
     options = {"strategy": "ddp", "devices": 2, "micro_batch": micro_batch, "max_epochs": 1}
@@ -258,7 +238,7 @@ def on_ranks(micro_batch: int | str | None, fits: tuple[int, int], tokens: bool)
         result = quiet(**options).fit(task, DataLoader(ragged(), batch_size=6))
     else:
         task = Small(fits=fits[rank], optimizer=ADAMW)  # the last round: 3 and 2 samples
-        result = quiet(max_grad_norm=0.5, **options).fit(task, pairs(17, 6), pairs(7, 6))
+        result = quiet(max_grad_norm=0.5, **options).fit(task, pairs(17, 6), pairs(7, 1))
     result.progress.seconds = 0.0
     return task, result.metrics, result.progress
 

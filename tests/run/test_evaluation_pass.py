@@ -170,10 +170,9 @@ IN_ORDER: Any = pairs(7).dataset.tensors[0].tolist()  # type: ignore[attr-define
 
 
 def test_an_evaluation_reader_reads_all_samples_in_the_order_of_the_dataset() -> None:
-    for options in ({}, {"micro_batch": 1}):
-        values, (rows,) = validated("auto", **options)
-        assert values["validation/rows"] == 7
-        assert rows == IN_ORDER
+    values, (rows,) = validated("auto")
+    assert values["validation/rows"] == 7
+    assert rows == IN_ORDER
 
 
 def test_the_evaluation_reader_of_rank_0_reads_the_samples_of_all_and_all_get_its_values() -> None:

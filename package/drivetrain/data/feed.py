@@ -35,6 +35,9 @@ Cut = Callable[[Batch, int], Batch]
 
 _STEPS = "gradient_accumulation_steps"
 
+_ALONE = (False, None, None)
+"""What a `SharedBatch` says of its round, where one process reads alone."""
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -244,8 +247,7 @@ class Feed:
         """Return the counted micro-batches of an epoch from a position on, on the device if they `move`."""
         limit = self._limit if limit is None else limit
         self._begin(epoch, position, limit, until, done)
-        read = self._counted if self.source.share.size == 1 else self._counted_of_all
-        counted = read(epoch, position, limit)
+        counted = self._counted(epoch, position, limit)
         return self._transfer.ahead(counted, early=not self.source.stateful) if move else counted
 
     def windows(
@@ -267,59 +269,62 @@ class Feed:
         left = self.source.count(position) if self.source.exact else None
         if left is not None and limit is not None:
             left = min(left, limit)
+        source, transfer = self.source, self._transfer
         state = None
-        if self._left_early and self.source.stateful and not position:
+        if self._left_early and source.stateful and not position:
             # A run that resumes here loads the state too, so both continue from the same state.
-            state = self.source.snapshot()
-            self.source.ranks.in_turn(lambda: self.source.reload(state))
+            state = source.snapshot()
+            source.ranks.in_turn(lambda: source.reload(state))
         self._left_early = True
         micro_batches = self.micro_batches(epoch, position, limit, until, done, move=False)
-        plan, transfer = self.plan, self._transfer
-        transfer.following = None
-        if left is None:
-            if self._expected is not None and (limit is None or limit > 0):
-                micro_batches = self._as_expected(micro_batches, position)
-            sizes = repeat(self.accumulation) if plan is None else plan.endless()
-            self.source.seed_epoch(epoch)
-            yield from self._looking_ahead(micro_batches, sizes, state)
-            return
+        transfer.following, self._next = None, None
         if left == 0:
             next(micro_batches, None)  # raises if there is no data at all
             return
-        ahead = transfer.draws_ahead and not self.source.stateful
+        if left is None:
+            if self._expected is not None and (limit is None or limit > 0):
+                micro_batches = self._as_expected(micro_batches, position)
+            source.seed_epoch(epoch)
+            # The data's state is taken before the next batch is asked for, because it must not count a batch
+            # that no update has used.
+            self._state = source.snapshot() if state is None else state
+        looks_ahead = transfer.draws_ahead and not (source.stateful and left is not None)
         drawn: list[MicroBatch] = []
-        for size, last in _equal(left, self.accumulation) if plan is None else plan.windows():
+        for size, last in self._sizes(left):
             window = [*drawn, *islice(micro_batches, size - len(drawn))]
-            if len(window) < size:
+            if not window or (left is not None and len(window) < size):
                 return
-            if ahead:
+            if left is None:
+                self._state = source.snapshot()
+            elif looks_ahead:
                 transfer.begin(window[0])  # before the next is drawn: data may fill the same tensor again
-            drawn = list(islice(micro_batches, 1)) if ahead and not last else []
-            transfer.following = drawn[0] if drawn else None
-            yield Window(window, last)
-
-    def _looking_ahead(
-        self, micro_batches: Iterator[MicroBatch], sizes: Iterator[int], state: dict[str, Any] | None
-    ) -> Generator[Window, None, None]:
-        # Without a length, only asking for the next batch shows whether a window is the last. The data's
-        # state is taken before that, because it must not count a batch that no update has used.
-        window: list[MicroBatch] = []
-        self._state = self.source.snapshot() if state is None else state
-        size, self._next = next(sizes), None
-        for micro_batch in micro_batches:
-            if len(window) == size:
-                self._transfer.following = micro_batch if self._transfer.draws_ahead else None
-                self._next = micro_batch
-                yield Window(window, False)
-                window, size = [], next(sizes)
-            window.append(micro_batch)
-            if len(window) == size:
-                self._state = self.source.snapshot()
-        self._next = None
-        if window:
-            self._state, self._transfer.following = self.source.snapshot(), None
-            yield Window(window, True)
+            # Without a length, only asking for the next batch shows whether a window is the last.
+            drawn = list(islice(micro_batches, 1)) if last is None or (looks_ahead and not last) else []
+            following = drawn[0] if drawn else None
+            transfer.following = following if looks_ahead else None
+            if left is None:
+                self._next, last = following, following is None
+                if last:
+                    self._state = source.snapshot()
+            yield Window(window, bool(last))
+            if left is None and last:
+                break
         self._state = None
+
+    def _sizes(self, left: int | None) -> Iterator[tuple[int, bool | None]]:
+        """Return the micro-batches of each window, and whether it is the last; None if only the data knows.
+
+        Args:
+            left: The micro-batches of the epoch that are left; None if that is unknown.
+        """
+        if left is None:
+            sizes = repeat(self.accumulation) if self.plan is None else self.plan.endless()
+            return zip(sizes, repeat(None))
+        if self.plan is not None:
+            return self.plan.windows()
+        before = max(0, -(-left // self.accumulation) - 1)
+        rest = left - before * self.accumulation
+        return chain(repeat((self.accumulation, False), before), ((rest, True),))
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the data's state as of the last window yielded; all processes must call it."""
@@ -382,31 +387,45 @@ class Feed:
         return iter(()) if first is None else chain((first,), micro_batches)
 
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
+        """Yield the counted micro-batches of this process."""
         weigh, count_tokens, cut = self._measure.weight, self._measure.tokens, self._cut
         number = 0
         if limit is not None and limit <= 0:
             return
         lengths = self._lengths()
         self._begun_at, self._waits_for = (epoch, position), 0
-        fetched: Iterator[tuple[Batch, int, int | None]] = self.source.batches(epoch, position)  # type: ignore[assignment]
+        fetched: Iterator[Any] = self.source.batches(epoch, position)
+        if self._compare is not None and self.source.share.size > 1:
+            fetched = self._compared(fetched, self._compare)
         try:
-            for batch, advance, samples in fetched:
+            for batch, advance, samples, *of_round in fetched:
                 self._waits_for = None
+                is_placeholder, known, _ = of_round or _ALONE
                 length = 0 if cut is None else next(lengths)
                 if batch is BAD:
-                    counted = MicroBatch(None, 0.0, 0, 0, advance, True, None, True)
+                    counted = MicroBatch(None, 0.0, 0, 0, advance, True, None, not is_placeholder)
                 else:
                     if cut is not None:
                         batch = cut(batch, length)
                     if samples is None:
                         samples = batch_size(batch)
                         if samples is None:
-                            raise self._unknown_kind(batch, epoch, self.source.number(position) + number)
+                            raise self._unknown_kind(
+                                batch, epoch, self._number(position, number, is_placeholder)
+                            )
                     weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
                     if weigh is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-                        raise self._bad_weight(weight, epoch, self.source.number(position) + number)
+                        raise self._bad_weight(weight, epoch, self._number(position, number, is_placeholder))
                     tokens = 0 if count_tokens is None else int(count_tokens(batch))
-                    counted = MicroBatch(batch, weight, samples, tokens, advance)
+                    everywhere = None
+                    if of_round and self.skips_bad_batches:
+                        # Even on a device: a process with a bad batch has no tensor there.
+                        weight = float(weight)
+                    elif known is not None and weigh is None and count_tokens is None:
+                        everywhere = Everywhere(known, known, 0)
+                    if is_placeholder:  # multiplied, because a weight may be a tensor on the device
+                        weight, samples, tokens = weight * 0, 0, 0
+                    counted = MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
                 if number == 0 and self._checks_samples:
                     self._check_samples(counted)
                 number += 1
@@ -419,56 +438,6 @@ class Feed:
         self._left_early = False
         if number == 0 and position == 0:
             raise self._empty(epoch)
-
-    def _counted_of_all(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
-        """Yield counted micro-batches as `_counted` does, for several processes that read together."""
-        number = 0
-        if limit is not None and limit <= 0:
-            return
-        lengths = self._lengths()
-        self._begun_at, self._waits_for = (epoch, position), 0
-        rounds: Iterator[SharedBatch] = self.source.batches(epoch, position)  # type: ignore[assignment]
-        try:
-            for fetched in rounds if self._compare is None else self._compared(rounds, self._compare):
-                self._waits_for = None
-                if self._cut is not None:
-                    length = next(lengths)
-                    if fetched.batch is not BAD:
-                        fetched = fetched._replace(batch=self._cut(fetched.batch, length))
-                counted = self._of_round(fetched, epoch, position, number)
-                if number == 0 and self._checks_samples:
-                    self._check_samples(counted)
-                number += 1
-                yield counted
-                if number == limit:
-                    return
-                self._waits_for = number
-        finally:
-            self._waits_for = None
-        self._left_early = False
-        if number == 0 and position == 0:
-            raise self._empty(epoch)
-
-    def _of_round(self, fetched: SharedBatch, epoch: int, position: int, number: int) -> MicroBatch:
-        weigh, count_tokens = self._measure.weight, self._measure.tokens
-        batch, advance, samples, is_placeholder, known, _ = fetched
-        if batch is BAD:
-            return MicroBatch(None, 0.0, 0, 0, advance, True, None, not is_placeholder)
-        samples = batch_size(batch) if samples is None else samples
-        if samples is None:
-            raise self._unknown_kind(batch, epoch, self._number(position, number, is_placeholder))
-        weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
-        if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-            raise self._bad_weight(weight, epoch, self._number(position, number, is_placeholder))
-        tokens = 0 if count_tokens is None else int(count_tokens(batch))
-        everywhere = None
-        if self.skips_bad_batches:
-            weight = float(weight)  # even on a device: a process with a bad batch has no tensor there
-        elif known is not None and weigh is None and count_tokens is None:
-            everywhere = Everywhere(known, known, 0)
-        if is_placeholder:  # multiplied, because a weight may be a tensor on the device
-            weight, samples, tokens = weight * 0, 0, 0
-        return MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
 
     def _check_samples(self, first: MicroBatch) -> None:
         """Warn once if the tensors of an epoch's first batch disagree about its number of samples."""
@@ -535,13 +504,6 @@ def _check_unit(name: str, stages: Stages, plan: WindowPlan) -> None:
             f"{name}={stages!r} changes after samples, which needs training data that is a dataset with a"
             " length, read without a batch sampler of your own. Give the points in steps or epochs"
         )
-
-
-def _equal(count: int, size: int) -> Iterator[tuple[int, bool]]:
-    """Return the size of each window of `count` micro-batches, and whether it is the last."""
-    before = max(0, -(-count // size) - 1)
-    rest = count - before * size
-    return chain(repeat((size, False), before), ((rest, True),) if rest else ())
 
 
 def _whole(limit: float, source: Source) -> int:

@@ -27,7 +27,7 @@ from drivetrain.data.keyed_batches import (
     may_draw,
 )
 from drivetrain.data.order import Order, refuse_divided, undivided, unshuffled
-from drivetrain.data.rank_rounds import Evidence, SharedBatch, Slice, drawn, grouped, rounds, sliced
+from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
 from drivetrain.data.sources import Fetched, Source
@@ -145,22 +145,46 @@ class IndexedSource(Source):
         Raises:
             DataError: The sampler raised.
         """
-        if self.share.size > 1:
-            return self._shared(epoch, position)
         return self._keyed(self._slices(epoch, position), epoch)
 
-    def _shared(self, epoch: int, position: int) -> Iterator[IndexBatch]:
-        stream = batch_stream(self._batch_seed, epoch)
-        for each in self._round_slices(epoch, position):
-            indices = each.items
+    def _keyed(self, slices: Iterator[Any], epoch: int) -> Iterator[IndexBatch]:
+        """Yield the index batch of each slice, with its key (seed, epoch, position)."""
+        stream, is_alone = batch_stream(self._batch_seed, epoch), self.share.size == 1
+        for each in slices:
+            start, indices = each[0], each[1]
             batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
-            batch.epoch, batch.start, batch.seed = epoch, each.start, mix_next(stream, each.start)
-            # Without its indices: a view of the epoch's order would go to workers through shared memory.
-            batch.slice = each._replace(items=None, whole=None)
-            if self.needs_evidence:
-                self.needs_evidence = False
-                self._note_order(batch, each.whole)
+            batch.epoch, batch.start, batch.seed = epoch, start, mix_next(stream, start)
+            if not is_alone:
+                # Without its indices: a view of the epoch's order would go to workers through shared memory.
+                batch.slice = each._replace(items=None, whole=None)
+                if self.needs_evidence:
+                    self.needs_evidence = False
+                    self._note_order(batch, each.whole)
             yield batch
+
+    def _slices(self, epoch: int, position: int) -> Iterator[Any]:
+        """Return this process's slices of an epoch's order, from a position on."""
+        if self._batch_sampler is not None:
+            return grouped(
+                self._sampled(self._order.replayed(self._batch_sampler, epoch), position), self.share
+            )
+        size = self._batch_size
+        if self._order.length() is None:
+            take = drawn(islice(self._order.replayed(self._order.sampler, epoch), position, None))
+        else:
+            order = self._order.indices(epoch)
+            if self._plan is None and self.share.size == 1:
+                # Python's own iterators: a generator here would be one more call in every step.
+                end = len(order) - size + 1 if self._drop_last else len(order)
+                starts = range(position, end, size)
+                ends = range(position + size, end + size, size)
+                return zip(starts, map(order.__getitem__, map(slice, starts, ends)), strict=True)
+
+            def take(start: int, stop: int) -> Any:
+                return order[start:stop]
+
+        sizes = repeat(size) if self._plan is None else self._plan.batch_sizes(epoch)
+        return sliced(take, position, sizes, self._drop_last, self.share)
 
     def _note_order(self, batch: IndexBatch, whole: Any) -> None:
         """Note a round's indices, and have some of its samples fingerprinted with one of its batches."""
@@ -170,55 +194,6 @@ class IndexedSource(Source):
         first = f"[{', '.join(map(str, listed[:4]))}{', ...' if len(listed) > 4 else ''}]"
         self._noted = first, zlib.crc32(repr(listed).encode())
         batch.probe = batch_stream(self._seed, batch.epoch), [listed[0], listed[len(listed) // 2], listed[-1]]
-
-    def _round_slices(self, epoch: int, position: int) -> Iterator[Slice]:
-        if self._batch_sampler is not None:
-            sampled = self._sampled(self._order.replayed(self._batch_sampler, epoch), position)
-            return grouped(sampled, self.share)
-        if self._order.length() is None:
-            take = drawn(islice(self._order.replayed(self._order.sampler, epoch), position, None))
-        else:
-            order = self._order.indices(epoch)
-
-            def take(start: int, stop: int) -> Any:
-                return order[start:stop]
-
-        sizes = repeat(self._batch_size) if self._plan is None else self._plan.batch_sizes(epoch)
-        return sliced(take, position, sizes, self._drop_last, self.share)
-
-    def _keyed(self, slices: Iterator[tuple[int, Any]], epoch: int) -> Iterator[IndexBatch]:
-        stream = batch_stream(self._batch_seed, epoch)
-        for start, indices in slices:
-            batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
-            batch.epoch, batch.start, batch.seed = epoch, start, mix_next(stream, start)
-            yield batch
-
-    def _slices(self, epoch: int, position: int) -> Iterator[tuple[int, Any]]:
-        if self._batch_sampler is not None:
-            return self._sampled(self._order.replayed(self._batch_sampler, epoch), position)
-        if self._order.length() is None:
-            return self._streamed(epoch, position)
-        order, size = self._order.indices(epoch), self._batch_size
-        if self._plan is not None:
-            return self._of_sizes(order, position, self._plan.batch_sizes(epoch))
-        end = len(order) - size + 1 if self._drop_last else len(order)
-        starts = range(position, end, size)
-        # Python's own iterators: a generator here would be one more call in every step.
-        ends = range(position + size, end + size, size)
-        return zip(starts, map(order.__getitem__, map(slice, starts, ends)), strict=True)
-
-    def _of_sizes(self, order: Any, position: int, sizes: Iterator[int]) -> Iterator[tuple[int, Any]]:
-        for size in sizes:
-            yield position, order[position : position + size]
-            position += size
-
-    def _streamed(self, epoch: int, position: int) -> Iterator[tuple[int, Any]]:
-        indices = islice(self._order.replayed(self._order.sampler, epoch), position, None)
-        while batch := list(islice(indices, self._batch_size)):
-            if self._drop_last and len(batch) < self._batch_size:
-                return
-            yield position, batch
-            position += len(batch)
 
     def _sampled(self, batches: Iterable[Any], position: int) -> Iterator[tuple[int, Any]]:
         start = 0

@@ -161,7 +161,7 @@ class Engine:
             max_grad_norm: Clipping for optimizers that set none.
             max_grad_value: The limit of each gradient's element, for optimizers without a limit of the norm.
             metrics: Declared metrics to update in training, or None.
-            micro_batch: The largest number of samples that a step runs at once, or "auto"; see
+            micro_batch: The largest number of samples that a training step runs at once, or "auto"; see
                 `MicroBatches`. None runs batches whole.
             show: Whether to print the size that "auto" has found.
 
@@ -178,7 +178,6 @@ class Engine:
         self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
-            self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
             return
         specs = configured_specs(task, self.strategy, total_updates)
 

@@ -15,13 +15,11 @@ from drivetrain.strategies.select import check_precision
 from drivetrain.task.task import StepModule
 
 
-def check_evaluation_precision(
-    spec: str | int | Precision | None, strategy: Strategy, micro_batch: int | str | None
-) -> Precision | None:
+def check_evaluation_precision(spec: str | int | Precision | None, strategy: Strategy) -> Precision | None:
     """Return the precision of evaluations after a check; None for that of training.
 
     Raises:
-        ConfigError: The precision stores no weights in a dtype of its own, or batches are split.
+        ConfigError: The precision stores no weights in a dtype of its own.
         StrategyError: The strategy or the device does not support it.
     """
     if spec is None:
@@ -33,8 +31,6 @@ def check_evaluation_precision(
             f"{asked} stores no weights in a dtype of its own. Use 'bf16-true', '16-true' or '64', or None to"
             " evaluate in the precision of training"
         )
-    if micro_batch is not None:
-        raise ConfigError(f"{asked} with micro_batch={micro_batch!r}: give one of them")
     if reason := strategy.refuses("evaluation_precision"):
         raise StrategyError(
             f"{asked} with strategy {strategy.name!r}: {reason}. Leave it out, or use one device or 'ddp'"

@@ -11,20 +11,23 @@ def memory_advice(micro_batch: int | str | None, training: bool = True) -> str:
     """Return what to try after running out of memory, without what the run does already.
 
     Args:
-        micro_batch: How the run splits its batches; see `Trainer`.
-        training: Whether gradients were needed. Accumulation and recomputation do not help an evaluation.
+        micro_batch: How the run splits its batches in training; see `Trainer`.
+        training: Whether gradients were needed. Splitting, accumulation and recomputation do not help an
+            evaluation.
     """
     first = ""
-    if micro_batch is None:
+    if not training:
+        pass
+    elif micro_batch is None:
         first = "Trainer(micro_batch='auto'), which splits each batch until it fits; "
     elif isinstance(micro_batch, int):
         first = (
             f"a micro_batch smaller than {micro_batch}, or 'auto', which splits each batch until it fits; "
         )
-    less = "a smaller batch"
+    less = "smaller batches, such as Trainer(evaluation_batch_size=...) for a dataset"
     if training:
-        less += (
-            " with more gradient_accumulation_steps; activation checkpointing"
+        less = (
+            "a smaller batch with more gradient_accumulation_steps; activation checkpointing"
             " (Trainer(memory={'activation_checkpointing': True})); an optimizer with a smaller state"
             " (OptimizerConfig('adamw8bit'))"
         )

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,18 +21,18 @@ from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.validation import count
-from drivetrain.data import Everywhere, MicroBatch, batch_size, to_host
+from drivetrain.data import Everywhere, MicroBatch, batch_size
 from drivetrain.data.feed import Count
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.context import StepContext
 from drivetrain.engine.memory_advice import memory_advice
 from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.placeholder import has_zero_weight
-from drivetrain.engine.split_batch import join_outputs, split_batch
+from drivetrain.engine.split_batch import split_batch
 from drivetrain.engine.split_micro_batch import weighted_parts
 from drivetrain.engine.weighting import StepResult, Weighted, weigh
 from drivetrain.strategies import Strategy
-from drivetrain.task.output import StepValues, read_output
+from drivetrain.task.output import read_output
 from drivetrain.task.task import measure_of
 
 _LOG = logger(__name__)
@@ -70,7 +69,7 @@ class _RepeatUpdate(Exception):  # noqa: N818 - no error: another process ran ou
 
 
 class MicroBatches:
-    """The splitting of batches in one run.
+    """The splitting of training batches in one run.
 
     Args:
         spec: The largest number of samples of a part, or "auto" to find it by running out of memory.
@@ -80,7 +79,6 @@ class MicroBatches:
     Attributes:
         searches: Whether the spec is "auto".
         size: The largest number of samples of a training part; None before the first out-of-memory error.
-        evaluation_size: The same for evaluations and predictions, of this process.
         begun_again: Functions to call each time an update is repeated.
 
     Raises:
@@ -91,7 +89,6 @@ class MicroBatches:
         self.spec = spec
         self.searches = spec == AUTO
         self.size: int | None = None if isinstance(spec, str) else int(spec)
-        self.evaluation_size = self.size
         self.begun_again: list[Callable[[], None]] = []
         self._engine = engine
         self._weigh = measure_of(engine.task).weight
@@ -107,7 +104,7 @@ class MicroBatches:
         engine.transfer.keeps_host, engine.transfer.in_parts = self._weigh is not None, True
         engine.begins_again = self.searches
         self._shares_buffers = self._ranks.size > 1 and any(True for _ in engine.task.buffers())
-        if engine.interleaved and engine.updaters:
+        if engine.interleaved:
             raise ConfigError(
                 f"micro_batch={spec!r}: {type(engine.task).__name__}.training_step is a generator. One of its"
                 " optimizers may have stepped before memory runs out, so the step cannot be repeated. Use a"
@@ -277,87 +274,11 @@ class MicroBatches:
             " in the task's forward or has a leading dimension of one"
         )
 
-    # Evaluation and prediction: each process splits its own batches.
-
-    def evaluation_steps(
-        self, micro_batch: MicroBatch, number: int
-    ) -> Iterator[tuple[MicroBatch, StepValues]]:
-        """Run `Engine.evaluation_step` on a batch, or on its parts."""
-        run_step = self._engine.evaluate_step
-        return self._each(micro_batch, number, lambda part: read_output(run_step(part.batch)), self._weigh)
-
-    def predict_step(
-        self,
-        micro_batch: MicroBatch,
-        number: int,
-        take: Callable[[MicroBatch, int, StepValues], None] | None = None,
-    ) -> Any:
-        """Run the step of a prediction on a batch or its parts; return the joined outputs on the host.
-
-        Args:
-            micro_batch: The batch.
-            number: Its number.
-            take: Called with each part, the number, and the evaluation that the step returns before its
-                outputs; None if it returns the outputs alone.
-        """
-        run_step, outputs, sizes = self._engine.evaluate_step, [], []
-
-        def run(part: MicroBatch) -> tuple[StepValues | None, Any]:
-            returned = run_step(part.batch)
-            evaluated, made = (None, returned) if take is None else returned
-            return None if take is None else read_output(evaluated), to_host(made)
-
-        weigh = None if take is None else self._weigh
-        for part, (evaluated, output) in self._each(micro_batch, number, run, weigh):
-            if take is not None and evaluated is not None:
-                take(part, number, evaluated)
-            outputs.append(output)
-            sizes.append(part.samples)
-        return join_outputs(outputs, sizes)
-
-    def _each(
-        self,
-        micro_batch: MicroBatch,
-        number: int,
-        step: Callable[[MicroBatch], T],
-        weigh: Count | None,
-    ) -> Iterator[tuple[MicroBatch, T]]:
-        # Seeded once; otherwise all parts would draw the same.
-        self._engine.streams.seed_evaluation(number)
-        self._split = None
-        waiting = self._parts(micro_batch, self.evaluation_size, weigh)
-        while waiting:
-            restore_streams = self._engine.streams.snapshot() if self.searches else None
-            value = self._until_it_fits(
-                lambda: step(waiting[0]),
-                lambda error: self._shrink_evaluation(waiting[0], error),
-                partial(self._split_waiting, waiting, weigh, restore_streams),
-            )
-            yield waiting.pop(0), value
-            del value
-
-    def _split_waiting(
-        self, waiting: list[MicroBatch], weigh: Count | None, restore_streams: Callable[[], None] | None
-    ) -> None:
-        """Split all waiting parts, because the larger ones would fail too, and repeat the random draws."""
-        assert restore_streams is not None
-        restore_streams()
-        waiting[:] = [part for each in waiting for part in self._parts(each, self.evaluation_size, weigh)]
-
-    def _shrink_evaluation(self, part: MicroBatch, error: Exception) -> None:
-        """Lower the size after an error, or raise the error."""
-        samples = batch_size(part.batch) or 1
-        if samples <= 1:
-            error.add_note(_NOT_EVEN_ONE)
-            raise error
-        _refuse_whole(part.batch, samples // 2, error, memory_advice(AUTO, training=False))
-        self.evaluation_size = samples // 2
-
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes found."""
-        return {"size": self.size, "evaluation_size": self.evaluation_size}
+        """The size found."""
+        return {"size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` returned, or None; a size from the Trainer's arguments takes precedence.
@@ -365,11 +286,12 @@ class MicroBatches:
         Raises:
             CheckpointError: The state has another form.
         """
-        for name in ("size", "evaluation_size") if state is not None and self.searches else ():
-            value = state.get(name) if isinstance(state, Mapping) else state
-            if value is not None and (type(value) is not int or value < 1):
-                raise CheckpointError(f"the checkpoint's micro_batch has the {name} {value!r}")
-            setattr(self, name, value)
+        if state is None or not self.searches:
+            return
+        value = state.get("size") if isinstance(state, Mapping) else state
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"the checkpoint's micro_batch has the size {value!r}")
+        self.size = value
 
 
 def _refuse_whole(batch: Any, size: int, error: Exception, what_helps: str) -> None:

@@ -49,20 +49,20 @@ class EvaluationPass:
         self.reads = bool(declared or self._readers)
         self.needs_all = self._passes_on or bool(self._readers)
 
-    def take(self, part: MicroBatch, number: int, returned: StepValues) -> None:
-        """Take what a step has returned for a batch, or for a part of it."""
+    def take(self, micro_batch: MicroBatch, number: int, returned: StepValues) -> None:
+        """Take what a step has returned for a batch."""
         loss, names, scalars, outputs = returned
         if scalars is not None:
-            self.add([(names, scalars, part.weight)], number)
-        self.read(part, loss, outputs)
+            self.add([(names, scalars, micro_batch.weight)], number)
+        self.read(micro_batch, loss, outputs)
 
-    def read(self, part: MicroBatch, loss: Tensor | None, outputs: Any) -> None:
+    def read(self, micro_batch: MicroBatch, loss: Tensor | None, outputs: Any) -> None:
         """Give the metrics and the readers what a step has returned."""
         if self._declared and outputs is not None:
-            self._declared.update(self._metric_inputs(outputs, part.batch))
+            self._declared.update(self._metric_inputs(outputs, micro_batch.batch))
         if self._readers:
             loss = None if loss is None else loss.detach()
-            self._records.append([each.record(loss, outputs, part.batch) for each in self._readers])
+            self._records.append([each.record(loss, outputs, micro_batch.batch) for each in self._readers])
 
     def end_round(self) -> None:
         """Give rank 0 what needs all samples. In a round the ranks have consecutive ones."""

@@ -6,7 +6,7 @@ the same code. Evaluation and prediction are plain passes over their data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from time import perf_counter
@@ -23,7 +23,7 @@ from drivetrain.run.evaluation_pass import EvaluationPass
 from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
 from drivetrain.task.attributes import generators_kept
-from drivetrain.task.output import StepValues, read_output
+from drivetrain.task.output import read_output
 from drivetrain.task.task import overrides
 
 Feeds = Sequence[tuple[str | None, Feed]]
@@ -345,7 +345,7 @@ def _end_evaluation(
 
 def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None) -> dict[str, float]:
     engine, hooks = run.engine, run.hooks.on_evaluation_step_end
-    step, splitter, sharded = engine.evaluation_step, engine.splitter, engine.strategy.sharded
+    step, sharded = engine.evaluation_step, engine.strategy.sharded
     batches = feed.batches_per_epoch
     if limit is not None:
         batches = limit = min(limit, batches or limit)
@@ -364,17 +364,12 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
                 if needs_all:
                     made.end_round()
                 continue
-            parts: Iterable[tuple[MicroBatch, StepValues]]
-            if splitter is None:
-                parts = ((micro_batch, step(micro_batch, number)),)
-            else:
-                parts = splitter.evaluation_steps(micro_batch, number)
+            loss, names, scalars, outputs = step(micro_batch, number)
             run.evaluation.samples += micro_batch.samples
-            for part, (loss, names, scalars, outputs) in parts:
-                if scalars is not None:
-                    add([(names, scalars, part.weight)], number)
-                if reads:
-                    read(part, loss, outputs)
+            if scalars is not None:
+                add([(names, scalars, micro_batch.weight)], number)
+            if reads:
+                read(micro_batch, loss, outputs)
             if needs_all:
                 made.end_round()
             if hooks:
@@ -401,7 +396,7 @@ def predict(
         run.evaluation = evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(run.hooks.on_evaluation_start)
         made = None if values is None else EvaluationPass(run, True, stack)
-        splitter, seed, predict_step = engine.splitter, engine.streams.seed_evaluation, engine.evaluate_step
+        seed, predict_step = engine.streams.seed_evaluation, engine.evaluate_step
         micro_batches = feed.micro_batches()
         for number, micro_batch in enumerate(micro_batches if made is None else _weighed(micro_batches)):
             mine, evaluation.batch = None, number
@@ -409,11 +404,9 @@ def predict(
             if sharded or not micro_batch.is_placeholder:
                 if made is not None:
                     outputs = _predicted_and_evaluated(run, micro_batch, number, made)
-                elif splitter is None:
+                else:
                     seed(number)
                     outputs = to_host(predict_step(micro_batch.batch))
-                else:
-                    outputs = splitter.predict_step(micro_batch, number)
                 mine = None if micro_batch.is_placeholder else (outputs, micro_batch.samples)
             if made is not None and made.needs_all:
                 made.end_round()
@@ -444,8 +437,7 @@ def _validating(run: Run) -> Callable[[Any], tuple[Any, Any]]:
 
     def both(batch: Any) -> tuple[Any, Any]:
         evaluated = task.validation_step(batch)
-        if engine.splitter is None:  # each draws as it does alone
-            engine.streams.seed_evaluation(run.evaluation.batch)
+        engine.streams.seed_evaluation(run.evaluation.batch)  # each draws as it does alone
         return evaluated, task.predict_step(batch)
 
     return both if overrides(task, "validation_step") or overrides(task, "predict_step") else once
@@ -453,13 +445,11 @@ def _validating(run: Run) -> Callable[[Any], tuple[Any, Any]]:
 
 def _predicted_and_evaluated(run: Run, micro_batch: MicroBatch, number: int, made: EvaluationPass) -> Any:
     """Return the outputs for a batch on the host; the pass takes what its validation step returns."""
-    engine, splitter = run.engine, run.engine.splitter
+    engine = run.engine
     own = not micro_batch.is_placeholder
     if own:
         run.evaluation.samples += micro_batch.samples
     with _needing_targets():
-        if splitter is not None:
-            return splitter.predict_step(micro_batch, number, made.take if own else None)
         engine.streams.seed_evaluation(number)
         evaluated, outputs = engine.evaluate_step(micro_batch.batch)
         if own:

@@ -237,7 +237,7 @@ class RunSettings:
         check_compile(self.compile, strategy)
         _check_graphs(self)
         check_micro_batch(self.micro_batch, strategy)
-        check_evaluation_precision(self.evaluation_precision, strategy, self.micro_batch)
+        check_evaluation_precision(self.evaluation_precision, strategy)
         check_on_nonfinite(self.on_nonfinite, strategy)
         if self.max_grad_value is not None and (reason := strategy.refuses("value_clipping")):
             raise StrategyError(

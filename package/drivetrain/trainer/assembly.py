@@ -601,7 +601,7 @@ def _evaluation_run(
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")
     loaders = [*data.values()] if isinstance(data, Mapping) else [data]
     check_evaluation_size(loaders, stage, settings.evaluation_batch_size)
-    engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
+    engine.prepare_task(task, training=False)
     declared = declared_by(task) if metrics else None
     feeds = evaluation_feeds(settings, engine, task, data, stage, callbacks, declared=declared)
     if not feeds:

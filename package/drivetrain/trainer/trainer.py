@@ -160,9 +160,9 @@ class Trainer(RunSettings):
             Example: max_grad_norm=1.0.
         max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
             Default: None. Example: max_grad_value=0.5.
-        micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
-            memory runs out, or None for all. The batch of an update stays what it is. Default: None. Example:
-            micro_batch="auto".
+        micro_batch: Samples of a training batch that are run at once: a number, "auto" for half as many
+            whenever memory runs out, or None for all. The batch of an update stays what it is. Default: None.
+            Example: micro_batch="auto".
 
     Attributes: Data
         batch_size: For data given as a bare Dataset. The items of an `IterableDataset` are samples with it,

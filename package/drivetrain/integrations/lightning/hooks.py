@@ -146,11 +146,6 @@ class ModuleHooks(ModuleState, Callback):
         """Take over a run that begins."""
         self.run = run
         self.has_loggers = bool(run.loggers)
-        if run.engine.splitter is not None:
-            raise ConfigError(
-                "micro_batch runs parts of a batch, and a LightningModule's hooks are called once per batch."
-                " Use smaller batches with gradient_accumulation_steps"
-            )
         for each in self.module.modules():
             if is_kind(each, "LightningModule"):  # nothing public moves this attribute without the tensors
                 vars(each)["_device"] = run.engine.device
