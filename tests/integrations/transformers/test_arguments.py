@@ -142,7 +142,7 @@ def test_the_arguments_of_a_script_are_parsed_and_mapped(monkeypatch: pytest.Mon
     assert isinstance(policy, CheckpointConfig)
     assert (str(policy.every), policy.keep_last, policy.best) == ("8 steps", None, 1)
     assert (policy.by, policy.mode) == ("validation/f1", "max")
-    assert mapped.load_best
+    assert mapped.trainer.checkpoint.restore_best
     assert mapped.task_options["generate"] == {"num_beams": 2}
     optimizer = mapped.task_options["optimizer"]
     assert (optimizer.learning_rate, optimizer.warmup_steps, optimizer.schedule) == (3e-4, 0.25, "cosine")

@@ -85,7 +85,6 @@ class MappedArguments:
             `train_data` makes.
         report: What became of each option that is not at its default.
         publish: The callback that uploads to the Hub, which `trainer_options` has too; None without one.
-        load_best: Whether the best checkpoint is the result of the training.
         eval_on_start: Whether to validate before the fit.
         loss_only: Whether evaluations and predictions give the loss alone.
         resume: The checkpoint to resume from; None for a fresh start.
@@ -96,7 +95,6 @@ class MappedArguments:
     data_options: dict[str, Any]
     report: ArgumentsReport
     publish: Callback | None = None
-    load_best: bool = False
     eval_on_start: bool = False
     loss_only: bool = False
     resume: str | None = None
@@ -205,7 +203,6 @@ def from_training_arguments(
         data,
         _report(values),
         publish,
-        load_best=values["load_best_model_at_end"],
         eval_on_start=values["eval_on_start"],
         loss_only=values["prediction_loss_only"],
         resume={True: "auto", False: None}.get(resume, resume),
@@ -360,6 +357,7 @@ def _checkpoint(values: Values) -> bool | CheckpointConfig:
         best=best if ranks else 0,
         by=validation_name(metric or "loss") if ranks else None,
         mode=_mode(values),
+        restore_best=values["load_best_model_at_end"],
         resumable=not values["save_only_model"],
     )
 

@@ -279,7 +279,7 @@ _SAVES = (
     ),
     _mapped(
         "load_best_model_at_end",
-        "`.load_best`, and `CheckpointConfig(best=1)`",
+        "`CheckpointConfig(restore_best=True)`",
         True,
         eval_strategy="epoch",
         save_strategy="epoch",

@@ -576,7 +576,7 @@ class Trainer(TheirNames):
         try:
             with self._runs.fitting(evaluation):
                 # transformers keeps the checkpoint's rate, too
-                result = self._settings().fit(
+                self._settings().fit(
                     self._task,
                     train,
                     evaluation,
@@ -585,8 +585,6 @@ class Trainer(TheirNames):
                 )
         finally:
             self.is_in_train = False
-        if self._mapped.load_best and result.best_checkpoint is not None:
-            self._task.load_weights(result.best_checkpoint)
         metrics = self._adapter.train_metrics
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
@@ -899,7 +897,7 @@ class Trainer(TheirNames):
         if not self.is_world_process_zero():
             return None
         args, best = self.args, self.state.best_model_checkpoint
-        source = best if self._mapped.load_best and best else args.output_dir
+        source = best if args.load_best_model_at_end and best else args.output_dir
         address: str = hub.push(
             source,
             args.hub_model_id or os.path.basename(os.path.abspath(args.output_dir)),
