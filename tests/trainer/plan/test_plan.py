@@ -343,10 +343,16 @@ def sgd(**options):
     return Classifier(OptimizerConfig("sgd", lr=0.1, **options))
 
 
+def one_cycle(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+
+
 VALIDATION = Unreadable(10, 5)
 CONFLICTS = {
     "warm-up takes 20 updates and the run has 12": {"task": sgd(warmup_steps=20)},
     "'cosine' does not finish": {"task": sgd(schedule="cosine", total_steps=50)},
+    "OneCycleLR can be stepped 10 times": {"task": Classifier(one_cycle)},
     "max_steps=100 is not reached": {"max_steps": 100},
     "validate_every=50 steps is longer": {"validate_every": 50, "validation": VALIDATION},
     "log_every=13 steps is longer": {"log_every": 13},

@@ -13,7 +13,7 @@ from drivetrain.checkpoint.locate import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.core.errors import StrategyError
+from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every, exact
 from drivetrain.core.stages import most
 from drivetrain.core.totals import Totals
@@ -56,6 +56,12 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Ite
 
 
 def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
+    for updater in built.updaters.values():
+        if updater.torch_schedule is not None:
+            try:
+                updater.torch_schedule.check_length(totals.updates, totals.epochs)
+            except ConfigError as error:
+                yield str(error)
     for name, spec in built.specs.items():
         if not isinstance(spec, OptimizerConfig) or totals.updates is None:
             continue
