@@ -19,7 +19,7 @@ from torch.profiler import ProfilerAction, record_function
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import make_directory
-from drivetrain.core.messages import logger
+from drivetrain.core.messages import columns, logger
 from drivetrain.core.validation import by_name, check_names, count, flag, local_path, one_of
 from drivetrain.distributed.failure.named_places import register_opaque
 from drivetrain.run.phases import Phases, phases_of
@@ -443,14 +443,9 @@ def _table(content: Mapping[str, Any], phases: Phases) -> str:
         rows.append((name, str(each.calls), *_seconds(each.seconds, each.own, whole), mean))
     other = whole - phases.seconds
     rows.append(("other", "", *_seconds(other, other, whole), ""))
-    width = max(len(name) for name, *_ in rows)
     device, rank = content["device"], content["rank"]
     title = f"profile of updates {first} to {last} on rank {rank}, {device!r}: {whole:.3f} s of the host"
-    lines = [
-        f"{name.ljust(width)}  {calls:>8}  {seconds:>10}  {own:>10}  {share:>6}  {mean:>10}"
-        for name, calls, seconds, own, share, mean in rows
-    ]
-    return "\n".join([title, *map(str.rstrip, lines)])
+    return "\n".join([title, *columns(rows, range(1, 6))])
 
 
 def _seconds(seconds: float, own: float, whole: float) -> tuple[str, str, str]:

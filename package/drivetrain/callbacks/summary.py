@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import elements
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.messages import logger
+from drivetrain.core.messages import columns, logger, sized
 from drivetrain.core.validation import by_name, flag
 from drivetrain.strategies.precision.base import Precision
 
@@ -239,9 +239,7 @@ def _sizes_table(sizes: Sequence[RankSizes]) -> str:
 
 def _dtype_table(precision: Precision) -> str:
     """Return `Precision.dtypes`, the dtypes of storage and computation, as a table."""
-    rows = [(_DTYPES[name], value) for name, value in precision.dtypes._asdict().items()]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+    return "\n".join(columns([(_DTYPES[name], each) for name, each in precision.dtypes._asdict().items()]))
 
 
 def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
@@ -388,22 +386,5 @@ def _listed(value: Any) -> Any:
 def _table(
     header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = (2, 3, 7, 8)
 ) -> list[str]:
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(width) if column in numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return [line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows), ""]
-
-
-def sized(size: float) -> str:
-    """Return a number of bytes with its unit: "1.2 GB"."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [*columns([header, rule, *rows], numbers), ""]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drivetrain.callbacks.summary import summarize
-from drivetrain.cli.printing import print_json
+from drivetrain.cli.printing import print_json, table
 from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
@@ -194,6 +194,4 @@ def _fit_json(result: FitResult) -> dict[str, Any]:
 
 
 def _print_table(metrics: Mapping[str, float]) -> None:
-    width = max(map(len, metrics), default=0)
-    for name, value in metrics.items():
-        print(f"{name.ljust(width)}  {value:.6g}")
+    table((), [(name, f"{value:.6g}") for name, value in metrics.items()])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from drivetrain.cli.printing import print_json, table
 from drivetrain.core.version import __version__
 
 _NEEDED = ("torch", "safetensors", "torchmetrics", "tensorboard", "tqdm", "numpy", "xxhash", "jsonargparse")
@@ -61,7 +60,7 @@ def print_environment(as_json: bool) -> None:
     """Print the environment as a table or as JSON."""
     found = environment()
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        print_json(found)
         return
     rows = [(name, str(found[name])) for name in ("drivetrain", "python", "platform", "cores", "cuda")]
     rows += [(name, each or "not installed") for name, each in found["packages"].items()]
@@ -71,9 +70,7 @@ def print_environment(as_json: bool) -> None:
     for extra, packages in found["extras"].items():
         each = ", ".join(f"{name} {found or 'not installed'}" for name, found in packages.items())
         rows.append((f"extra {extra}", each))
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        print(f"{name.ljust(width)}  {text}")
+    table((), rows)
 
 
 def _version(package: str) -> str | None:

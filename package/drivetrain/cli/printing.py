@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -11,6 +12,8 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from drivetrain.core.messages import columns
 
 _SHORT = 60
 """The most characters that `shortened` returns."""
@@ -49,13 +52,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collectio
     if not rows:
         return
     every = [[plain(cell) for cell in row] for row in ([head, *rows] if head else rows)]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    for row in every:
-        cells = (
-            cell.rjust(width) if column in numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join(cells).rstrip())
+    print("\n".join(columns(every, numbers)))
 
 
 def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -63,31 +60,20 @@ def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
     if not rows:
         return
     print(f"\n{plain(title)}")
-    columns = shutil.get_terminal_size((80, 24)).columns
+    room = shutil.get_terminal_size((80, 24)).columns
     names = [plain(name) for name, _ in rows]
-    widest = min(max(map(len, names)), columns // 2)
+    widest = min(max(map(len, names)), room // 2)
     for name, (_, value) in zip(names, rows, strict=True):
         begin = f"  {name.ljust(widest)}  "
         wrapped = textwrap.wrap(
             plain(value),
-            max(columns, widest + 24),
+            max(room, widest + 24),
             initial_indent=begin,
             subsequent_indent=" " * (widest + 4),
             break_on_hyphens=False,
             break_long_words=False,  # so that a path or an address can be copied
         )
         print("\n".join(wrapped or [begin.rstrip()]))
-
-
-def sized(count: int) -> str:
-    """Return a number of bytes with its unit: "1.2 GB"."""
-    size, units = float(count), iter(("bytes", "kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while round(size, 1) >= 1000 and (bigger := next(units, None)):
-        size, unit = size / 1000, bigger
-    if unit == "bytes":
-        return f"{count} bytes"
-    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
 
 
 def span(seconds: float) -> str:
@@ -103,7 +89,7 @@ def span(seconds: float) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print strict JSON."""
+    """Print strict JSON; a dataclass is an object of its fields."""
     sys.stdout.write(json.dumps(_strict(value), indent=2) + "\n")
 
 
@@ -111,6 +97,8 @@ def _strict(value: Any) -> Any:
     """Replace numbers that strict JSON lacks by texts that Python's ``float`` can parse."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {key: _strict(each) for key, each in value.items()}
     return [_strict(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from drivetrain.cli.printing import line, print_json, section
 from drivetrain.strategies import STRATEGIES, Hardware, SingleDevice, choose
@@ -19,7 +19,8 @@ _ONE_PROCESS = {
 }
 
 
-class Listed(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Listed:
     """A listed strategy.
 
     Attributes:
@@ -51,8 +52,7 @@ def print_strategies(as_json: bool) -> None:
     hardware = Hardware.here()
     found = list_strategies(hardware)
     if as_json:
-        listed = [each._asdict() for each in found]
-        print_json({"hardware": dataclasses.asdict(hardware), "strategies": listed})
+        print_json({"hardware": hardware, "strategies": found})
         return
     line(f"This machine has {hardware}.")
     section("can run here", [(each.name, f"needs {each.needs}") for each in found if each.available])

@@ -1,7 +1,8 @@
 """The library's messages at run time: one logger, "drivetrain", with a child for each module that has any.
 
 `info` is for progress, `warning` for what the user should act on, `error` for a part that failed. The output
-of a command, the progress bar, and what a process writes as it ends are printed.
+of a command, the progress bar, and what a process writes as it ends are printed. Tables in all of these are
+made by `columns`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from drivetrain.core.errors import ConfigError, nearest
@@ -97,3 +98,26 @@ def handled_by(handler: logging.Handler) -> Iterator[None]:
 
 
 _set_up()
+
+
+def columns(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
+    """Return a line for each row, with its cells below those of the other rows.
+
+    Args:
+        rows: The cells, the same number in each row.
+        numbers: The columns to align to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [str.rjust if number in numbers else str.ljust for number in range(len(widths))]
+    return ["  ".join(map(lambda pad, *each: pad(*each), aligned, row, widths)).rstrip() for row in rows]
+
+
+def sized(count: float) -> str:
+    """Return a number of bytes with its unit: "1.2 GB"."""
+    size, units = float(count), iter(("bytes", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while round(size, 1) >= 1000 and (bigger := next(units, None)):
+        size, unit = size / 1000, bigger
+    if unit == "bytes":
+        return f"{count:.0f} bytes"
+    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.core.messages import columns
 from drivetrain.task.optim.quantized import compiles_itself
 
 _KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations", "step", "other")
@@ -57,12 +58,11 @@ class MemoryUse:
         return sum(getattr(self, each) for each in _KINDS)
 
     def __str__(self) -> str:
-        rows = [(each, getattr(self, each)) for each in (*_KINDS, "total")]
+        sizes = {each: getattr(self, each) for each in (*_KINDS, "total")}
         if not self.device.startswith("cpu"):
-            rows.append((f"measured on {self.device}", self.measured))
-        width = max(len(name) for name, _ in rows)
-        lines = [f"  {name.ljust(width)}  {size / 2**20:12,.2f} MiB" for name, size in rows]
-        return "\n".join(["memory at the peak of an update", *lines])
+            sizes[f"measured on {self.device}"] = self.measured
+        rows = [(f"  {name}", f"{size / 2**20:12,.2f} MiB") for name, size in sizes.items()]
+        return "\n".join(["memory at the peak of an update", *columns(rows)])
 
 
 @dataclass(eq=False, slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from drivetrain.checkpoint.format.records import TensorRecord
 from drivetrain.checkpoint.format.tensors import DTYPES
@@ -78,10 +77,6 @@ class Description:
     files: dict[str, int]
     assets: dict[str, int]
     groups: dict[str, Totals] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all attributes by name."""
-        return asdict(self)
 
 
 def open_checkpoint(path: str) -> Reader:

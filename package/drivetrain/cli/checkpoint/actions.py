@@ -65,7 +65,7 @@ def _show(parsed: argparse.Namespace) -> int:
     found = describe(reader)
     tensors = reader.manifest.tensors if parsed.tensors else {}
     if parsed.json:
-        print_json({**found.to_json(), **({"tensors": tensors_json(reader)} if parsed.tensors else {})})
+        print_json({**asdict(found), **({"tensors": tensors_json(reader)} if parsed.tensors else {})})
     else:
         print_description(found)
         print_tensors(tensors)
@@ -85,8 +85,7 @@ def _verify(parsed: argparse.Namespace) -> int:
             line(verdict_text(verdicts[-1]))
     is_good = not trouble and all(each.condition in ("good", "set aside", "unfinished") for each in verdicts)
     if parsed.json:
-        listed = [each._asdict() for each in verdicts]
-        print_json({"good": is_good, "trouble": trouble, "checkpoints": listed})
+        print_json({"good": is_good, "trouble": trouble, "checkpoints": verdicts})
     return _FINE if is_good else _NOT_FINE
 
 
@@ -288,7 +287,7 @@ def _rename(parsed: argparse.Namespace) -> dict[str, str]:
 
 def _print_import(parsed: argparse.Namespace, found: ImportedCheckpoint | ImportedWeights) -> int:
     if parsed.json:
-        print_json(asdict(found))
+        print_json(found)
     else:
         line(str(found))
     return _FINE

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from drivetrain.checkpoint.format.records import TensorRecord, file_name
 from drivetrain.checkpoint.inspection.compare import Comparison, TensorDifference, ValueDifference
 from drivetrain.checkpoint.inspection.description import Description, Totals, totals
 from drivetrain.checkpoint.inspection.listing import Listed, Listing
 from drivetrain.checkpoint.saving.reading import Reader
-from drivetrain.cli.printing import line, section, shortened, sized, span, table
+from drivetrain.cli.printing import line, section, shortened, span, table
+from drivetrain.core.messages import sized
 from drivetrain.core.types import Json
 
 _NO_ENTRY: Mapping[str, Json] = dict.fromkeys(("order", "update", "epoch", "metrics", "resume", "keeper"))
@@ -21,7 +22,8 @@ _SHOWN = ("order", "resume", "keeper")
 """The printed fields of a checkpoint's purpose; its progress and metrics have the rest."""
 
 
-class Verdict(NamedTuple):
+@dataclass(frozen=True)
+class Verdict:
     """The result of `verify` for one checkpoint: "good" or a `Condition`; its size; the trouble."""
 
     path: str
@@ -199,9 +201,8 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
         }
         for each in found.tensors
     ]
-    values = [asdict(each) for each in found.values]
     same = {"is_same": found.is_same, "same_tensors": found.same}
-    return {"first": found.first, "second": found.second, **same, "tensors": tensors, "values": values}
+    return {"first": found.first, "second": found.second, **same, "tensors": tensors, "values": found.values}
 
 
 def print_comparison(found: Comparison, limit: int | None) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from drivetrain.callbacks.summary import sized
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
+from drivetrain.core.messages import columns, sized
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
@@ -138,8 +138,7 @@ class Plan:
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
             *self._memory_rows(),
         ]
-        width = max(len(name) for name, _ in rows)
-        lines = [f"  {name.ljust(width)}  {text}" for name, text in rows if text]
+        lines = [f"  {each}" for each in columns([(name, text) for name, text in rows if text])]
         return "\n".join([f"plan of {self.task}", *lines, *(f"warning: {each}" for each in self.warnings)])
 
     def _token_text(self) -> str:
