@@ -211,6 +211,18 @@ def test_evaluations_and_predictions_give_lightnings_values() -> None:
     assert "log" not in vars(module)
 
 
+def test_a_schedule_that_is_shorter_than_the_fit_is_refused() -> None:
+    class Short(modules.Classifier):  # type: ignore[name-defined,misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    with pytest.raises(ConfigError, match="OneCycleLR can be stepped 2 times") as raised:
+        quiet(max_epochs=2).fit(as_task(made(Short)), modules.loader())
+    assert "estimated_stepping_batches" in raised.value.__notes__[0]
+
+
 def test_names_that_the_module_logs_steer_early_stopping_and_checkpoints(tmp_path: Path) -> None:
     class Plateaus(modules.OneCycle):  # type: ignore[name-defined,misc]
         def on_validation_epoch_end(self) -> None:

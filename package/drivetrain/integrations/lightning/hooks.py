@@ -259,6 +259,8 @@ class ModuleHooks(ModuleState, Callback):
         for each in self.schedules:
             if each.reduce_on_plateau:
                 warn_of_default_mode(each.scheduler, each.monitor)
+            if not self.is_manual and not run.progress.updates:  # a resumed one has taken steps already
+                each.check_length(run.totals.updates, run.totals.epochs)
             if feed is not None and feed.plan is None and run.is_main and not self.is_manual:
                 each.warn_if_never(feed.batches_per_epoch, feed.accumulation, run.totals.epochs)
         engine = run.engine

@@ -51,6 +51,20 @@ class ScheduleConfig:
         self.timed = timed.made(optimizer)
         self.scheduler = self.timed.scheduler
 
+    def check_length(self, updates: int | None, epochs: int | None) -> None:
+        """Check that the schedule takes as many steps as a fit has; see `TorchSchedule.check_length`.
+
+        Raises:
+            ConfigError: It is shorter.
+        """
+        if self.timed is None or (self.interval == "step" and self.frequency > 1):
+            return  # counted anew in each epoch
+        try:
+            self.timed.check_length(updates, epochs)
+        except ConfigError as error:
+            error.add_note("A LightningModule finds it in self.trainer.estimated_stepping_batches")
+            raise
+
     def warn_if_never(self, batches: int | None, accumulation: int, epochs: int | None) -> None:
         """Warn if a fit never steps the schedule.
 
