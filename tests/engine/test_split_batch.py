@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from drivetrain import CheckpointError, DataError
 from drivetrain.checkpoint.prediction_files import read_predictions
 from drivetrain.core.containers import opened
-from drivetrain.engine.split_batch import join_outputs, split_batch
+from drivetrain.engine.split_batch import join_batches, split_batch
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def test_each_kind_of_batch_is_split_as_views_and_keeps_its_type() -> None:
         assert [type(each) for each in parts] == [type(batch)] * 3
         for part, (start, stop) in zip(parts, ((0, 2), (2, 4), (4, 5)), strict=True):
             assert str(part) == str(make(rows()[start:stop], -rows()[start:stop, 0]))
-        assert str(join_outputs(parts, [2, 2, 1])) == str(batch)
+        assert str(join_batches(parts, [2, 2, 1])) == str(batch)
     batch = rows()
     assert split_batch(batch, 3)[1].data_ptr() == batch[3:].data_ptr()
     assert split_batch(batch, 5) == [batch]
@@ -68,18 +68,18 @@ def test_what_all_samples_share_goes_to_every_part() -> None:
 
 
 def test_outputs_of_lists_are_joined_by_samples_or_columns() -> None:
-    assert join_outputs([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
+    assert join_batches([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
     boxes = [[rows(3), rows(1)], [rows(2)]]
-    assert [len(each) for each in join_outputs(boxes, [2, 1])] == [3, 1, 2]
+    assert [len(each) for each in join_batches(boxes, [2, 1])] == [3, 1, 2]
 
 
 def test_refusals_of_batches_and_outputs() -> None:
     cases: dict[str, tuple[Any, ...]] = {
         "another first dimension": (lambda: split_batch((rows(4), rows(3)), 1), "not the samples"),
         "packed": (lambda: split_batch(pack_sequence([rows(3), rows(2)]), 1), "PackedSequence", "padded"),
-        "padded outputs": (lambda: join_outputs([torch.zeros(2, 5), torch.zeros(2, 7)], [2, 2]), "Pad all"),
-        "means": (lambda: join_outputs([torch.tensor(1.0)] * 2, [2, 2]), "one entry for each"),
-        "columns or samples": (lambda: join_outputs([[rows(2), rows(2)]] * 2, [2, 2]), "be columns"),
+        "padded outputs": (lambda: join_batches([torch.zeros(2, 5), torch.zeros(2, 7)], [2, 2]), "Pad all"),
+        "means": (lambda: join_batches([torch.tensor(1.0)] * 2, [2, 2]), "one entry for each"),
+        "columns or samples": (lambda: join_batches([[rows(2), rows(2)]] * 2, [2, 2]), "be columns"),
     }
     assert_refused(DataError, cases)
 

@@ -1,4 +1,4 @@
-"""Splits batches by samples, and joins the outputs of the parts."""
+"""Splits batches by samples, and joins the outputs of batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 """Types of values that hold for every sample, or that a list has one of for each sample."""
 
 _NAMES = (str, bytes, bool, torch.dtype, torch.device)
-"""Types of outputs that may describe a whole batch: if equal for all parts, they hold for the whole."""
+"""Types of outputs that may describe a whole batch: if equal for all batches, they hold for all."""
 
 
 def split_batch(batch: Batch, size: int) -> list[Batch]:
@@ -96,29 +96,6 @@ class _NotJoinable(Exception):  # noqa: N818 - caught and turned into an error
     """The reason why outputs cannot be joined."""
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the outputs of a batch's parts as one output of the whole.
-
-    Args:
-        outputs: One for each part, in order.
-        sizes: The number of samples of each part.
-
-    Raises:
-        DataError: They do not have one entry per sample, or the entries have different shapes, so that their
-            meaning for the whole batch is unclear; says which.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    try:
-        return _joined(outputs, sizes)
-    except _NotJoinable as reason:
-        raise DataError(
-            f"predict_step gave a {type(outputs[0]).__name__} for each of {len(outputs)} parts of a batch,"
-            f" which cannot be put together: {reason}. Return tensors whose first dimension is the samples,"
-            " by name in a mapping, or use smaller batches, which are not split"
-        ) from None
-
-
 def join_batches(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return the outputs of batches as one output of all samples.
 
@@ -127,7 +104,8 @@ def join_batches(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         sizes: The number of samples of each batch.
 
     Raises:
-        DataError: There are no batches, or the outputs cannot be joined as in `join_outputs`.
+        DataError: There are no batches; or the outputs do not have one entry per sample, or the entries have
+            different shapes; says which.
     """
     if not outputs:
         raise DataError("the data gave no batch, so there are no outputs to join. joined=False returns []")

@@ -208,8 +208,13 @@ class RunSettings:
         for name in ("max_time", "hang_timeout"):
             object.__setattr__(self, name, duration(name, getattr(self, name)))
         for name in ("validate_every", "validate_from", "log_every"):
-            if getattr(self, name) is not None and (name, getattr(self, name)) != ("log_every", "auto"):
-                object.__setattr__(self, name, Every(getattr(self, name)))
+            given = getattr(self, name)
+            if given is not None and (name, given) != ("log_every", "auto"):
+                try:
+                    object.__setattr__(self, name, Every(given))
+                except ConfigError as error:
+                    also = "; 'auto' is allowed too" if name == "log_every" else ""
+                    raise ConfigError(f"{name}: {error}{also}") from None
         for name in ("log_first_step", "progress_bar", "train_metrics", "deterministic"):
             flag(name, getattr(self, name))
         if self.validate_from is not None and self.validate_every is None:
