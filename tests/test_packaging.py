@@ -61,8 +61,10 @@ def test_the_source_archive_builds_and_installs_every_module_and_the_command(tmp
     required = {each.split(">")[0] for each in found.requires or [] if "extra" not in each}
     core = "torch safetensors torchmetrics tensorboard tqdm numpy xxhash jsonargparse docstring-parser"
     assert required == set(core.split())
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import drivetrain; print(drivetrain.__file__)"
-    assert run("-I", "-c", code, str(target), cwd=tmp_path).startswith(str(target))
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import drivetrain as d; d.__all__; print(d.__file__)"
+    archived = shutil.make_archive(str(tmp_path / "archive"), "zip", target)
+    for place in (str(target), archived):
+        assert run("-I", "-c", code, place, cwd=tmp_path).startswith(place)
 
 
 def test_the_files_about_the_project_agree() -> None:

@@ -6,7 +6,6 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from drivetrain.core.public import HOMES
@@ -21,7 +20,8 @@ def exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
     Args:
         package: The package's `__name__`.
     """
-    stub = Path(str(sys.modules[package].__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+    module: Any = sys.modules[package]
+    stub = module.__loader__.get_data(f"{module.__file__.removesuffix('c')}i")  # from an archive too
     lines = (each for each in ast.parse(stub).body if isinstance(each, ast.ImportFrom))
     module_of = HOMES[package] = {alias.name: str(each.module) for each in lines for alias in each.names}
 

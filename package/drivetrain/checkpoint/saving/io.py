@@ -52,10 +52,9 @@ class CheckpointIO(Protocol):
     """The storage of checkpoints.
 
     It has five methods, because a checkpoint manager needs five things: save a checkpoint completely or not
-    at
-    all, load it unaltered, test for it, list all, and remove one. Intervals, the number to keep and the best
-    one are the manager's business. A checkpoint is committed or does not exist: no method shows a partial
-    one.
+    at all, load it unaltered, test for it, list all, and remove one. Intervals, the number to keep and the
+    best one are the manager's business. A checkpoint is committed or does not exist: no method shows a
+    partial one.
 
     Paths are `str`, not `pathlib.Path`, because `Path("s3://bucket/run")` is `s3:/bucket/run`, another place.
     """
