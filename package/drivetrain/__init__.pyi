@@ -45,7 +45,7 @@ from drivetrain.distributed.processes import world_size as world_size
 from drivetrain.engine.engine import Engine as Engine
 from drivetrain.engine.memory import MemoryConfig as MemoryConfig
 from drivetrain.engine.memory_profile import MemoryUse as MemoryUse
-from drivetrain.engine.metrics.over_all import OverAll as OverAll
+from drivetrain.engine.metrics.epoch_metric import EpochMetric as EpochMetric
 from drivetrain.engine.weighting import StepResult as StepResult
 from drivetrain.loggers import CSVLogger as CSVLogger
 from drivetrain.loggers import JSONLinesLogger as JSONLinesLogger

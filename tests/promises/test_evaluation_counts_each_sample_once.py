@@ -9,12 +9,12 @@ from tests.promises.example import QUIET, Line, batches, samples
 from tests.support.ranks import on_two_ranks
 from torch import Tensor
 
-from drivetrain import OverAll, Trainer
+from drivetrain import EpochMetric, Trainer
 
 
 class Judged(Line):  # judges the numbers of the samples
     def metrics(self) -> dict[str, Any]:
-        return {"numbers": OverAll(lambda outputs, them: {"count": len(them), "sum": float(them.sum())})}
+        return {"numbers": EpochMetric(lambda outputs, them: {"count": len(them), "sum": float(them.sum())})}
 
     def metric_inputs(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return outputs, batch["number"]

@@ -12,7 +12,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from drivetrain import Callback, DataError, OverAll, PredictResult, StepOutput
+from drivetrain import Callback, DataError, EpochMetric, PredictResult, StepOutput
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
@@ -26,7 +26,7 @@ class Measured(Regression):  # has one metric of each kind, and counts its forwa
         return super().forward(features)
 
     def metrics(self) -> Mapping[str, Any]:
-        return {"error": MeanSquaredError(), "rows": OverAll(lambda outputs, target: len(target))}
+        return {"error": MeanSquaredError(), "rows": EpochMetric(lambda outputs, target: len(target))}
 
 
 # Predicts something else than its forward gives, and draws from the random streams in both steps.

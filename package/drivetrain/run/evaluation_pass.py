@@ -40,14 +40,15 @@ class EvaluationPass:
         if declared:
             declared.reset()
             stack.callback(declared.reset)
-        self._passes_on = declared is not None and declared.reads_all and whole
+        self._keeps_all = declared is not None and declared.reads_all and whole
+        self._round = 0
         self._readers: list[EvaluationReader] = []
         for each in run.callbacks if whole else ():
             if (reader := each.evaluation_reader()) is not None:
                 self._readers.append(stack.enter_context(closing(reader)))
         self._records: list[Any] = []
         self.reads = bool(declared or self._readers)
-        self.needs_all = self._passes_on or bool(self._readers)
+        self.needs_all = self._keeps_all or bool(self._readers)
 
     def take(self, micro_batch: MicroBatch, number: int, returned: StepValues) -> None:
         """Take what a step has returned for a batch."""
@@ -59,15 +60,16 @@ class EvaluationPass:
     def read(self, micro_batch: MicroBatch, loss: Tensor | None, outputs: Any) -> None:
         """Give the metrics and the readers what a step has returned."""
         if self._declared and outputs is not None:
-            self._declared.update(self._metric_inputs(outputs, micro_batch.batch))
+            self._declared.update(self._metric_inputs(outputs, micro_batch.batch), self._round)
         if self._readers:
             loss = None if loss is None else loss.detach()
             self._records.append([each.record(loss, outputs, micro_batch.batch) for each in self._readers])
 
     def end_round(self) -> None:
         """Give rank 0 what needs all samples. In a round the ranks have consecutive ones."""
-        if self._passes_on:
-            self._declared.pass_on()  # type: ignore[union-attr]
+        self._round += 1
+        if self._keeps_all:
+            self._declared.to_host()  # type: ignore[union-attr]
         if self._readers:
             records, self._records = self._records, []
             for of_rank in self._ranks.gather_first(records) or ():

@@ -12,7 +12,7 @@ from drivetrain.core.stages import Stages, at_start, most
 from drivetrain.data import Feed, Transfer, as_source, evaluation_sources, pin_memory_for
 from drivetrain.data.reading import is_dataset
 from drivetrain.engine.engine import Engine
-from drivetrain.engine.metrics.over_all import OverAll
+from drivetrain.engine.metrics.epoch_metric import EpochMetric
 from drivetrain.run.hooks import HOOKS, is_used
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.model_info import info_of
@@ -155,7 +155,7 @@ def evaluation_batch_size(settings: RunSettings) -> int | None:
 
 def reads_all(callbacks: Iterable[Any], declared: Mapping[str, Any] | None) -> bool:
     """Return whether something reads a whole evaluation, in sample order."""
-    if any(isinstance(each, OverAll) for each in (declared or {}).values()):
+    if any(isinstance(each, EpochMetric) for each in (declared or {}).values()):
         return True
     readers = [reader for each in callbacks if (reader := each.evaluation_reader()) is not None]
     for reader in readers:

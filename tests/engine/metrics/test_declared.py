@@ -12,7 +12,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor, nn
 
-from drivetrain import CheckpointError, ConfigError, LambdaCallback, OverAll
+from drivetrain import CheckpointError, ConfigError, EpochMetric, LambdaCallback
 from drivetrain.checkpoint import pack, unpack
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 
@@ -72,7 +72,9 @@ def makers() -> dict[str, Callable[[], Any]]:
         "a wrapper with a counter": lambda: Running(accuracy(), window=3),
         "a wrapper in a collection": lambda: collection({"a": MinMaxMetric(accuracy()), "b": accuracy()}),
         "no library's": Largest,
-        "of all samples at once": lambda: OverAll(lambda out, target: float(out[target % 2 == 0, 0].sum())),
+        "of all samples at once": lambda: EpochMetric(
+            lambda out, target: float(out[target % 2 == 0, 0].sum())
+        ),
     }
 
 

@@ -17,7 +17,7 @@ from drivetrain.checkpoint.format.tree import well_formed
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.validation import check_no_class
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.engine.metrics.over_all import OverAll
+from drivetrain.engine.metrics.epoch_metric import EpochMetric
 from drivetrain.engine.metrics.states import (
     check_joinable,
     joined_states,
@@ -92,13 +92,13 @@ class DeclaredMetrics:
                 )
         self._device, self._ranks = device, ranks
         self._metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
-        self._over_all = {name: each for name, each in self._metrics.items() if isinstance(each, OverAll)}
-        self._added_up = {name: each for name, each in self._metrics.items() if name not in self._over_all}
+        self._of_epoch = {name: each for name, each in self._metrics.items() if isinstance(each, EpochMetric)}
+        self._added_up = {name: each for name, each in self._metrics.items() if name not in self._of_epoch}
         self._updates = tuple(metric.update for metric in self._added_up.values())
         turn_synchronisation_off(self._metrics)
         if not ranks.alone:
             check_joinable(self._added_up)
-        self.updated = self._passed_on = False
+        self.updated = False
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -117,8 +117,8 @@ class DeclaredMetrics:
 
     @property
     def reads_all(self) -> bool:
-        """Whether one is an `OverAll`, which needs all samples in order."""
-        return bool(self._over_all)
+        """Whether one is an `EpochMetric`, which needs all samples in order."""
+        return bool(self._of_epoch)
 
     def update(self, inputs: Sequence[Any], number: int = 0) -> None:
         """Update every metric with the same inputs, without gradients.
@@ -138,35 +138,29 @@ class DeclaredMetrics:
         with torch.no_grad():
             for update in self._updates:
                 update(*inputs)
-            for metric in self._over_all.values():
+            for metric in self._of_epoch.values():
                 metric.keep(inputs, (number, self._ranks.rank))
         self.updated = True
 
-    def pass_on(self) -> None:
-        """Give rank 0 what each `OverAll` has kept on any rank; all ranks call it together."""
-        self._add([metric.taken() for metric in self._over_all.values()])
-        self._passed_on = True
-
-    def _add(self, records: list[Any]) -> None:
-        gathered = self._ranks.gather_first(records)
-        if gathered is not None:
-            for metric, of_ranks in zip(self._over_all.values(), zip(*gathered, strict=True), strict=True):
-                metric.add(of_ranks)
+    def to_host(self) -> None:
+        """Move what each `EpochMetric` has kept to the host."""
+        for metric in self._of_epoch.values():
+            metric.to_host()
 
     def compute(self, whole: bool = True) -> dict[str, float]:
         """Return all values as floats: a mapping or a vector gives one for each entry, `name/key` or
         `name/0`.
 
         Args:
-            whole: Whether to compute each `OverAll` too.
+            whole: Whether to compute each `EpochMetric` too.
         """
         if self._ranks.alone:
             values = self._values() if self.updated else {}
         else:
             with joined_states(list(self._added_up.values()), self.updated, self._ranks) as updated:
                 values = self._values() if updated else {}
-        if whole and self._over_all:
-            values |= self._values_over_all()
+        if whole and self._of_epoch:
+            values |= self._values_of_epoch()
         return values
 
     def _values(self) -> dict[str, float]:
@@ -175,27 +169,25 @@ class DeclaredMetrics:
             values.update(_floats(name, metric.compute()))
         return values
 
-    def _values_over_all(self) -> dict[str, float]:
-        def values() -> dict[str, float]:
-            results = {name: each.result() for name, each in self._over_all.items() if each.has_rows}
-            return {
-                key: value for name, each in results.items() for key, value in _floats(name, each).items()
-            }
+    def _values_of_epoch(self) -> dict[str, float]:
+        gathered = self._ranks.gather_first([metric.held() for metric in self._of_epoch.values()])
 
-        if self._passed_on:
-            return self._ranks.first(values)
-        try:
-            self._add([metric.held() for metric in self._over_all.values()])
-            return self._ranks.first(values)
-        finally:
-            for metric in self._over_all.values():
-                metric.drop()
+        def values() -> dict[str, float]:
+            found: dict[str, float] = {}
+            for (name, metric), of_ranks in zip(
+                self._of_epoch.items(), zip(*gathered or (), strict=True), strict=True
+            ):
+                if records := [each for of_rank in of_ranks for each in of_rank]:
+                    found.update(_floats(name, metric.result(records)))
+            return found
+
+        return self._ranks.first(values)
 
     def reset(self) -> None:
         """Begin anew."""
         for metric in self._metrics.values():
             metric.reset()
-        self.updated = self._passed_on = False
+        self.updated = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all metrics, copied.
@@ -239,7 +231,7 @@ class DeclaredMetrics:
             together.append(registered_states(list(self._added_up.values())))
         if len(states) > 1:
             take_joined(list(self._added_up.values()), together)
-            for name, metric in self._over_all.items():
+            for name, metric in self._of_epoch.items():
                 metric.load_states([state["metrics"][name]["own"] for state in states])
         self.updated = updated
 

@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.validation import check_names
 from drivetrain.data.batch import batch_size
-from drivetrain.engine.metrics.arrays import Arrays, as_arrays
+from drivetrain.engine.metrics.arrays import as_arrays, joined
 from drivetrain.integrations.transformers.columns import Columns
 
 INCLUDED = ("inputs", "loss")
@@ -40,7 +40,6 @@ class MetricsReader:
         by_batch: Whether `compute` is called with each batch and `compute_result`, True for the last one. The
             batch is tensors on the CPU then, instead of arrays.
         include: What else an `EvalPrediction` has: "inputs", "loss".
-        limit: Bytes of outputs to hold in memory; None sets no limit.
         needs_labels: Whether a batch without labels is an error, if the model has labels.
     """
 
@@ -53,7 +52,6 @@ class MetricsReader:
         preprocess: Callable[[Any, Any], Any] | None = None,
         by_batch: bool = False,
         include: Collection[str] = (),
-        limit: int | None = None,
         needs_labels: bool = True,
     ) -> None:
         self._compute = compute
@@ -63,7 +61,7 @@ class MetricsReader:
         self._preprocess = preprocess
         self._by_batch = by_batch
         self._include = include
-        self._arrays = Arrays(limit)
+        self._records: list[Any] = []
         self._waiting: Any = None
 
     def record(self, loss: Tensor | None, outputs: Any, batch: Any) -> Any:
@@ -97,7 +95,7 @@ class MetricsReader:
     def add(self, record: Any) -> None:
         """Take the next batch."""
         if not self._by_batch:
-            self._arrays.add(record)
+            self._records.append(record)
             return
         if self._waiting is not None:
             self._compute(_prediction(_as_tensors(self._waiting)), compute_result=False)
@@ -116,13 +114,12 @@ class MetricsReader:
                 else self._compute(_prediction(_as_tensors(self._waiting)), compute_result=True)
             )
         else:
-            found = self._compute(_prediction(self._arrays.joined()))
+            found = self._compute(_prediction(joined(self._records)))
         return _floats(found)
 
     def close(self) -> None:
-        """Release the arrays."""
-        self._waiting = None
-        self._arrays.close()
+        """Forget the batches."""
+        self._waiting, self._records = None, []
 
 
 def check_compute_metrics(compute: Any, by_batch: bool, include: Any) -> None:

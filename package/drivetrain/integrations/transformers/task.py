@@ -112,8 +112,6 @@ class TransformersTask(TaskModule):
             "non_padding" for those that the attention mask keeps.
         pad_to_multiple_of: Pad sequences to a multiple of this length, such as 8; None pads to the longest of
             a batch. For datasets that are padded by `processing_class`.
-        metrics_memory: Bytes of outputs to hold in memory for `compute_metrics`; above it they go to a
-            temporary directory.
 
     Raises:
         ConfigError: An argument that cannot work with this model.
@@ -137,7 +135,6 @@ class TransformersTask(TaskModule):
         remove_unused_columns: bool = True,
         count_tokens: str = "no",
         pad_to_multiple_of: int | None = None,
-        metrics_memory: int = 1 << 30,
     ) -> None:
         super().__init__()
         self.model: Any = build_model(model) if isinstance(model, Mapping) else _checked(model)
@@ -180,7 +177,6 @@ class TransformersTask(TaskModule):
         )
         if not _REBUILDS.get():
             default_collate(processing_class, self.pad_to_multiple_of)  # checks that it can pad
-        self.metrics_memory = count("metrics_memory", metrics_memory)
         check_compute_metrics(compute_metrics, batch_eval_metrics, include_for_metrics)
         has_own_reader = type(self).evaluation_reader is not TransformersTask.evaluation_reader
         is_rebuilt = _REBUILDS.get()
@@ -404,7 +400,6 @@ class TransformersTask(TaskModule):
             preprocess=self.preprocess_logits_for_metrics,
             by_batch=self.batch_eval_metrics,
             include=self.include_for_metrics,
-            limit=self.metrics_memory,
         )
 
     # Training.

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import EvalPrediction, GenerationConfig
 
 from drivetrain.distributed.ranks import Ranks
-from drivetrain.engine.metrics.arrays import Arrays
+from drivetrain.engine.metrics.arrays import joined
 from drivetrain.integrations.transformers.evaluation import MetricsReader
 
 Compute = Callable[..., Mapping[str, Any]]
@@ -73,7 +73,7 @@ class KeptOutputs:
     def __init__(self, reader: MetricsReader, given: Pass) -> None:
         self._reader = reader
         self._pass = given
-        self._arrays = Arrays(None)
+        self._records: list[Any] = []
 
     def record(self, loss: Tensor | None, outputs: Any, batch: Any) -> Any:
         """Return the arrays of a batch."""
@@ -81,16 +81,16 @@ class KeptOutputs:
 
     def add(self, record: Any) -> None:
         """Take the next batch."""
-        self._arrays.add({name: record[name] for name in ("predictions", "label_ids") if name in record})
+        self._records.append({name: record[name] for name in ("predictions", "label_ids") if name in record})
         self._reader.add(record)
 
     def compute(self) -> Mapping[str, float]:
         """Return the metrics; the pass has the arrays then."""
-        joined = self._arrays.joined()
-        self._pass.predictions, self._pass.label_ids = joined.get("predictions"), joined.get("label_ids")
+        whole = joined(self._records)
+        self._pass.predictions, self._pass.label_ids = whole.get("predictions"), whole.get("label_ids")
         return self._reader.compute()
 
     def close(self) -> None:
-        """Release the arrays."""
-        self._arrays.close()
+        """Forget the batches."""
+        self._records = []
         self._reader.close()

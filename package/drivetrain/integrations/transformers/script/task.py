@@ -189,7 +189,6 @@ class ScriptTask(TransformersTask):
             preprocess=self.preprocess_logits_for_metrics,
             by_batch=self.batch_eval_metrics,
             include=self.include_for_metrics,
-            limit=self.metrics_memory,
             needs_labels=False,
         )
         return KeptOutputs(reader, current) if current.keeps else reader

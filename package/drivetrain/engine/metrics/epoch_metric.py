@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, DataError
-from drivetrain.core.validation import count, flag, number
-from drivetrain.engine.metrics.arrays import Arrays, as_arrays
+from drivetrain.core.validation import flag, number
+from drivetrain.engine.metrics.arrays import as_arrays, joined
 
 _TRUE_FIRST = ("y_true", "labels_true")
 """Names of a first parameter that takes the target, as in scikit-learn."""
@@ -27,7 +27,7 @@ Record: TypeAlias = tuple[Place, Any]
 """The inputs of one update, with their place."""
 
 
-class OverAll:
+class EpochMetric:
     """A metric that calls a function once, with the outputs and targets of all samples.
 
     It is for values that no metric can add up batch by batch, such as those of scikit-learn or evaluate. Each
@@ -35,8 +35,8 @@ class OverAll:
     In training they are those of the log interval in the order of the updates, and within one update rank by
     rank. The function is called on rank 0, and all ranks get its result, or raise its error.
 
-    An evaluation moves every batch to the host of rank 0 at once. Training keeps the inputs of a log interval
-    on the device, and in checkpoints.
+    An evaluation keeps the inputs on the host, each rank those of its batches, and gives all to rank 0 at its
+    end. Training keeps the inputs of a log interval on the device, and in checkpoints.
 
     Args:
         function: Called with NumPy arrays of shape [samples, ...]; returns a number, or a mapping or sequence
@@ -50,8 +50,6 @@ class OverAll:
         padding: The value that fills up shorter rows if batches differ in another dimension than the first,
             such as -100 for token labels. None refuses such batches.
         tensors: Whether the function gets tensors on the host instead of arrays.
-        memory: Bytes of an evaluation that rank 0 holds in memory; above it they go to a temporary directory,
-            and the function gets maps of its files.
 
     Raises:
         ConfigError: The function or another argument is not what is allowed.
@@ -59,7 +57,9 @@ class OverAll:
     Example:
         ```python
         def metrics(self):
-            return {"auc": OverAll(roc_auc_score, transform=lambda logits, target: (logits[:, 1], target))}
+            return {
+                "auc": EpochMetric(roc_auc_score, transform=lambda logits, target: (logits[:, 1], target))
+            }
         ```
     """
 
@@ -70,27 +70,24 @@ class OverAll:
         transform: Callable[..., Any] | None = None,
         padding: float | None = None,
         tensors: bool = False,
-        memory: int = 1 << 30,
     ) -> None:
         if not callable(function):
             has_compute = callable(getattr(function, "compute", None))
             fix = (
                 "Give its method compute" if has_compute else "Give a function of the outputs and the target"
             )
-            raise ConfigError(f"OverAll takes a function, not a {type(function).__name__}. {fix}")
+            raise ConfigError(f"EpochMetric takes a function, not a {type(function).__name__}. {fix}")
         if isinstance(function, type):
-            raise ConfigError(f"OverAll takes a function, not the class {function.__name__}")
+            raise ConfigError(f"EpochMetric takes a function, not the class {function.__name__}")
         if transform is not None and not callable(transform):
             raise ConfigError(
-                f"OverAll(transform=) must be a function of a batch's inputs, not {transform!r}"
+                f"EpochMetric(transform=) must be a function of a batch's inputs, not {transform!r}"
             )
         self.function = function
         self.transform = transform
-        self.padding = None if padding is None else number("OverAll(padding=)", padding)
-        self.tensors = flag("OverAll(tensors=)", tensors)
-        self.memory = count("OverAll(memory=)", memory)
+        self.padding = None if padding is None else number("EpochMetric(padding=)", padding)
+        self.tensors = flag("EpochMetric(tensors=)", tensors)
         self._records: list[Record] = []
-        self._arrays: Arrays | None = None
 
     # As any metric.
 
@@ -111,17 +108,12 @@ class OverAll:
             DataError: There was no update, or batches that differ in shape cannot be joined.
         """
         if not self._records:
-            raise DataError("OverAll.compute() without an update: there are no samples to compute from")
-        try:
-            self.add([self.held()])
-            return self.result()
-        finally:
-            self.drop()
+            raise DataError("EpochMetric.compute() without an update: there are no samples to compute from")
+        return self.result(self.held())
 
     def reset(self) -> None:
         """Forget all samples."""
         self._records = []
-        self.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inputs of the updates since the last reset."""
@@ -160,45 +152,23 @@ class OverAll:
         """Return what was kept, as arrays on the host."""
         return [(place, as_arrays(inputs)) for place, inputs in self._records]
 
-    def taken(self) -> list[Record]:
-        """Return what was kept, as arrays on the host, and forget it here."""
-        held = self.held()
-        self._records = []
-        return held
+    def to_host(self) -> None:
+        """Keep what was kept as arrays on the host."""
+        self._records = self.held()
 
-    def add(self, records_of_ranks: Sequence[Sequence[Record]]) -> None:
-        """Add the records of all ranks, in the order of their places.
+    def result(self, records: Sequence[Record]) -> Any:
+        """Return the function's result for the records of all ranks.
 
         Raises:
             DataError: Batches differ in shape or structure, and there is no padding.
         """
-        if self._arrays is None:
-            self._arrays = Arrays(self.memory, self.padding)
-        together = [each for records in records_of_ranks for each in records]
-        for _, inputs in sorted(together, key=_place):
-            try:
-                self._arrays.add(inputs)
-            except (DataError, ValueError) as error:
-                raise DataError(
-                    f"OverAll({_name(self.function)}): {error}. OverAll(padding=...) fills up shorter rows,"
-                    " and OverAll(transform=...) makes inputs of one shape"
-                ) from error
-
-    def drop(self) -> None:
-        """Release what was added."""
-        if self._arrays is not None:
-            self._arrays.close()
-            self._arrays = None
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether anything was added."""
-        return self._arrays is not None and not self._arrays.empty
-
-    def result(self) -> Any:
-        """Return the function's result for everything that was added."""
-        assert self._arrays is not None
-        inputs = self._arrays.joined()
+        try:
+            inputs = joined([each for _, each in sorted(records, key=_place)], self.padding)
+        except (DataError, ValueError) as error:
+            raise DataError(
+                f"EpochMetric({_name(self.function)}): {error}. EpochMetric(padding=...) fills up shorter"
+                " rows, and EpochMetric(transform=...) makes inputs of one shape"
+            ) from error
         if self.tensors:
             inputs = _as_tensors(inputs)
         first, named = _arguments(self.function, inputs)
@@ -206,7 +176,9 @@ class OverAll:
             return self.function(*first, **named)
         except Exception as error:
             shapes = ", ".join(map(_described, (*first, *named.values())))
-            error.add_note(f"drivetrain: raised by OverAll({_name(self.function)}), which was given {shapes}")
+            error.add_note(
+                f"drivetrain: raised by EpochMetric({_name(self.function)}), which was given {shapes}"
+            )
             raise
 
 
@@ -232,8 +204,8 @@ def _kept(value: Any) -> Any:
         return tuple(_kept(each) for each in value)
     what = f"list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
     raise DataError(
-        f"OverAll keeps tensors and numbers, and was given a {what}. Choose or make tensors of it:"
-        " OverAll(transform=...), or TaskModule.metric_inputs"
+        f"EpochMetric keeps tensors and numbers, and was given a {what}. Choose or make tensors of it:"
+        " EpochMetric(transform=...), or TaskModule.metric_inputs"
     )
 
 

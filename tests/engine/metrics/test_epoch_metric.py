@@ -1,4 +1,4 @@
-"""Metrics of all samples at once (`OverAll`): any function, with the samples of all ranks in order."""
+"""Metrics of all samples at once (`EpochMetric`): any function, with the samples of all ranks in order."""
 
 import shutil
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
-from drivetrain import ConfigError, DataError, LambdaCallback, OptimizerConfig, OverAll
+from drivetrain import ConfigError, DataError, EpochMetric, LambdaCallback, OptimizerConfig
 
 
-def updated(metric: OverAll, *batches: tuple[Any, ...]) -> OverAll:
+def updated(metric: EpochMetric, *batches: tuple[Any, ...]) -> EpochMetric:
     for batch in batches:
         metric.update(*batch)
     return metric
@@ -32,9 +32,9 @@ def classes(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_a_function_of_scikit_learn_gets_its_arguments_by_name() -> None:
     first, second = classes(5, 1), classes(4, 2)
     scores, target = (torch.cat(each).numpy() for each in zip(first, second, strict=True))
-    assert updated(OverAll(roc_auc_score), first, second).compute() == roc_auc_score(target, scores)
+    assert updated(EpochMetric(roc_auc_score), first, second).compute() == roc_auc_score(target, scores)
     right = recall_score(target, scores > -1)
-    metric = OverAll(partial(recall_score, average="binary"), transform=lambda each, t: (each > -1, t))
+    metric = EpochMetric(partial(recall_score, average="binary"), transform=lambda each, t: (each > -1, t))
     assert updated(metric, first, second).compute() == right
     assert right != recall_score(scores > -1, target)
 
@@ -43,7 +43,7 @@ def test_any_other_function_gets_outputs_and_target_as_arrays_or_tensors() -> No
     given: list[Any] = []
     half = torch.ones(2, 3, dtype=torch.bfloat16)
     for tensors in (False, True):
-        metric = OverAll(lambda *inputs: given.append(inputs) or 0.0, tensors=tensors)
+        metric = EpochMetric(lambda *inputs: given.append(inputs) or 0.0, tensors=tensors)
         updated(metric, (half, {"y": (3, np.float32(0.5), [1, 2])})).compute()
         outputs, target = given.pop()
         assert type(outputs) is (Tensor if tensors else np.ndarray)
@@ -62,30 +62,12 @@ def test_batches_of_different_lengths_are_padded() -> None:
         return float(len(target))
 
     batches = [(ones(2, 2), ones(2)), (ones(1, 3), ones(1))]
-    assert updated(OverAll(rows, padding=-7), *batches).compute() == 3
-
-
-@pytest.mark.parametrize("memory", [0, 100, 10**6])
-def test_above_a_limit_of_memory_the_function_gets_maps_of_files(memory: int) -> None:
-    kinds: list[type] = []
-
-    def total(outputs: Any, target: Any) -> float:
-        kinds.append(type(outputs))
-        return float((outputs * target).sum())
-
-    batches = [classes(9, seed) for seed in range(6)]
-    batches[4] = (batches[4][0].double(), batches[4][1])  # of another dtype than those in the file
-    metric = updated(OverAll(total, memory=memory), *batches)
-    metric.add([metric.taken()])
-    assert metric.result() == pytest.approx(float(sum((o * t).sum() for o, t in batches)))
-    assert kinds == [np.ndarray if memory == 10**6 else np.memmap]
-    metric.reset()
-    assert not metric.has_rows
+    assert updated(EpochMetric(rows, padding=-7), *batches).compute() == 3
 
 
 def test_an_update_copies_on_the_device_and_keeps_no_more_than_the_rows() -> None:
     outputs, target = torch.ones(4, 2, requires_grad=True), torch.zeros(4)
-    metric = OverAll(lambda o, t: float(o.sum() + t.sum()), transform=lambda o, t: (o[:, 1], t))
+    metric = EpochMetric(lambda o, t: float(o.sum() + t.sum()), transform=lambda o, t: (o[:, 1], t))
     with Counting() as counting:
         metric.update(outputs * 1, target)
     assert {*counting.seen} == {"mul", "select", "detach", "clone"}
@@ -96,20 +78,20 @@ def test_an_update_copies_on_the_device_and_keeps_no_more_than_the_rows() -> Non
     assert metric.compute() == 4
 
 
-def test_refusals_of_over_all() -> None:
+def test_refusals_of_epoch_metrics() -> None:
     def compute(*batches: Any, **options: Any) -> Any:
-        return lambda: updated(OverAll(lambda *_: 0.0, **options), *batches).compute()
+        return lambda: updated(EpochMetric(lambda *_: 0.0, **options), *batches).compute()
 
     def padded(kind: Any, padding: float) -> Any:
         return compute((ones(1, 2, kind=kind), ones(1)), (ones(1, 1, kind=kind), ones(1)), padding=padding)
 
     two, names = (ones(2, 2), ones(2)), ({"low": ones(2)}, {"top": ones(2)})
     cases: dict[str, tuple[Any, ...]] = {
-        "lengths": (compute(two, (ones(1, 3), ones(1))), "(2,)", "(3,)", "OverAll(padding="),
+        "lengths": (compute(two, (ones(1, 3), ones(1))), "(2,)", "(3,)", "EpochMetric(padding="),
         "names": (compute(*((each, ones(2)) for each in names)), "'0/low', '0/top'"),
         "bool": (padded(torch.bool, -100), "bool cannot hold the padding -100"),
         "a text": (compute((ones(1), "text")), "a str", "transform="),
-        "a class": (lambda: OverAll(Ordered), "not the class Ordered"),
+        "a class": (lambda: EpochMetric(Ordered), "not the class Ordered"),
     }
     assert_refused((ConfigError, DataError), cases)
 
@@ -122,7 +104,7 @@ def ordered(outputs: Any, target: Any) -> dict[str, float]:
 class Ordered(Regression):
     def __init__(self, function: Any = ordered, still: bool = False, **options: Any) -> None:
         super().__init__(OptimizerConfig("sgd", lr=1e-30) if still else None)  # too little to change a weight
-        self.metric = OverAll(function, **options)
+        self.metric = EpochMetric(function, **options)
 
     def metrics(self) -> Mapping[str, Any]:
         return {"all": self.metric}
@@ -160,12 +142,10 @@ def failing(outputs: Any, target: Any) -> float:
     raise ValueError("only one class")
 
 
-def test_an_error_of_the_function_names_it_and_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_an_error_of_the_function_names_it() -> None:
     with pytest.raises(ValueError, match="only one class") as raised:
-        quiet().validate(Ordered(failing, memory=0), pairs(5))
-    assert "OverAll(failing), which was given float32 of shape (5, 1)" in raised.value.__notes__[0]
-    assert list(tmp_path.iterdir()) == []
+        quiet().validate(Ordered(failing), pairs(5))
+    assert "EpochMetric(failing), which was given float32 of shape (5, 1)" in raised.value.__notes__[0]
 
 
 def log_of(data: Any, validation: Any = None, **options: Any) -> list[dict[str, float]]:
