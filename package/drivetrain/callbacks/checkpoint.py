@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
@@ -144,7 +145,10 @@ class CheckpointSaver(Callback):
 
     def settle(self, run: Run) -> None:
         """Wait for a save in progress."""
-        self._attempt(run, self.manager.wait)
+        committed = None
+        with self._tolerating(run):
+            committed = self.manager.wait()
+        self._note_committed(run, committed)
 
     def after_rollback(self, run: Run) -> None:
         """Save at the end of this update, because the run was rolled back."""
@@ -164,7 +168,10 @@ class CheckpointSaver(Callback):
         elif self._unsaved_tensors is not None:
             self._unsaved_tensors.end_update()
         if self.manager.is_writing:
-            self._attempt(run, self.manager.poll)
+            committed = None
+            with self._tolerating(run):
+                committed = self.manager.poll()
+            self._note_committed(run, committed)
         progress = run.progress
         epoch_ended = progress.epoch_batches == 0
         applied = run.step is None or run.step.applied
@@ -192,45 +199,44 @@ class CheckpointSaver(Callback):
 
     def _save(self, run: Run, resume: Sequence[str], keeper: Sequence[str]) -> None:
         progress = run.progress
-
-        written: list[Snapshot] = []
-
-        def snapshot() -> Snapshot:
-            taken = snapshot_to_save(run, self.policies[0].resumable)
-            written.append(taken)
-            taken.assets = self._assets
-            return taken
-
-        def save() -> str | None:
-            with ExitStack() as stack:
-                for each in run.callbacks:
-                    stack.enter_context(each.saving(run))
-                saved = self.manager.save(
-                    progress.updates, progress.epoch, run.metrics, snapshot, resume=resume, keeper=keeper
-                )
-            return None if self.manager.is_writing else saved.path
-
+        taken: list[Snapshot] = []
         bad: NonFiniteError | None = None
         with run.timed("save"):
             self.settle(run)
-            self._saving_update = progress.updates
+            self._saving_update, saved = progress.updates, None
             try:
-                self._attempt(run, save)
+                with self._tolerating(run), ExitStack() as stack:
+                    for each in run.callbacks:
+                        stack.enter_context(each.saving(run))
+                    factory = partial(self._snapshot, run, taken)
+                    saved = self.manager.save(
+                        progress.updates, progress.epoch, run.metrics, factory, resume=resume, keeper=keeper
+                    )
+                if saved is not None and not self.manager.is_writing:
+                    self._note_committed(run, saved.path)
             except NonFiniteError as error:
                 bad = error
         if bad is not None:
             run.nonfinite.end(bad)
-        if written and run.is_main and self._unsaved_tensors is not None:
-            self._unsaved_tensors.warn(run.task, written[0])
+        if taken and run.is_main and self._unsaved_tensors is not None:
+            self._unsaved_tensors.warn(run.task, taken[0])
 
-    def _attempt(self, run: Run, act: Callable[[], str | None]) -> None:
-        """Run a manager's operation, and report what it committed or could not write.
+    def _snapshot(self, run: Run, taken: list[Snapshot]) -> Snapshot:
+        """Return what the checkpoint holds, and note it in `taken`."""
+        snapshot = snapshot_to_save(run, self.policies[0].resumable)
+        snapshot.assets = self._assets
+        taken.append(snapshot)
+        return snapshot
+
+    @contextmanager
+    def _tolerating(self, run: Run) -> Iterator[None]:
+        """Run the block, a manager's operation, and report what it could not write.
 
         Raises:
             StorageError: A rank could not write, and the run must stop.
         """
         try:
-            committed = act()
+            yield
         except StorageError as error:
             self._unsaved = error
             if not run.save_errors.tolerates:
@@ -239,13 +245,12 @@ class CheckpointSaver(Callback):
             is_last = run.stop_reason is not None and self._saving_update == run.progress.updates
             then = OVER if is_last or run.exception is not None else AGAIN
             run.save_errors.report("checkpoint", lost, error, run.last_checkpoint, then)
-            return
-        if committed is not None:
-            self._unsaved = None
-        self._note_committed(run, committed)
 
     def _note_committed(self, run: Run, committed: str | None) -> None:
-        if committed is not None and committed != run.last_checkpoint:
+        if committed is None:
+            return
+        self._unsaved = None
+        if committed != run.last_checkpoint:
             run.checkpoint_saved(committed)
 
     def on_fit_end(self, run: Run) -> None:

@@ -188,15 +188,49 @@ class Ranks:
         Raises:
             Exception: `act` raised on some rank. A rank raises its own error, or else the first rank's.
         """
-        mine, error = _attempt(act)
-        outcomes = self._of_each((mine, _sendable(error)))
+        with self.jointly() as joint:
+            joint.mine = act()
+        return joint.of_all
+
+    def jointly(self) -> Joint:
+        """Return a context manager whose block every rank runs: its end waits for all, as `together` does."""
+        return Joint(self._of_each, self.copies)
+
+
+class Joint:
+    """A block that every rank runs. If it raises on one, all raise: their own error, or the first rank's.
+
+    Args:
+        exchange: Returns what each rank gives, by rank.
+        copies: The number of ranks that have the same result.
+
+    Attributes:
+        mine: The result of this rank, which the block sets.
+        of_all: The results of all ranks, once the block has ended.
+    """
+
+    def __init__(self, exchange: Callable[[Any], list[Any]], copies: int) -> None:
+        self._exchange = exchange
+        self._copies = copies
+        self.mine: Any = None
+        self.of_all: list[Any] = []
+
+    def __enter__(self) -> Joint:
+        """Begin the block."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        """Exchange results, and errors before they are raised. An interrupt is not exchanged."""
+        if error is not None and not isinstance(error, Exception):
+            return
+        outcomes = self._exchange((self.mine, _sendable(error)))
         if error is not None:
-            raise error
+            return
         for rank, (_, theirs) in enumerate(outcomes):
             if theirs is not None:
                 theirs.add_note(f"drivetrain: this happened on rank {rank}")
                 raise theirs
-        return [each for each, _ in outcomes][:: self.copies]
+        self.of_all = [each for each, _ in outcomes][:: self._copies]
 
 
 ALONE = Ranks()

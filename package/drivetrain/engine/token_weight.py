@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from drivetrain.core.messages import logger
 from drivetrain.data import MicroBatch
 from drivetrain.engine.engine import Engine
-from drivetrain.engine.weighting import StepResult
 from drivetrain.task.task import TaskModule, overrides
 
 _LOG = logger(__name__)
@@ -24,12 +23,9 @@ IGNORED = -100
 _LABELS = ("labels", "label", "targets", "target", "y")
 
 
-def first_step(
-    engine: Engine,
-    train_step: Callable[[Sequence[MicroBatch]], StepResult],
-    micro_batches: Sequence[MicroBatch],
-) -> StepResult:
-    """Make the first update of a program, and warn if `loss_weight` does not match the loss.
+@contextmanager
+def checking_loss_weight(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+    """Run the block, the first update of a program, and warn if `loss_weight` does not match the loss.
 
     A task without `loss_weight` gets a warning about ignored labels. An existing `loss_weight` is compared
     with the number of labels that `cross_entropy` or `nll_loss` counts, if the update calls one of them once
@@ -41,10 +37,10 @@ def first_step(
         _warn_without_weight(task, micro_batches)
     elif not engine.compilation.parts and any(_ignored(each.batch) for each in micro_batches):
         with counted_targets() as counts:
-            result = train_step(micro_batches)
+            yield
         _compare(task, counts, micro_batches)
-        return result
-    return train_step(micro_batches)
+        return
+    yield
 
 
 @contextmanager

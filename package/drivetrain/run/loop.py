@@ -16,7 +16,7 @@ from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.random_streams import shielded
 from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.distributed.failure.last_words import set_training
-from drivetrain.engine.token_weight import first_step
+from drivetrain.engine.token_weight import checking_loss_weight
 from drivetrain.engine.updater import Updater
 from drivetrain.engine.weighting import StepResult
 from drivetrain.run.evaluation_pass import EvaluationPass
@@ -70,7 +70,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             for hook in hooks.on_step_start:
                 hook(run)
             if run.step is None:  # the first update of this program
-                run.step = first_step(run.engine, train_step, window.micro_batches)
+                with checking_loss_weight(run.engine, window.micro_batches):
+                    run.step = train_step(window.micro_batches)
             else:
                 run.step = train_step(window.micro_batches)
             timing["compute"] += perf_counter() - fetched
@@ -139,53 +140,43 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
     Returns:
         Whether the epoch has ended: with its data, or because a hook asked for it.
     """
-    progress, triggers, stopping, asked = run.progress, run.triggers, run.stopping, _NOTHING
-    if run.postponed is not None:
-        run.stop_if_postponed()
-    if run.requests or run.agreed or stopping.shared or stopping.asked is not None:
-        asked = _requests(run)
-        epoch_ended = epoch_ended or "end_epoch" in asked
+    progress, triggers, stopping = run.progress, run.triggers, run.stopping
     progress.seconds = perf_counter() - run.origin
     if run.by_time:
         run.share_clock()
-    if epoch_ended:
-        progress.epoch += 1
-    if epoch_ended or run.step is None or run.step.applied:
-        if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
-            asked |= {"log"}
-        if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):
-            asked |= {"validate"}
-    if asked:
-        _log_and_validate(run, asked)
-        later = _requests(run)  # of on_log and the evaluation's hooks
-        if "end_epoch" in later and not epoch_ended:
-            epoch_ended = True
-            progress.epoch += 1
-            later |= {name for name in ("log", "validate") if getattr(triggers, name).due(progress, True)}
-        _log_and_validate(run, later - asked)  # each is done once
-        asked |= later
-    if epoch_ended:
-        with shielded():
-            run.call(run.hooks.on_epoch_end)
-        later = _requests(run)
-        _log_and_validate(run, later - asked)
-        asked |= later
-        _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
-        progress.position = progress.epoch_updates = progress.epoch_batches = 0
-    if asked or epoch_ended:  # hooks were called since the first boundary
+    done, counted, has_called, calls = _NOTHING, None, False, True
+    while calls:  # hooks were called, which may have asked; each request is met once
+        calls, asked = False, _NOTHING
         if run.postponed is not None:
             run.stop_if_postponed()
-        later = _requests(run)
-        run.agreed = later - asked - {"save", "end_epoch" if epoch_ended else ""}
-        asked |= later & {"save"}
-        if run.stop_reason is not None:  # no update follows
-            _log_and_validate(run, run.agreed)
-            run.agreed = _NOTHING
+        if run.requests or run.agreed or stopping.shared or stopping.asked is not None:
+            asked = _requests(run)
+            epoch_ended = epoch_ended or "end_epoch" in asked
+        if counted is not epoch_ended:  # at first, and when a hook has ended the epoch
+            counted = epoch_ended
+            progress.epoch += epoch_ended
+            if epoch_ended or run.step is None or run.step.applied:
+                if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
+                    asked |= {"log"}
+                if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):
+                    asked |= {"validate"}
+        asked -= done
+        if asked:
+            done |= asked
+            _log_and_validate(run, asked)
+            calls = True
+        elif epoch_ended and not has_called:
+            with shielded():
+                run.call(run.hooks.on_epoch_end)
+            has_called = calls = True
+    if epoch_ended:
+        _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
+        progress.position = progress.epoch_updates = progress.epoch_batches = 0
     stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
     if run.stop_reason is not None:
         _validate_at_end(run)
     if run.hooks.on_save:
-        run.saves_now = "save" in asked
+        run.saves_now = "save" in done
         for hook in run.hooks.on_save:
             hook(run)
     if run.requests or stopping.shared or stopping.asked is not None:

@@ -124,15 +124,16 @@ class DirectoryCheckpointIO:
         files, path = self._at(path)
         # A group with an object, such as the state of a run, belongs to the process that saves the object.
         plan = snapshot.plan or plan_save(snapshot.tensors, snapshot.objects.keys(), self.ranks)
-        place = Place(files, self.ranks.first(lambda: _begin(files, path)), path)
+        written = UnfinishedCheckpoint(files, self.ranks.first(lambda: _begin(files, path)), path)
         try:
             own = snapshot.objects.keys()
-            shares = self.ranks.together(lambda: place.write_share(plan, self.ranks.rank, own))
-            self.ranks.first(lambda: _commit(place, shares, plan, snapshot))
+            with self.ranks.jointly() as joint:
+                joint.mine = written.write_share(plan, self.ranks.rank, own)
+            self.ranks.first(lambda: _commit(written, joint.of_all, plan, snapshot))
         except BaseException:
-            if self.ranks.rank == 0 and not place.is_committed:
+            if self.ranks.rank == 0 and not written.is_committed:
                 with suppress(OSError):  # the first error is already propagating; the next open tries again
-                    discard(place.directory, files)
+                    discard(written.directory, files)
             raise
 
     def load(self, path: str, groups: Collection[str] | None = None, *, like: Like | None = None) -> Snapshot:
@@ -184,7 +185,7 @@ class DirectoryCheckpointIO:
         return files, files.absolute(path)
 
 
-class Place:
+class UnfinishedCheckpoint:
     """The directory of a checkpoint that is being written: each process writes its share, one the manifest.
 
     Args:
@@ -220,33 +221,30 @@ class Place:
         Raises:
             CheckpointError: The write failed.
         """
-        with self._closing():
-            return self._write_tensors(plan, rank, own)
-
-    def _write_tensors(self, plan: Plan, rank: int, own: Collection[str]) -> dict[str, FileRecord]:
         written: dict[str, FileRecord] = {}
-        for group, tensors in plan.parts.items():
-            check_part_name(group, "a group of tensors")
-            if not tensors:
-                continue
-            file = file_name(group, rank, plan.processes)
-            hashes = Hashes()
-            chunks: Iterable[Bytes] = tensor_chunks(tensors, f"the group {group!r}", hashes)
-            if group in own and sum(each.nbytes for each in tensors.values()) <= SMALL:
-                content = b"".join(chunks)
-                if len(content) <= SMALL:
-                    self._held[file] = FileRecord(len(content), hashes=hashes, content=content)
+        with self._closing():
+            for group, tensors in plan.parts.items():
+                check_part_name(group, "a group of tensors")
+                if not tensors:
                     continue
-                chunks = [content]
-            size = self._write(file, chunks)
-            if plan.processes == 1:
-                written[file] = FileRecord(size, hashes=hashes)
-                continue
-            data = dump_json(dump_hashes(hashes), f"the hashes of {file}")
-            self._write(hashes_name(file), [data])
-            written[file] = FileRecord(size, xxhash.xxh3_128_hexdigest(data))
-        if plan.processes > 1:  # the first process finishes only its own files
-            self._finish()
+                file = file_name(group, rank, plan.processes)
+                hashes = Hashes()
+                chunks: Iterable[Bytes] = tensor_chunks(tensors, f"the group {group!r}", hashes)
+                if group in own and sum(each.nbytes for each in tensors.values()) <= SMALL:
+                    content = b"".join(chunks)
+                    if len(content) <= SMALL:
+                        self._held[file] = FileRecord(len(content), hashes=hashes, content=content)
+                        continue
+                    chunks = [content]
+                size = self._write(file, chunks)
+                if plan.processes == 1:
+                    written[file] = FileRecord(size, hashes=hashes)
+                    continue
+                data = dump_json(dump_hashes(hashes), f"the hashes of {file}")
+                self._write(hashes_name(file), [data])
+                written[file] = FileRecord(size, xxhash.xxh3_128_hexdigest(data))
+            if plan.processes > 1:  # the first process finishes only its own files
+                self._finish()
         return written
 
     def _write(self, file: str, chunks: Iterable[Bytes]) -> int:
@@ -418,15 +416,17 @@ def _check_free(files: FileSystem, path: str, name: str) -> None:
         )
 
 
-def _commit(place: Place, shares: list[dict[str, FileRecord]], plan: Plan, snapshot: Snapshot) -> None:
-    place.write_rest(shares, plan, snapshot)
-    files = place.files
+def _commit(
+    written: UnfinishedCheckpoint, shares: list[dict[str, FileRecord]], plan: Plan, snapshot: Snapshot
+) -> None:
+    written.write_rest(shares, plan, snapshot)
+    files = written.files
     if not files.renames:
         # The manifest has committed it. With a manifest, a remaining marker means nothing.
-        place.is_committed = True
-        delete_if_there(files.join(place.directory, UNFINISHED), files)
+        written.is_committed = True
+        delete_if_there(files.join(written.directory, UNFINISHED), files)
         return
-    with os_errors("commit", place.final):
-        files.rename(place.directory, place.final)
-        place.is_committed = True
-        files.sync(files.split(place.final)[0])
+    with os_errors("commit", written.final):
+        files.rename(written.directory, written.final)
+        written.is_committed = True
+        files.sync(files.split(written.final)[0])

@@ -291,7 +291,13 @@ class CheckpointManager:
             )
         every = oldest_first([*(each for each in self._entries if each is not same), entry])
         job = _Job(entry, self._entries, every, *retain(every, self.policies), is_written=same is not None)
-        self._begin(job, snapshot)
+        if self._is_asynchronous:
+            self._begin_behind(job, snapshot)
+        else:
+            try:
+                self._perform(job, snapshot)
+            finally:
+                self._settle(job)
         is_keeper = any(each.name == entry.name and bool(each.keeper) for each in job.stays)
         return SavedCheckpoint(self._path(entry.name), is_keeper)
 
@@ -327,13 +333,8 @@ class CheckpointManager:
             raise error
         return self._path(job.entry.name)
 
-    def _begin(self, job: _Job, snapshot: Snapshot | None) -> None:
-        if not self._is_asynchronous:
-            try:
-                self._perform(job, snapshot)
-            finally:
-                self._settle(job)
-            return
+    def _begin_behind(self, job: _Job, snapshot: Snapshot | None) -> None:
+        """Begin a save in the background."""
         if snapshot is not None:
             # Planned here: the plan needs the live tensors, and only this process's share is copied.
             snapshot.plan = plan_save(snapshot.tensors, snapshot.objects.keys(), self.ranks)
