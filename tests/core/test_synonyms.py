@@ -219,7 +219,7 @@ def test_an_argument_of_another_library_is_answered_with_ours() -> None:
         "gradient_checkpointing": RECOMPUTED,
         "learning_rate": "Here it is OptimizerConfig(",
         "profiler": "callbacks=[Profile()]",
-        "fast_dev_run": 'try_out="batches"',
+        "fast_dev_run": "dry_run=True",
     }
     for name, words in ours.items():
         told = refusal(lambda name=name: Trainer(**{name: 2}))

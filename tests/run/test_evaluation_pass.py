@@ -113,7 +113,7 @@ def test_predict_with_metrics_may_save_outputs_to_files(
         assert torch.equal(read_predictions(file), each)
     # A trial writes nothing.
     with caplog.at_level(logging.INFO):
-        found = quiet(try_out=2).predict(Measured(), data, save_to=tmp_path / "no", metrics=True)
+        found = quiet(dry_run=2).predict(Measured(), data, save_to=tmp_path / "no", metrics=True)
     assert (found.outputs, found.metrics["validation/rows"]) == ([], 4)
     assert [each.name for each in tmp_path.iterdir()] == ["outputs"]
 

@@ -95,7 +95,7 @@ class _FirstFit:
         if not isinstance(policies, (bool, str)):
             policies = [dataclasses.replace(each, directory=None) for each in as_policies(policies)]
         return {
-            **dict.fromkeys(("max_epochs", "max_time", "min_epochs", "min_steps", "try_out", "resume")),
+            **dict.fromkeys(("max_epochs", "max_time", "min_epochs", "min_steps", "dry_run", "resume")),
             "max_steps": self._steps,
             "callbacks": (*others, self._profile),
             "checkpoint": policies,

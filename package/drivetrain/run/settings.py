@@ -64,7 +64,7 @@ _SAME_ON_ALL_RANKS = (
     "limit_test_batches",
     "limit_predict_batches",
     "sanity_validation",
-    "try_out",
+    "dry_run",
 )
 """The settings that affect what a rank does and when. Loggers, callbacks and the screen may differ."""
 
@@ -85,7 +85,7 @@ class RunSettings:
     max_time: str | float | timedelta | None = None
     min_epochs: int | None = None
     min_steps: int | None = None
-    try_out: int | str | None = None
+    dry_run: bool | int | str | None = None
     strategy: str | Strategy | StrategyConfig = "auto"
     devices: int | Sequence[int] | str = "auto"
     num_nodes: int = 1
@@ -178,12 +178,14 @@ class RunSettings:
                     f"sanity_validation={self.sanity_validation} with validate_every=None: a fit that never"
                     " validates needs no check of it. Leave one of them out"
                 )
-        if self.try_out not in (None, "batches", "overfit"):
-            if isinstance(self.try_out, (str, bool)):
+        if isinstance(self.dry_run, bool):
+            object.__setattr__(self, "dry_run", "batches" if self.dry_run else None)
+        if self.dry_run not in (None, "batches", "overfit"):
+            if isinstance(self.dry_run, str):
                 raise ConfigError(
-                    f"try_out must be 'batches', a number of them, or 'overfit', not {self.try_out!r}"
+                    f"dry_run must be True, 'batches', a number of them, or 'overfit', not {self.dry_run!r}"
                 )
-            count("try_out", self.try_out, at_least=1)
+            count("dry_run", self.dry_run, at_least=1)
         for name in ("gradient_accumulation_steps", "batch_size"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, stages_or_number(name, given))

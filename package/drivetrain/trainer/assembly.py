@@ -45,8 +45,8 @@ from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
+from drivetrain.trainer.dry_run import overfitting
 from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
-from drivetrain.trainer.try_out import overfitting
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
@@ -305,7 +305,7 @@ def _fit_run(
     resume: str | None,
     body: bool,
 ) -> tuple[Run, CheckpointSaver | None]:
-    if settings.try_out == "overfit":
+    if settings.dry_run == "overfit":
         settings, train_data, validation_data = overfitting(
             settings, engine, task, train_data, validation_data
         )

@@ -31,8 +31,8 @@ from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.given import KEEP
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import build_evaluation, build_fit, start_from
+from drivetrain.trainer.dry_run import as_tried, writes_nothing
 from drivetrain.trainer.observer import observed, observed_loop
-from drivetrain.trainer.try_out import as_tried, writes_nothing
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
@@ -119,11 +119,11 @@ class Trainer(RunSettings):
             three limits, signals and non-finite losses do. Default: None. Example: min_epochs=3.
         min_steps: The same in updates; if both are given, both must be reached. Default: None. Example:
             min_steps=1_000.
-        try_out: A trial: "batches", or a number of them, fits one epoch of one batch (or so many) of each
+        dry_run: A trial: True ("batches") or a number fits one epoch of one batch (or so many) of each
             loader, begins afresh, and writes nothing: no checkpoints, logs, results or predictions. Other
             verbs take as many. "overfit" trains and validates on the first `limit_train_batches` batches of
             the training data (1 if that is None) in every epoch, and saves no checkpoints. Callbacks that
-            need checkpoints are left out and named. Default: None. Example: try_out="batches".
+            need checkpoints are left out and named. Default: None. Example: dry_run=True.
 
     Attributes: Where it runs
         strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
@@ -363,7 +363,7 @@ class Trainer(RunSettings):
         """
         overrides = _overrides(override, resume)
         trainer, resume = observed(self, (task, (train_data, validation_data)), resume)
-        trainer, resume = as_tried(trainer, "fit"), resume if trainer.try_out is None else None
+        trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
         with Preemption(self.preemption) as preemption:
             run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
             with boundary(trainer, run):
@@ -509,7 +509,7 @@ class Trainer(RunSettings):
         """Build a validation, test or prediction, and run the block inside its error boundary."""
         trainer, _ = observed(self)
         trainer = as_tried(trainer, stage)
-        if trainer.try_out is not None and str(checkpoint).partition(":")[0] in ("best", "last"):
+        if trainer.dry_run is not None and str(checkpoint).partition(":")[0] in ("best", "last"):
             checkpoint = None  # the trial of a fit has saved none
         run = build_evaluation(trainer, task, data, stage, checkpoint, metrics)
         with boundary(trainer, run):

@@ -85,7 +85,7 @@ class WeightHistograms(Callback):
         """
         given = check_loggers(trainer.loggers)
         # A trial that writes nothing has no loggers.
-        if trainer.try_out in (None, "overfit") and not any(map(takes_histograms, given)):
+        if trainer.dry_run in (None, "overfit") and not any(map(takes_histograms, given)):
             raise ConfigError(
                 f"WeightHistograms with loggers={trainer.loggers!r}, none of which takes histograms. Add"
                 " 'tensorboard' or 'jsonl', or a logger with log_histograms(histograms, step)"

@@ -430,8 +430,8 @@ def _trial(given: _Given, options: dict[str, Any]) -> None:
     if fast and few:
         raise given.refuse("fast_dev_run", "overfit_batches is given too; leave one of the two out")
     if fast:
-        options["try_out"] = "batches" if fast is True else fast
+        options["dry_run"] = "batches" if fast is True else fast
     if few:
-        options |= {"try_out": "overfit", "limit_train_batches": few if few < 1 else int(few)}
+        options |= {"dry_run": "overfit", "limit_train_batches": few if few < 1 else int(few)}
         if isinstance(few, float) and few == 1.0:
             options["limit_train_batches"] = None

@@ -60,7 +60,7 @@ _ARGUMENTS = (
     _mapped("callbacks", "`Trainer(callbacks=)` and others; the classes are below", ()),
     _mapped(
         "fast_dev_run",
-        '`Trainer(try_out="batches")`, or the number of batches',
+        '`Trainer(dry_run="batches")`, or the number of batches',
         True,
         "callbacks that need no checkpoints stay on",
     ),
@@ -85,7 +85,7 @@ _ARGUMENTS = (
     _mapped("limit_predict_batches", "`Trainer(limit_predict_batches=)`", 3),
     _mapped(
         "overfit_batches",
-        '`Trainer(try_out="overfit", limit_train_batches=)`',
+        '`Trainer(dry_run="overfit", limit_train_batches=)`',
         2,
         "validation runs on the same training batches, which Lightning takes from the validation data; no"
         " checkpoints are saved",

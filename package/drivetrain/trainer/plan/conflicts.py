@@ -163,7 +163,7 @@ def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> 
     root = checkpoint_root(settings, settings.run_dir) if settings.checkpoint else None
     there: Sequence[str] = ()
     try:
-        if root is not None and settings.try_out is None:
+        if root is not None and settings.dry_run is None:
             there = newest_first(file_system(root).join(root, CHECKPOINTS))
     except StorageError as error:  # such as that of a store that this machine does not reach
         yield f"whether an earlier run has checkpoints there is not known: {error}"

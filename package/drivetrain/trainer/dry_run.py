@@ -24,7 +24,7 @@ Settings = TypeVar("Settings", bound=RunSettings)
 
 def writes_nothing(settings: RunSettings) -> bool:
     """Return whether the settings ask for a trial that leaves no file behind."""
-    return settings.try_out not in (None, "overfit")
+    return settings.dry_run not in (None, "overfit")
 
 
 def as_tried(settings: Settings, verb: str) -> Settings:
@@ -33,7 +33,7 @@ def as_tried(settings: Settings, verb: str) -> Settings:
     The settings themselves if it is no trial. A trial saves no checkpoints, and callbacks that need them are
     left out; unless it is "overfit", it runs one epoch of a few batches, and writes no logs either.
     """
-    asked = settings.try_out
+    asked = settings.dry_run
     if asked is None or (asked == "overfit" and verb != "fit"):
         return settings
     changes: dict[str, Any] = {"checkpoint": False, "assets": (), "min_epochs": None, "min_steps": None}
@@ -54,7 +54,7 @@ def as_tried(settings: Settings, verb: str) -> Settings:
     left_out = [type(each).__name__ for each in settings.callbacks if each not in kept]
     names = ", ".join(left_out)
     more = f"; left out, because they need checkpoints: {names}" if names and verb == "fit" else ""
-    _LOG.info(f"try_out={asked!r}: {what}, {writes}{more}")
+    _LOG.info(f"dry_run={asked!r}: {what}, {writes}{more}")
     return dataclasses.replace(tried, callbacks=kept)
 
 

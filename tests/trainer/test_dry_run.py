@@ -38,14 +38,14 @@ class Evaluations(Callback):
         run.log("seen", float(len(self.seen)))
 
 
-def test_try_out_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: Path) -> None:
-    for asked, batches in (("batches", 1), (3, 3)):
+def test_dry_run_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: Path) -> None:
+    for asked, batches in ((True, 1), (3, 3)):
         task, data = Watched(), pairs(100)
         callbacks = [EarlyStopping("validation/loss"), LossSpike(action="rollback")]
         limits: Any = {"max_steps": 1000, "min_steps": 500, "limit_train_batches": 0.5}
         options: Any = {"strategy": "cpu", "progress_bar": False, "validate_every": "200 steps", **limits}
-        trainer = Trainer(**options, run_dir="runs/mine", try_out=asked, callbacks=callbacks)
-        with heard("try_out", logging.INFO) as said:
+        trainer = Trainer(**options, run_dir="runs/mine", dry_run=asked, callbacks=callbacks)
+        with heard("dry_run", logging.INFO) as said:
             result = trainer.fit(task, data, data, resume="auto")
         assert "LossSpike" in said[0]
         assert "EarlyStopping" not in said[0]
@@ -62,7 +62,7 @@ def test_try_out_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: 
 
 def test_overfit_trains_and_validates_on_the_first_batches_in_every_epoch(tmp_path: Path) -> None:
     task, data = Watched(), pairs(40, shuffle=True)
-    options: Any = {"strategy": "cpu", "progress_bar": False, "run_dir": tmp_path, "try_out": "overfit"}
+    options: Any = {"strategy": "cpu", "progress_bar": False, "run_dir": tmp_path, "dry_run": "overfit"}
     trainer = Trainer(max_epochs=3, limit_train_batches=2, **options)
     result = trainer.fit(task, data, {"a": pairs(20, seed=1)})
     features = data.dataset.tensors[0]
@@ -75,7 +75,7 @@ def test_overfit_trains_and_validates_on_the_first_batches_in_every_epoch(tmp_pa
 
 def overfitted() -> tuple[list[list[float]], list[list[float]], float]:
     task = Watched()
-    trainer = quiet(max_epochs=2, strategy="ddp", devices=2, try_out="overfit", limit_train_batches=2)
+    trainer = quiet(max_epochs=2, strategy="ddp", devices=2, dry_run="overfit", limit_train_batches=2)
     result = trainer.fit(task, pairs(20, shuffle=True))
     return task.trained, task.validated, result.metrics["validation/loss"]
 
