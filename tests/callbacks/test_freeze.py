@@ -60,8 +60,8 @@ class Seen(Callback):  # the weights after each update, and the norms of the gra
         run.engine.strategy.settle(run.engine.model)
         named = run.task.named_parameters()
         self.after.append({name: run.full_tensor(each).detach().clone() for name, each in named})
-        if run.step.grad_norm is not None:
-            self.norms.append(float(run.step.grad_norm))
+        if run.result.grad_norm is not None:
+            self.norms.append(float(run.result.grad_norm))
 
     def movers(self) -> list[set[str]]:  # the names that each update but the first has changed
         steps = pairwise(self.after)

@@ -147,7 +147,9 @@ def test_sgd_with_momentum_takes_first_gradients_that_come_late_or_never(options
 
 def test_torch_schedule_is_not_moved_by_a_skipped_update() -> None:
     seen: list[tuple[bool, float]] = []
-    note = LambdaCallback(on_step_end=lambda run: seen.append((run.step.applied, run.learning_rates()["lr"])))
+    note = LambdaCallback(
+        on_step_end=lambda run: seen.append((run.result.applied, run.learning_rates()["lr"]))
+    )
     batch = next(iter(pairs()))
     # The first loss scale of 2**16 is too high for this loss.
     quiet(max_steps=4, precision="16-mixed", callbacks=[note]).fit(Regression(halving), [batch])

@@ -36,8 +36,8 @@ def halved(kind: Any, batch_size: int, accumulation: int = 1, size: float = 3.0,
     norms: list[float] = []
 
     def note(run: Any) -> None:
-        seen.append((run.step.applied, run.engine.strategy.state_dict()["scaler"]["scale"]))
-        norms.append(0.0 if run.step.grad_norm is None else float(run.step.grad_norm))
+        seen.append((run.result.applied, run.engine.strategy.state_dict()["scaler"]["scale"]))
+        norms.append(0.0 if run.result.grad_norm is None else float(run.result.grad_norm))
 
     strategy = {} if kind is None else {"strategy": kind(world_size=2), "devices": 2}
     task = Regression()

@@ -104,11 +104,11 @@ class LeftBehind(Callback):
         self._before = self._state(run)
 
     def on_step_end(self, run: Run) -> None:
-        assert run.step is not None
+        assert run.result is not None
         after = self._state(run)
-        if not run.step.applied:
+        if not run.result.applied:
             names = sorted({*after, *self._before})
             changed = [name for name in names if after.get(name) != self._before.get(name)]
             self.changed[len(self.applied)] = changed
-        self.applied.append(run.step.applied)
-        self.losses.append(float(run.step.rows[0][1].reshape(-1)[0]))
+        self.applied.append(run.result.applied)
+        self.losses.append(float(run.result.rows[0][1].reshape(-1)[0]))

@@ -111,8 +111,8 @@ class Witness(Callback):
             update=run.progress.updates,
             epoch=run.progress.epoch,
             samples=[micro.batch["index"].tolist() for micro in run.window.micro_batches],
-            values=[values.tolist() for _, values, _ in run.step.rows],
-            norm=float(run.step.grad_norm),
+            values=[values.tolist() for _, values, _ in run.result.rows],
+            norm=float(run.result.grad_norm),
             rates=run.learning_rates(),
         )
 

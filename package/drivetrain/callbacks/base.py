@@ -171,7 +171,7 @@ class Callback(Hooked):
 
     @unused
     def on_step_end(self, run: Run) -> None:
-        """The update is made (or skipped: see `run.step.applied`) and `run.progress` counts it."""
+        """The update is made (or skipped: see `run.result.applied`) and `run.progress` counts it."""
 
     @unused
     def on_epoch_end(self, run: Run) -> None:

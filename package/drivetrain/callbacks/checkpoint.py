@@ -162,7 +162,7 @@ class CheckpointSaver(Callback):
     @named_place("in a save")
     def on_save(self, run: Run) -> None:
         """Save if an interval ends here, a metric is among the best, or the run is about to end."""
-        if self._unsaved_tensors is None and run.step is not None:  # the first update of this program
+        if self._unsaved_tensors is None and run.result is not None:  # the first update of this program
             self._unsaved_tensors = UnsavedTensors(run.engine)
             _check_extent(run)
         elif self._unsaved_tensors is not None:
@@ -174,7 +174,7 @@ class CheckpointSaver(Callback):
             self._note_committed(run, committed)
         progress = run.progress
         epoch_ended = progress.epoch_batches == 0
-        applied = run.step is None or run.step.applied
+        applied = run.result is None or run.result.applied
         due: list[str] = []
         if applied or epoch_ended:
             due = [name for name, each in self._triggers.items() if each.due(progress, epoch_ended)]

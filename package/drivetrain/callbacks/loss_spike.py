@@ -156,7 +156,7 @@ class LossSpike(Callback):
 
     def on_step_end(self, run: Run) -> None:
         """Keep the update's loss, on the device."""
-        step, limit = run.step, run.totals.max_updates
+        step, limit = run.result, run.totals.max_updates
         if self.action == "rollback" and step is not None and step.applied:
             self._pending.append((step.update, step.rows))
             # At the limit, the run must know whether this was the last update.

@@ -160,7 +160,7 @@ class NonFiniteDetector(Callback):
 
     def on_step_end(self, run: Run) -> None:
         """End an update; discard the findings of a skipped one, such as an overflow of the loss scale."""
-        if run.step is not None and not run.step.applied:
+        if run.result is not None and not run.result.applied:
             self._clear()
         self._fold()
 

@@ -199,7 +199,7 @@ class ModelSummary(Callback):
 
     def _note_sizes(self, run: Run) -> None:
         """Exchange the sizes after the first update, and print them."""
-        if self.sizes or run.step is None or not run.step.applied:
+        if self.sizes or run.result is None or not run.result.applied:
             return
         engine, task = run.engine, run.task
         has_copies = engine.strategy.name == "deepspeed"  # ZeRO's float32 copies, which its optimizer steps

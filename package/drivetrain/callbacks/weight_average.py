@@ -160,7 +160,7 @@ class WeightAverage(Callback):
 
     def on_step_end(self, run: Run) -> None:
         """Average, if it is due."""
-        if run.step is not None and run.step.applied and self._is_due(run):
+        if run.result is not None and run.result.applied and self._is_due(run):
             self._add()
 
     def on_evaluation_start(self, run: Run) -> None:

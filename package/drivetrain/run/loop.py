@@ -69,20 +69,20 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             run.milestones += 1
             for hook in hooks.on_step_start:
                 hook(run)
-            if run.step is None:  # the first update of this program
+            if run.result is None:  # the first update of this program
                 with checking_loss_weight(run.engine, window.micro_batches):
-                    run.step = train_step(window.micro_batches)
+                    run.result = train_step(window.micro_batches)
             else:
-                run.step = train_step(window.micro_batches)
+                run.result = train_step(window.micro_batches)
             timing["compute"] += perf_counter() - fetched
             if skips_bad_batches:
                 progress.bad_batches += run.engine.bad_batches(window.micro_batches)
             for hook in hooks.on_step_end:
                 hook(run)
-            idle = idle and not run.step.rows
+            idle = idle and not run.result.rows
             if not left:
                 try:
-                    yield run.step
+                    yield run.result
                 except GeneratorExit:
                     # The loop was left here: what this update still owes, a log point, a validation, a save,
                     # is made up, so that a resumed run has all that the uninterrupted one has. Ranks whose
@@ -155,7 +155,7 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
         if counted is not epoch_ended:  # at first, and when a hook has ended the epoch
             counted = epoch_ended
             progress.epoch += epoch_ended
-            if epoch_ended or run.step is None or run.step.applied:
+            if epoch_ended or run.result is None or run.result.applied:
                 if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
                     asked |= {"log"}
                 if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):

@@ -55,7 +55,7 @@ class Run(RunState):
         frozen: The frozen parameters that the checkpoints leave out; None if they hold all.
         nonfinite: The policy for losses, weights and validations that are NaN or infinite.
         is_main: Whether this is rank 0.
-        step: The last update's result, or None before the first.
+        result: The last update's result, or None before the first.
         window: The window being trained on, or None.
         evaluation: Where the evaluation is.
         device_wait: Seconds that the last log point waited for the device, until its values were there.

@@ -73,7 +73,7 @@ class RunState:
         self.logged: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.latest_at = -1
-        self.step: StepResult | None = None
+        self.result: StepResult | None = None
         self.window: Any = None
         self.evaluation = Evaluation()
         self.device_wait = 0.0

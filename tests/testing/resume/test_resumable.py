@@ -109,7 +109,7 @@ class Scratch(Callback):  # fills each of its places before it is read, in whate
     def on_step_end(self, run: Any) -> None:
         self.device = self.device or str(run.engine.device)
         self.is_large = run.progress.updates % 3 == 2
-        self.losses.append(run.step.loss)
+        self.losses.append(run.result.loss)
 
 
 class Counting(Net):

@@ -121,7 +121,7 @@ class ActivationStats(Callback):
     def on_step_end(self, run: Run) -> None:
         """Remove the hooks; forget an update that was skipped."""
         self._remove()
-        if run.step is not None and not run.step.applied:
+        if run.result is not None and not run.result.applied:
             self._forget()
             self._is_measured = False
 

@@ -431,8 +431,8 @@ class ModuleHooks(ModuleState, Callback):
 
     def on_step_end(self, run: Run) -> None:
         """Step schedules, and call `on_train_batch_end` of the window's last batch."""
-        assert run.step is not None
-        if self.schedules and not self.is_manual and run.step.applied:
+        assert run.result is not None
+        if self.schedules and not self.is_manual and run.result.applied:
             self._step_schedules("steps", self._index, plateau=False)
             if run.window.last:
                 self._step_schedules("epochs", run.progress.epoch + 1, plateau=False)
@@ -442,7 +442,7 @@ class ModuleHooks(ModuleState, Callback):
 
     def _after_update(self, run: Run) -> None:
         """Step schedules by update that watch a value, which a validation of this update may have logged."""
-        if run.step is not None and run.step.applied:
+        if run.result is not None and run.result.applied:
             self._step_schedules("steps", self._index, plateau=True)
 
     def _end_batch(self) -> None:

@@ -528,8 +528,8 @@ class CallbackAdapter(OwnCallback):
             self._logged_at = run.progress.updates
         if run.is_over:
             return  # transformers leaves out what is not due; the summary has it
-        if run.step is not None and run.step.grad_norm is not None:
-            logs["grad_norm"] = float(run.step.grad_norm)
+        if run.result is not None and run.result.grad_norm is not None:
+            logs["grad_norm"] = float(run.result.grad_norm)
         if self._rate is not None:
             logs["learning_rate"] = self._rate
         if self._counts_tokens:

@@ -139,7 +139,7 @@ class Recorder(Callback):
 
     def on_step_end(self, run: Any) -> None:
         """Note the step's random streams and results, and stop the run after the last update to compare."""
-        step, self.update = run.step, run.progress.updates
+        step, self.update = run.result, run.progress.updates
         self._step = [
             *self._read,
             *_host_streams("after"),

@@ -54,8 +54,8 @@ class Record(Callback):
     def on_step_end(self, run: Any) -> None:
         """Note the norm and the rates, and log a value that differs between ranks."""
         run.log("rank", run.engine.strategy.rank)
-        if run.step.grad_norm is not None:
-            self.norms.append(float(run.step.grad_norm))
+        if run.result.grad_norm is not None:
+            self.norms.append(float(run.result.grad_norm))
         self.rates.append(run.learning_rates())
 
     def on_log(self, run: Any) -> None:

@@ -115,8 +115,8 @@ class SampleRecord(Callback):
 
     def on_step_end(self, run: Any) -> None:
         """Note the update's loss."""
-        mine = sum(float(weight) for _, _, weight in run.step.rows)
-        total, weight = run.engine.data_ranks.total([run.step.loss * mine if mine else 0.0, mine])
+        mine = sum(float(weight) for _, _, weight in run.result.rows)
+        total, weight = run.engine.data_ranks.total([run.result.loss * mine if mine else 0.0, mine])
         self.losses.append(total / weight)
 
     def on_fit_end(self, run: Any) -> None:
