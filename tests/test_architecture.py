@@ -327,6 +327,23 @@ def test_the_core_names_no_project_that_an_integration_is_for(sources: list[Sour
     assert named == allowed
 
 
+SAME_NAME = {"Trainer"}  # transformers' class, whose name the drop-in replacement has to have
+
+
+def test_no_class_name_stands_for_two_things_and_no_file_name_three_times_in_a_layer(
+    sources: list[Source],
+) -> None:
+    classes: dict[str, list[str]] = {}
+    files: dict[tuple[str, str], list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name.strip("_"), []).append(source.place)
+        files.setdefault((source.place.partition("/")[0], source.path.name), []).append(source.place)
+    assert not {name: places for name, places in classes.items() if len(places) > 1 and name not in SAME_NAME}
+    assert not [places for (_, name), places in files.items() if len(places) > 2 and "__init__" not in name]
+
+
 def test_messages_go_through_the_logger(sources: list[Source]) -> None:
     called = {
         source.place: {ast.unparse(node.func) for node in source.nodes if isinstance(node, ast.Call)}

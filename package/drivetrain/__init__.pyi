@@ -52,7 +52,7 @@ from drivetrain.loggers import JSONLinesLogger as JSONLinesLogger
 from drivetrain.loggers import TensorBoardLogger as TensorBoardLogger
 from drivetrain.run.preemption import PreemptionConfig as PreemptionConfig
 from drivetrain.run.run import Run as Run
-from drivetrain.strategies.accelerate.config import AccelerateConfig as AccelerateConfig
+from drivetrain.strategies.accelerate.options import AccelerateConfig as AccelerateConfig
 from drivetrain.strategies.ddp import DDPConfig as DDPConfig
 from drivetrain.strategies.deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
 from drivetrain.strategies.fsdp.config import FSDPConfig as FSDPConfig

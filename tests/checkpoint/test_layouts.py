@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
-from drivetrain.checkpoint.saving.io import Place
+from drivetrain.checkpoint.saving.io import UnfinishedCheckpoint
 from drivetrain.checkpoint.saving.sharding import plan_save
 from drivetrain.checkpoint.storage.filesystem import LOCAL
 from drivetrain.distributed.ranks import Ranks
@@ -68,7 +68,7 @@ SHAPES = [(9, 7), (16, 8), (3, 5), (8, 1)]
 
 def save(path, whole, order):
     plans, shares = [], []
-    place = Place(LOCAL, str(path), str(path))
+    place = UnfinishedCheckpoint(LOCAL, str(path), str(path))
     path.mkdir()
     for rank in range(WORLD):
 

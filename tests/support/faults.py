@@ -12,7 +12,7 @@ from typing import TypeVar
 from tests.support.fault_kinds import OPERATIONS, Fault, Killed, Operation, Step, failure, suits
 from tests.support.memory import MemoryDisk
 
-from drivetrain.checkpoint.storage.filesystem import FileSystem, Kind, Sink, Source
+from drivetrain.checkpoint.storage.filesystem import ByteSource, FileSystem, Kind, Sink
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class FaultyFileSystem:
     def create(self, path: str) -> Sink:
         return self._do("create", path, lambda: self._create(path))
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ByteSource:
         return self._do("open", path, lambda: _FaultySource(self, path, self.inner.open(path)))
 
     def make_directory(self, path: str) -> None:
@@ -218,7 +218,7 @@ class _FaultySink:
 
 
 class _FaultySource:
-    def __init__(self, files: FaultyFileSystem, path: str, inner: Source) -> None:
+    def __init__(self, files: FaultyFileSystem, path: str, inner: ByteSource) -> None:
         self._files, self._path, self._inner, self.size = files, path, inner, inner.size
 
     def read_into(self, target: memoryview) -> int:

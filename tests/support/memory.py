@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from drivetrain.checkpoint.storage.filesystem import SAVING, BytesSource, Kind, Sink, Source
+from drivetrain.checkpoint.storage.filesystem import SAVING, ByteSource, BytesSource, Kind, Sink
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +94,7 @@ class MemoryDisk:
         parent.change(None, name, file)
         return _DiskSink(file)
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ByteSource:
         node = self._find(path)
         if not isinstance(node, _File):
             raise _os_error(errno.ENOENT if node is None else errno.EISDIR, path)
@@ -210,7 +210,7 @@ class MemoryObjects:
     def create(self, path: str) -> Sink:
         return _ObjectSink(self._objects, path)
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ByteSource:
         if path not in self._objects:
             raise _os_error(errno.ENOENT, path)
         return BytesSource(self._objects[path])

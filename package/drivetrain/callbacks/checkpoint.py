@@ -13,7 +13,7 @@ from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
 from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format import strict_json
-from drivetrain.checkpoint.format.assets import ASSETS
+from drivetrain.checkpoint.format.asset_files import ASSETS
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets, make_assets
 from drivetrain.checkpoint.saving.config import rankings
 from drivetrain.checkpoint.saving.names import metrics_of

@@ -167,7 +167,7 @@ class Profile(Callback):
             _LOG.info(f"Profile writes to {folder}")
         ranks, files = run.engine.ranks, []
         if self.ranks is None or ranks.rank in self.ranks:
-            session = _Session(self, run, _made(folder), ranks.rank)
+            session = _ProfileSession(self, run, _made(folder), ranks.rank)
             try:
                 with phases_of(run, session.phases, session.before_update):
                     yield
@@ -181,7 +181,7 @@ class Profile(Callback):
         self.files = [path for own in ranks.all_gather(files) for path in own]
 
 
-class _Session:
+class _ProfileSession:
     """The profile of one fit on one rank.
 
     Args:

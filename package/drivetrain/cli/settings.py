@@ -81,7 +81,7 @@ _OPTIONS = {
 }
 
 
-class _Callback(ABC):  # noqa: B024 - its subclasses are known by their methods
+class _CallbackOption(ABC):  # noqa: B024 - its subclasses are known by their methods
     """Any class with a hook."""
 
     @classmethod
@@ -89,7 +89,7 @@ class _Callback(ABC):  # noqa: B024 - its subclasses are known by their methods
         return any(hasattr(other, hook) for hook in HOOKS)
 
 
-class _Logger(ABC):  # noqa: B024
+class _LoggerOption(ABC):  # noqa: B024
     """Any class with the method `log_metrics`."""
 
     @classmethod
@@ -380,7 +380,7 @@ def _add_fields(parser: ArgumentParser, section: str, kind: Any, leave_out: Coll
     """Add the arguments of the Trainer, or of a configuration."""
     types = {name: _writable(hint) for name, hint in get_type_hints(kind).items()}
     if kind is Trainer:
-        types |= {"callbacks": list[_Callback], "loggers": list[_Logger | str]}
+        types |= {"callbacks": list[_CallbackOption], "loggers": list[_LoggerOption | str]}
     fields = {each.name: each for each in dataclasses.fields(kind) if each.name not in leave_out}
     documented = _documented(kind)
     others = fields.keys() - {name for texts in documented.values() for name in texts}

@@ -20,7 +20,7 @@ _ONE_PROCESS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
+class ListedStrategy:
     """A listed strategy.
 
     Attributes:
@@ -38,7 +38,7 @@ class Listed:
     options: dict[str, str]
 
 
-def list_strategies(hardware: Hardware) -> list[Listed]:
+def list_strategies(hardware: Hardware) -> list[ListedStrategy]:
     """Return every registered strategy, those of other packages included.
 
     Args:
@@ -63,33 +63,33 @@ def print_strategies(as_json: bool) -> None:
     section("options, as --trainer.strategy.NAME VALUE", [row for row in options if row[1]])
 
 
-def _why_not(listed: Listed) -> str:
+def _why_not(listed: ListedStrategy) -> str:
     return f"{listed.reason}; needs {listed.needs}" if listed.needs else listed.reason
 
 
-def _listed(name: str, hardware: Hardware) -> Listed:
+def _listed(name: str, hardware: Hardware) -> ListedStrategy:
     needs = ""
     options: dict[str, str] = {}
     try:
         if STRATEGIES[name] is SingleDevice:
             needs = _ONE_PROCESS[name]
             if name in DEVICES and not hardware.has(name):
-                return Listed(name, needs, False, f"this machine has {hardware}", options)
+                return ListedStrategy(name, needs, False, f"this machine has {hardware}", options)
         else:
             kind = strategy_class(name)
             needs = str(kind.needs)
             options = {} if name in PRESETS else _options(kind.config_type)
             support = kind.available(hardware)
             if not support:
-                return Listed(name, needs, False, str(support.reason), options)
+                return ListedStrategy(name, needs, False, str(support.reason), options)
         chosen = choose(name, hardware).name
         if chosen not in (name, "single"):  # the choice of "auto"
             support = strategy_class(chosen).available(hardware)
             if not support:
-                return Listed(name, needs, False, str(support.reason), options)
+                return ListedStrategy(name, needs, False, str(support.reason), options)
     except Exception as error:  # code of another package may raise anything; list the others all the same
-        return Listed(name, needs, False, str(error) or type(error).__name__, options)
-    return Listed(name, needs, True, "", options)
+        return ListedStrategy(name, needs, False, str(error) or type(error).__name__, options)
+    return ListedStrategy(name, needs, True, "", options)
 
 
 def _options(config_type: Any) -> dict[str, str]:

@@ -132,7 +132,7 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
             f"there is no {NAME} in {str(path)!r}: give the run directory of a fit that writes checkpoints"
             " or logs, such as runs/Digits-20250131-120000"
         )
-    rows: dict[str, list[_Row]] = {}
+    rows: dict[str, list[_ReportRow]] = {}
     unreadable = 0
     try:
         for line in filter(bytes.strip, lines_of(file)):
@@ -160,7 +160,7 @@ def _directory(given: str | os.PathLike[str]) -> Path:
     return path.parent if path.name == NAME and path.is_file() else path
 
 
-class _Row(NamedTuple):
+class _ReportRow(NamedTuple):
     """A line: the totals of an attempt at one time."""
 
     attempt: str
@@ -173,12 +173,12 @@ class _Row(NamedTuple):
     ended: str | None
 
 
-def _parsed(line: bytes) -> _Row | None:
+def _parsed(line: bytes) -> _ReportRow | None:
     """Return a complete line; None for any other."""
     try:
         given = json.loads(line)
         resumed = given.get("from")
-        row = _Row(
+        row = _ReportRow(
             attempt=given["attempt"],
             event=given["event"],
             time=float(given["time"]),
@@ -195,7 +195,7 @@ def _parsed(line: bytes) -> _Row | None:
     return row if is_ours and all(0 <= each < 1e11 for each in amounts) else None
 
 
-def _attempts(found: Sequence[Sequence[_Row]]) -> list[Attempt]:
+def _attempts(found: Sequence[Sequence[_ReportRow]]) -> list[Attempt]:
     """Return the attempts of a run, from the lines of each."""
     made: list[Attempt] = []
     limit = math.inf  # work counts up to this update: later attempts repeated the rest
@@ -206,7 +206,7 @@ def _attempts(found: Sequence[Sequence[_Row]]) -> list[Attempt]:
     return made[::-1]
 
 
-def _attempt(rows: Sequence[_Row], before: Sequence[_Row], limit: float) -> tuple[Attempt, float]:
+def _attempt(rows: Sequence[_ReportRow], before: Sequence[_ReportRow], limit: float) -> tuple[Attempt, float]:
     """Return an attempt, and the last update of earlier attempts that it did not repeat."""
     first, last = rows[0], rows[-1]
     seconds = {kind: last.spent.get(kind, 0.0) for kind in KINDS if kind != "waiting"}
@@ -234,7 +234,7 @@ def _attempt(rows: Sequence[_Row], before: Sequence[_Row], limit: float) -> tupl
     return attempt, limit
 
 
-def _stretches(rows: Sequence[_Row]) -> list[list[_Row]]:
+def _stretches(rows: Sequence[_ReportRow]) -> list[list[_ReportRow]]:
     """Return the lines of an attempt's training in parts; a roll back ends a part, and its line begins the
     next.
     """

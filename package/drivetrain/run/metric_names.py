@@ -19,7 +19,7 @@ _COUNT = "step"
 _TAKEN = f"{_COUNT!r} is the number of updates in the tables of the loggers"
 
 
-class Source(NamedTuple):
+class ValueSource(NamedTuple):
     """Where a value comes from."""
 
     stage: str
@@ -46,7 +46,7 @@ class MetricNames:
         self.are_own = overrides(task, "metric_name")
         self.stages: set[str] = set()
         self._task = task
-        self._sources: dict[str, Source | None] = {}  # None for a value that a hook logs
+        self._sources: dict[str, ValueSource | None] = {}  # None for a value that a hook logs
         self._directions: dict[str, str] = {}
         self._loaders: tuple[str, ...] = ()
 
@@ -65,7 +65,7 @@ class MetricNames:
             self.stages.add(stage)
         full: dict[str, float] = {}
         for name, value in values.items():
-            source = Source(stage, loader, name)
+            source = ValueSource(stage, loader, name)
             given = self._task.metric_name(stage, loader, name)
             if given is None:
                 continue

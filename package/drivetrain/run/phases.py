@@ -24,7 +24,7 @@ _TIMED = {"evaluation": "validation", "save": "saving", "restore": "restoring"}
 
 
 @dataclass(slots=True)
-class Phase:
+class PhaseTime:
     """One phase.
 
     Attributes:
@@ -42,7 +42,7 @@ class Phase:
 class _Open:
     """A phase that has begun: its entry, its start, the time of phases inside it, and its range."""
 
-    phase: Phase
+    phase: PhaseTime
     start: float
     inside: float = 0.0
     range: record_function | None = None
@@ -58,7 +58,7 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, Phase] = {}
+        self.found: dict[str, PhaseTime] = {}
         self.traced = False
         self._open: list[_Open] = []
 
@@ -70,7 +70,7 @@ class Phases:
         """Begin a phase inside the one that has begun last."""
         phase = self.found.get(name)
         if phase is None:
-            phase = self.found[name] = Phase()
+            phase = self.found[name] = PhaseTime()
         entry = _Open(phase, perf_counter())
         if self.traced:
             entry.range = record_function(name)

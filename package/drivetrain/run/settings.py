@@ -26,7 +26,7 @@ from drivetrain.loggers.base import check_loggers
 from drivetrain.run.hooks import Hooks
 from drivetrain.run.nonfinite import check_on_nonfinite
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
-from drivetrain.strategies import Settings, Strategy, StrategyConfig, select_precision, select_strategy
+from drivetrain.strategies import SharedSettings, Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import CompileConfig, as_compile, check_compile, makes_graphs
@@ -440,7 +440,7 @@ def check_strategy_settings(settings: RunSettings, strategy: Strategy, batch_siz
     Raises:
         ConfigError: The strategy's own configuration contradicts them.
     """
-    asked = Settings(
+    asked = SharedSettings(
         batch_size if isinstance(batch_size, (int, Mapping)) else None,
         settings.gradient_accumulation_steps,
         settings.max_grad_norm,

@@ -1,6 +1,6 @@
 """Strategies: where a step runs. Each has a file or folder, and a name."""
 
-from drivetrain.strategies.base import Held, Prepared, Settings, Strategy, StrategyConfig, Support
+from drivetrain.strategies.base import Held, Prepared, SharedSettings, Strategy, StrategyConfig, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.strategies.select import Choice, choose, select_precision, select_strategy
@@ -12,7 +12,7 @@ __all__ = [
     "Hardware",
     "Held",
     "Prepared",
-    "Settings",
+    "SharedSettings",
     "SingleDevice",
     "Strategy",
     "StrategyConfig",

@@ -119,7 +119,7 @@ def has_bfloat16(device: torch.device, precision: Precision) -> Support:
     return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
 
 
-class Settings(NamedTuple):
+class SharedSettings(NamedTuple):
     """Settings of a Trainer that a strategy's own configuration may contain too.
 
     Attributes:
@@ -243,7 +243,7 @@ class Strategy(ABC):
     def teardown(self) -> None:
         """Release what `setup` acquired."""
 
-    def check_settings(self, asked: Settings, precision: Precision) -> None:
+    def check_settings(self, asked: SharedSettings, precision: Precision) -> None:
         """Check a Trainer's settings when the Trainer is constructed, and again before `prepare`.
 
         Raises:

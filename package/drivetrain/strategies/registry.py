@@ -32,7 +32,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "fsdp": "drivetrain.strategies.fsdp.strategy:FSDP",
         "deepspeed": "drivetrain.strategies.deepspeed.strategy:DeepSpeed",
         **dict.fromkeys(PRESETS, "drivetrain.strategies.deepspeed.strategy:DeepSpeed"),
-        "accelerate": "drivetrain.strategies.accelerate.strategy:Accelerate",
+        "accelerate": "drivetrain.strategies.accelerate.accelerate:Accelerate",
         "xla": "drivetrain.strategies.xla.single:XLA",
         "xla_fsdp": "drivetrain.strategies.xla.fsdp_v1:XLAFSDP",
         "xla_fsdp_v2": "drivetrain.strategies.xla.fsdp_v2:XLAFSDPv2",

@@ -13,8 +13,8 @@ from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.launch.children import PARENT
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch.programs import launched
-from drivetrain.strategies.accelerate.config import AccelerateConfig, asked
 from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
+from drivetrain.strategies.accelerate.options import AccelerateConfig, asked
 from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.precision.base import Precision

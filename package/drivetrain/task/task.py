@@ -29,7 +29,7 @@ from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.output import Optimized
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.weights.warm_start import LoadReport, Source
+    from drivetrain.checkpoint.weights.warm_start import LoadReport, WeightSource
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """The columns that `metric_inputs` looks for, in this order."""
@@ -364,7 +364,7 @@ class TaskModule(nn.Module):
         return task
 
     def load_weights(
-        self, source: Source, *, strict: bool = True, rename: Rename | None = None
+        self, source: WeightSource, *, strict: bool = True, rename: Rename | None = None
     ) -> LoadReport:
         """Copy pretrained weights into this task before `fit`: all of them, or none on an error.
 

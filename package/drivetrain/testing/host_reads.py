@@ -85,7 +85,7 @@ class HostReads:
 
     def __enter__(self) -> Self:
         """Begin to watch."""
-        copies = _Copies(self._note)
+        copies = _CopyWatch(self._note)
         modes: tuple[AbstractContextManager[Any], ...] = (copies, _Operations(self._note, copies))
         for each in (_cuda_waits(self._note),) if self._on_cuda else modes:
             self._open.enter_context(each)
@@ -152,7 +152,7 @@ def no_host_reads(
     return found.reads
 
 
-class _Copies(TorchFunctionMode):
+class _CopyWatch(TorchFunctionMode):
     """Shows methods that copy to the host.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Copies(TorchFunctionMode):
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows operations that would wait."""
 
-    def __init__(self, note: Note, copies: _Copies) -> None:
+    def __init__(self, note: Note, copies: _CopyWatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
         self._copies = copies

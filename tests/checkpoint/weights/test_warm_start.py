@@ -12,7 +12,7 @@ from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.load import find_weights
 from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.checkpoint.weights.rename import renamed
-from drivetrain.checkpoint.weights.warm_start import Difference, LoadReport, load_weights_into
+from drivetrain.checkpoint.weights.warm_start import LoadReport, UnfitTensor, load_weights_into
 from drivetrain.core.errors import CheckpointError
 
 F32 = torch.float32
@@ -99,8 +99,8 @@ def test_strict_false_loads_what_fits_and_reports_the_rest() -> None:
     assert report.missing == ("body.0.weight", "body.1.running_mean")
     assert (report.unexpected, report.dropped) == (("old.weight",), ("body.1.running_mean",))
     weight, bias = ("head.weight", (9, 4), (3, 4)), ("head.bias", (9,), (3,))
-    assert report.mismatched == (Difference(*weight, F32, F32), Difference(*bias, F32, F32))
-    assert report.converted == (Difference("body.0.bias", (4,), (4,), torch.float64, F32),)
+    assert report.mismatched == (UnfitTensor(*weight, F32, F32), UnfitTensor(*bias, F32, F32))
+    assert report.converted == (UnfitTensor("body.0.bias", (4,), (4,), torch.float64, F32),)
     assert set(report.loaded) == set(before) - set(report.missing) - {"head.weight", "head.bias"}
     assert all(state(module)[name].eq(2).all() for name in report.loaded)
     assert unchanged(module, {name: each for name, each in before.items() if name not in report.loaded})
@@ -155,7 +155,7 @@ def test_numbers_are_converted_where_they_mean_the_same() -> None:
                 load_weights_into(module, given)
             continue
         report = load_weights_into(module, given)
-        assert report.converted == (Difference("x", (2,), (2,), stored, own),)
+        assert report.converted == (UnfitTensor("x", (2,), (2,), stored, own),)
         assert torch.equal(module.get_buffer("x"), given["x"].to(own))
     module = Net().half()
     before = state(module)

@@ -12,15 +12,15 @@ from torch import nn
 
 from drivetrain import ConfigError, DeepSpeedConfig, Trainer
 from drivetrain.core.registry import is_installed
-from drivetrain.strategies.base import Settings
+from drivetrain.strategies.base import SharedSettings
 from drivetrain.strategies.deepspeed.config import check_contradictions, realise
 from drivetrain.strategies.deepspeed.optimizer import configured
 from drivetrain.strategies.precision.registry import PRECISIONS
 
-ASKED = Settings(batch_size=4, gradient_accumulation_steps=2, max_grad_norm=1.0, world_size=2)
+ASKED = SharedSettings(batch_size=4, gradient_accumulation_steps=2, max_grad_norm=1.0, world_size=2)
 
 
-def realised(config: dict[str, Any], precision: str = "32", asked: Settings = ASKED) -> dict[str, Any]:
+def realised(config: dict[str, Any], precision: str = "32", asked: SharedSettings = ASKED) -> dict[str, Any]:
     options = DeepSpeedConfig(config=config)
     check_contradictions(options, PRECISIONS[precision], asked)
     return realise(options, PRECISIONS[precision], asked)
@@ -45,7 +45,7 @@ def test_auto_is_filled_in_from_the_trainer_or_left_to_deepspeed() -> None:
 
 
 def test_configuration_that_contradicts_the_trainer_is_refused_by_name() -> None:
-    def of(config: dict[str, Any], asked: Settings = ASKED) -> Any:
+    def of(config: dict[str, Any], asked: SharedSettings = ASKED) -> Any:
         return lambda: realised(config, asked=asked)
 
     batches, steps = {0: 4, "8 steps": 6}, {0: 2, "4 epochs": 1}

@@ -11,7 +11,7 @@ from tests.support.refusals import assert_refused
 from drivetrain import StrategyError
 from drivetrain.core.registry import is_installed
 from drivetrain.strategies import SingleDevice, Strategy, select_strategy
-from drivetrain.strategies.accelerate.strategy import Accelerate
+from drivetrain.strategies.accelerate.accelerate import Accelerate
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision

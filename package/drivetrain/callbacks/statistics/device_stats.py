@@ -144,10 +144,10 @@ def _of_host(run: Run) -> dict[str, Callable[[], float | None]]:
         "process_cpu_percent": process.cpu_percent,
         "process_memory_bytes": lambda: process.memory_info().rss,
         "disk_free_bytes": lambda: psutil.disk_usage(str(directory)).free,
-        "disk_read_bytes_per_second": _Rate(lambda: psutil.disk_io_counters().read_bytes),
-        "disk_written_bytes_per_second": _Rate(lambda: psutil.disk_io_counters().write_bytes),
-        "network_sent_bytes_per_second": _Rate(lambda: psutil.net_io_counters().bytes_sent),
-        "network_received_bytes_per_second": _Rate(lambda: psutil.net_io_counters().bytes_recv),
+        "disk_read_bytes_per_second": _CounterRate(lambda: psutil.disk_io_counters().read_bytes),
+        "disk_written_bytes_per_second": _CounterRate(lambda: psutil.disk_io_counters().write_bytes),
+        "network_sent_bytes_per_second": _CounterRate(lambda: psutil.net_io_counters().bytes_sent),
+        "network_received_bytes_per_second": _CounterRate(lambda: psutil.net_io_counters().bytes_recv),
     }
 
 
@@ -174,7 +174,7 @@ def _of_gpu(device: torch.device) -> dict[str, Callable[[], float | None]]:
     }
 
 
-class _Rate:
+class _CounterRate:
     """The growth of a counter per second since the last call; 0 in the first one.
 
     Args:

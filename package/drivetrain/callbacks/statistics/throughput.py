@@ -110,7 +110,7 @@ class Throughput(Callback):
         self._measure = False
         self._loaded = False
         self._counting: FlopCount | None = None
-        self._mark: _Mark | None = None
+        self._mark: _LogMark | None = None
         self._ended: Any = None  # a CUDA event, of which torch types nothing
         self._idle = 0
 
@@ -166,7 +166,7 @@ class Throughput(Callback):
         if self._flops.counted or self.flops_per_sample is not None:
             self._add(run)
         if self._mark is None and not is_first:
-            self._mark, self._idle = _Mark.now(run, self._done), 0
+            self._mark, self._idle = _LogMark.now(run, self._done), 0
         if self._ended is not None:
             self._ended.record()
 
@@ -175,7 +175,7 @@ class Throughput(Callback):
         before = self._mark
         if before is None or run.progress.updates == before.updates:
             return
-        now = self._mark = _Mark.now(run, self._done)
+        now = self._mark = _LogMark.now(run, self._done)
         idle, self._idle = self._idle, 0
         wall = now.seconds - before.seconds
         spent = {
@@ -287,7 +287,7 @@ def _hint(run: Run, share: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _LogMark:
     """A point in the run."""
 
     seconds: float
@@ -298,7 +298,7 @@ class _Mark:
     flops: Flops
 
     @classmethod
-    def now(cls, run: Run, flops: Flops) -> _Mark:
+    def now(cls, run: Run, flops: Flops) -> _LogMark:
         progress, timing = run.progress, dict(run.timing)
         return cls(time.perf_counter(), progress.updates, progress.samples, progress.tokens, timing, flops)
 

@@ -56,7 +56,7 @@ def join_shards(files: Files, shapes: Shapes) -> Joined:
     steps: list[float] = []
     for rank, file in enumerate(files.optimizer):
         with TorchArchive(str(files.folder / file)) as archive:
-            share = _Share(archive, shapes, len(files.optimizer))
+            share = _RankShard(archive, shapes, len(files.optimizer))
             if rank == 0:
                 found.stage, found.version = share.stage, share.version
                 steps, paddings = share.steps(), share.paddings()
@@ -119,7 +119,7 @@ def _join(
     return values
 
 
-class _Share:
+class _RankShard:
     """The file of one process.
 
     Attributes:

@@ -23,9 +23,9 @@ from torch import Tensor
 from drivetrain.checkpoint.format.tensors import DTYPES, bytes_of
 from drivetrain.checkpoint.storage.filesystem import (
     LOCAL,
+    ByteSource,
     DamagedCheckpointError,
     FileSystem,
-    Source,
     os_errors,
 )
 
@@ -215,9 +215,9 @@ _WRONG = (
 
 
 class _RawSource(io.RawIOBase):
-    """A `Source` as a raw stream for Python's io and zipfile."""
+    """A `ByteSource` as a raw stream for Python's io and zipfile."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self._source = source
         self._position = 0
 

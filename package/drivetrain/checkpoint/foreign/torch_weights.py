@@ -106,7 +106,7 @@ def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
     )
 
 
-class _Found(NamedTuple):
+class _FoundWeights(NamedTuple):
     """The weights in a file, their key, and the mapping that has this key."""
 
     origin: str
@@ -119,22 +119,22 @@ class _Found(NamedTuple):
         return not self.origin.startswith("a state dict")
 
 
-def _find_state(content: Any, path: str) -> _Found:
+def _find_state(content: Any, path: str) -> _FoundWeights:
     if not isinstance(content, dict):
         more = ""
         if isinstance(content, Foreign):
             more = ". Where its code is available, save its weights: torch.save(module.state_dict(), path)"
         raise CheckpointError(f"{path!r} holds {_kind(content)}, not weights by name{more}")
     if _is_state(content):
-        return _Found("a state dict", "", content, {})
+        return _FoundWeights("a state dict", "", content, {})
     inner = content.get("state")
     if isinstance(inner, dict) and _is_state(inner.get("model")):
-        return _Found("a checkpoint of Composer", "model", inner["model"], inner)
+        return _FoundWeights("a checkpoint of Composer", "model", inner["model"], inner)
     for key in _KEYS:
         if _is_state(content.get(key)):
             version = content.get(_VERSION)
             origin = f"a checkpoint of Lightning {version}" if version else f"a state dict under {key!r}"
-            return _Found(origin, key, content[key], content)
+            return _FoundWeights(origin, key, content[key], content)
     more = ""
     for key in _KEYS:
         if isinstance(content.get(key), Foreign):

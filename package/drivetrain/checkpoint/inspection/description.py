@@ -17,7 +17,7 @@ from drivetrain.core.types import Json
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class CheckpointTotals:
     """The totals of a group of tensors.
 
     Attributes:
@@ -76,7 +76,7 @@ class Description:
     optimizers: dict[str, OptimizerSettings]
     files: dict[str, int]
     assets: dict[str, int]
-    groups: dict[str, Totals] = field(default_factory=dict)
+    groups: dict[str, CheckpointTotals] = field(default_factory=dict)
 
 
 def open_checkpoint(path: str) -> Reader:
@@ -117,14 +117,14 @@ def describe(reader: Reader) -> Description:
     )
 
 
-def totals(records: Iterable[TensorRecord]) -> Totals:
+def totals(records: Iterable[TensorRecord]) -> CheckpointTotals:
     """Return the totals of some tensors."""
     every = list(records)
     dtypes: dict[str, int] = {}
     for record in every:
         dtypes[record.dtype] = dtypes.get(record.dtype, 0) + math.prod(record.shape)
     size = sum(elements * DTYPES[dtype].itemsize for dtype, elements in dtypes.items())
-    return Totals(len(every), sum(dtypes.values()), size, dict(sorted(dtypes.items())))
+    return CheckpointTotals(len(every), sum(dtypes.values()), size, dict(sorted(dtypes.items())))
 
 
 def arguments(stored: Mapping[str, Json]) -> dict[str, Json]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from drivetrain.checkpoint.format.assets import ASSETS
+from drivetrain.checkpoint.format.asset_files import ASSETS
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import Entry, entry_from_snapshot, read_index

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import nn
 
-from drivetrain.checkpoint.format.assets import MAX_ASSET_BYTES, MAX_ASSETS, clash, name_trouble
+from drivetrain.checkpoint.format.asset_files import MAX_ASSET_BYTES, MAX_ASSETS, clash, name_trouble
 from drivetrain.checkpoint.storage.filesystem import os_errors
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.files import check_path

@@ -11,8 +11,8 @@ from typing import Protocol, TypeAlias
 
 import xxhash
 
-from drivetrain.checkpoint.format.assets import ASSETS, dump_assets
-from drivetrain.checkpoint.format.manifest import MANIFEST, Manifest, Plan, Snapshot, check_part_name
+from drivetrain.checkpoint.format.asset_files import ASSETS, dump_assets
+from drivetrain.checkpoint.format.manifest import MANIFEST, Manifest, Snapshot, WritePlan, check_part_name
 from drivetrain.checkpoint.format.records import FileRecord, dump_hashes, file_name, hashes_name
 from drivetrain.checkpoint.format.strict_json import dump_json
 from drivetrain.checkpoint.format.tensors import Hashes, tensor_chunks
@@ -205,7 +205,7 @@ class UnfinishedCheckpoint:
         self._open: list[tuple[str, Sink]] = []
         self._held: dict[str, FileRecord] = {}
 
-    def write_share(self, plan: Plan, rank: int, own: Collection[str] = ()) -> dict[str, FileRecord]:
+    def write_share(self, plan: WritePlan, rank: int, own: Collection[str] = ()) -> dict[str, FileRecord]:
         """Write this process's part of every tensor, one file per group.
 
         Several processes write the hashes of their pieces to a file next to each tensor file: together they
@@ -289,7 +289,7 @@ class UnfinishedCheckpoint:
             records[name] = FileRecord(size, xxhash.xxh3_128_hexdigest(content))
         return records
 
-    def write_rest(self, shares: list[dict[str, FileRecord]], plan: Plan, snapshot: Snapshot) -> None:
+    def write_rest(self, shares: list[dict[str, FileRecord]], plan: WritePlan, snapshot: Snapshot) -> None:
         """Write everything except tensors, and the manifest last.
 
         Args:
@@ -417,7 +417,7 @@ def _check_free(files: FileSystem, path: str, name: str) -> None:
 
 
 def _commit(
-    written: UnfinishedCheckpoint, shares: list[dict[str, FileRecord]], plan: Plan, snapshot: Snapshot
+    written: UnfinishedCheckpoint, shares: list[dict[str, FileRecord]], plan: WritePlan, snapshot: Snapshot
 ) -> None:
     written.write_rest(shares, plan, snapshot)
     files = written.files

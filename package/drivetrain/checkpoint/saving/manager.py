@@ -46,7 +46,7 @@ class SavedCheckpoint:
 
 
 @dataclass(slots=True)
-class _Job:
+class _PendingSave:
     """One save: the entries before and after it, and its progress on the disk.
 
     Attributes:
@@ -116,7 +116,7 @@ class CheckpointManager:
         self._matching: set[str] = set()
         self._background = Background()
         self._buffers = HostBuffers()
-        self._in_flight: _Job | None = None
+        self._in_flight: _PendingSave | None = None
         self._committed: str | None = None
 
     @property
@@ -290,7 +290,9 @@ class CheckpointManager:
                 keeper={**same.keeper, **best},
             )
         every = oldest_first([*(each for each in self._entries if each is not same), entry])
-        job = _Job(entry, self._entries, every, *retain(every, self.policies), is_written=same is not None)
+        job = _PendingSave(
+            entry, self._entries, every, *retain(every, self.policies), is_written=same is not None
+        )
         if self._is_asynchronous:
             self._begin_behind(job, snapshot)
         else:
@@ -333,7 +335,7 @@ class CheckpointManager:
             raise error
         return self._path(job.entry.name)
 
-    def _begin_behind(self, job: _Job, snapshot: Snapshot | None) -> None:
+    def _begin_behind(self, job: _PendingSave, snapshot: Snapshot | None) -> None:
         """Begin a save in the background."""
         if snapshot is not None:
             # Planned here: the plan needs the live tensors, and only this process's share is copied.
@@ -348,7 +350,7 @@ class CheckpointManager:
         self._entries = job.stays
         self._in_flight = job
 
-    def _perform(self, job: _Job, snapshot: Snapshot | None) -> None:
+    def _perform(self, job: _PendingSave, snapshot: Snapshot | None) -> None:
         """Do the work on the disk, in the calling thread."""
         if snapshot is not None:
             self.io.save(self._path(job.entry.name), snapshot)
@@ -393,7 +395,7 @@ class CheckpointManager:
             _warn(removed(self.directory, gone, self._entries, self.policies))
         self._entries = [each for each in self._entries if each.name not in gone]
 
-    def _settle(self, job: _Job) -> None:
+    def _settle(self, job: _PendingSave) -> None:
         self._entries = job.entries()
         if job.is_written:
             self._matching.add(job.entry.name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.format.assets import ASSETS, load_assets
+from drivetrain.checkpoint.format.asset_files import ASSETS, load_assets
 from drivetrain.checkpoint.format.manifest import MANIFEST, Manifest, Snapshot
 from drivetrain.checkpoint.format.records import (
     FileRecord,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.format.manifest import Plan
+from drivetrain.checkpoint.format.manifest import WritePlan
 from drivetrain.checkpoint.format.records import (
     MAX_PIECES,
     MAX_PROCESSES,
@@ -56,7 +56,7 @@ def local_box(tensor: Any) -> Box:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Plan:
+def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> WritePlan:
     """Divide the writing among the processes; all of them must call this.
 
     Args:
@@ -69,7 +69,7 @@ def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Plan:
         CheckpointError: A tensor cannot be stored, or the tensors differ between the processes.
     """
     shared: dict[_Key, Tensor] = {}
-    plan = Plan({group: {} for group in tensors}, {group: {} for group in tensors}, ranks.size)
+    plan = WritePlan({group: {} for group in tensors}, {group: {} for group in tensors}, ranks.size)
     for group, named in tensors.items():
         for name, tensor in named.items():
             # An empty tensor has no parts to divide.
@@ -189,7 +189,7 @@ def _layout(tensor: Any, where: str) -> tuple[Layout, list[int]]:
 
 
 def _take(
-    tensors: Mapping[_Key, Tensor], records: Mapping[_Key, TensorRecord], plan: Plan, rank: int
+    tensors: Mapping[_Key, Tensor], records: Mapping[_Key, TensorRecord], plan: WritePlan, rank: int
 ) -> None:
     """Add rank 0's records and this process's pieces to the plan.
 

@@ -19,10 +19,10 @@ from drivetrain.checkpoint.format.strict_json import MAX_JSON_BYTES
 from drivetrain.checkpoint.storage.filesystem import (
     LOCAL,
     SAVING,
+    ByteSource,
     DamagedCheckpointError,
     FileSystem,
     Sink,
-    Source,
     os_errors,
 )
 
@@ -125,7 +125,7 @@ def delete_if_there(path: str, files: FileSystem) -> None:
         files.delete(path)
 
 
-def _open_plain(path: str, files: FileSystem) -> Source:
+def _open_plain(path: str, files: FileSystem) -> ByteSource:
     with os_errors("read", path):
         kind = files.kind(path)
         if kind is None:
@@ -154,7 +154,7 @@ class HashedReader:
         CheckpointError: The file cannot be opened.
     """
 
-    def __init__(self, path: str, files: FileSystem = LOCAL, source: Source | None = None) -> None:
+    def __init__(self, path: str, files: FileSystem = LOCAL, source: ByteSource | None = None) -> None:
         self.path = path
         self.position = 0
         self._digest = xxhash.xxh3_128()

@@ -85,7 +85,7 @@ class Sink(Protocol):
         ...
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A file that is being read.
 
     Attributes:
@@ -108,7 +108,7 @@ class Source(Protocol):
 
 
 class BytesSource:
-    """A `Source` of bytes in memory.
+    """A `ByteSource` of bytes in memory.
 
     Args:
         content: The bytes.
@@ -120,18 +120,18 @@ class BytesSource:
         self._position = 0
 
     def read_into(self, target: memoryview) -> int:
-        """See `Source.read_into`."""
+        """See `ByteSource.read_into`."""
         found = self._content[self._position : self._position + len(target)]
         target[: len(found)] = found
         self._position += len(found)
         return len(found)
 
     def seek(self, position: int) -> None:
-        """See `Source.seek`."""
+        """See `ByteSource.seek`."""
         self._position = position
 
     def close(self) -> None:
-        """See `Source.close`; frees the memory."""
+        """See `ByteSource.close`; frees the memory."""
         self._content = b""
 
 
@@ -169,7 +169,7 @@ class FileSystem(Protocol):
         """Create a new file."""
         ...
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ByteSource:
         """Open a regular file for reading, without following links."""
         ...
 
@@ -252,7 +252,7 @@ class LocalFileSystem:
         """See `FileSystem.create`; raises if the file exists."""
         return _LocalSink(plain_path(path))
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ByteSource:
         """See `FileSystem.open`."""
         return _LocalSource(plain_path(path))
 

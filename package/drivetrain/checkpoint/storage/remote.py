@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
-from drivetrain.checkpoint.storage.filesystem import BytesSource, Kind, Sink, Source
+from drivetrain.checkpoint.storage.filesystem import ByteSource, BytesSource, Kind, Sink
 from drivetrain.checkpoint.storage.retries import Retry, as_os_error
 from drivetrain.core.errors import CheckpointError, MissingDependencyError, nearest
 
@@ -96,9 +96,9 @@ class RemoteFileSystem:
 
     def create(self, path: str) -> Sink:
         """See `FileSystem.create`; an existing object is replaced when this one is finished."""
-        return _Sink(self._connection(path), path, self._strip(path), self._part, self._retry)
+        return _ObjectSink(self._connection(path), path, self._strip(path), self._part, self._retry)
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str) -> ByteSource:
         """See `FileSystem.open`."""
         info = self._info(path)
         size = info["size"]
@@ -116,7 +116,7 @@ class RemoteFileSystem:
             return BytesSource(b"")
         if size <= self._block:
             return BytesSource(self._read(path, 0, self._block, check))
-        return _Source(self, path, size, self._block)
+        return _ObjectSource(self, path, size, self._block)
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         """Return a range of an object's bytes; fewer bytes than asked for count as a failure."""
@@ -209,7 +209,7 @@ def _short(found: int, size: int) -> OSError:
     return ConnectionResetError(errno.ECONNRESET, f"only {found} of {size} bytes came")
 
 
-class _Source:
+class _ObjectSource:
     """A large object, read in blocks."""
 
     def __init__(self, files: RemoteFileSystem, path: str, size: int, block: int) -> None:
@@ -243,7 +243,7 @@ class _Source:
         self._number, self._content = -1, memoryview(b"")
 
 
-class _Sink:
+class _ObjectSink:
     """An object that is being written: in one request if it fits in a part, else through a file of fsspec."""
 
     def __init__(self, fs: Any, path: str, name: str, part: int, retry: Retry) -> None:

@@ -60,7 +60,7 @@ def export_weights(
         ConfigError: The dtype is unknown, or the size is invalid.
     """
     target = os.fspath(path)
-    place = _Place(target, file_system(target) if files is None else files)
+    place = _FilePlace(target, file_system(target) if files is None else files)
     what = f"the weights for {target!r}"
     lazy: TensorSource
     lazy = tensors if isinstance(tensors, TensorSource) else LazyTensors(tensors, floating_dtype(dtype), what)
@@ -85,7 +85,7 @@ def export_weights(
     return [place.given(name) for name in (names if len(names) == 1 else [*names, place.names.index])]
 
 
-class _Place:
+class _FilePlace:
     """The directory of an export, and the names of its files.
 
     Args:

@@ -22,14 +22,14 @@ from drivetrain.checkpoint.weights.rename import Rename, prefix_hint, renamed
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import Json
 
-Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | TorchWeights
+WeightSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | TorchWeights
 """A source of weights: a path for `checkpoint.load_weights`, a file that was read, or tensors by name."""
 
 _SHOWN = 10
 """The most names of a kind that a report or a message lists."""
 
 
-class Difference(NamedTuple):
+class UnfitTensor(NamedTuple):
     """A tensor with another shape or dtype in the source than in the module."""
 
     name: str
@@ -64,8 +64,8 @@ class LoadReport:
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    mismatched: tuple[Difference, ...] = ()
-    converted: tuple[Difference, ...] = ()
+    mismatched: tuple[UnfitTensor, ...] = ()
+    converted: tuple[UnfitTensor, ...] = ()
     dropped: tuple[str, ...] = ()
     note: str = ""
 
@@ -91,7 +91,7 @@ class LoadReport:
 
 def load_weights_into(
     module: nn.Module,
-    source: Source,
+    source: WeightSource,
     *,
     strict: bool = True,
     rename: Rename | None = None,
@@ -155,7 +155,7 @@ def load_weights_into(
     )
 
 
-def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str, Json]:
+def _read(source: WeightSource) -> tuple[str, Mapping[str, Tensor], str, Json]:
     """Return the source's name for messages, its tensors, a note on them, and the frozen ones left out."""
     if isinstance(source, (str, os.PathLike)):
         return repr(os.fspath(source)), *find_weights(source, mapped=True)
@@ -178,15 +178,15 @@ def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str, Json]:
 
 
 @dataclass
-class _Comparison:
+class _WarmStart:
     """The comparison of a module with given weights; the lists are those of the report."""
 
     fitting: dict[str, Tensor] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    mismatched: list[Difference] = field(default_factory=list)
-    converted: list[Difference] = field(default_factory=list)
+    mismatched: list[UnfitTensor] = field(default_factory=list)
+    converted: list[UnfitTensor] = field(default_factory=list)
 
     @property
     def differs(self) -> bool:
@@ -214,8 +214,8 @@ class _Comparison:
 
 def _compare(
     module: nn.Module, own: Mapping[str, Any], named: Mapping[str, Tensor], where: str, adopt_dtypes: bool
-) -> _Comparison:
-    found = _Comparison(unexpected=[name for name in named if name not in own])
+) -> _WarmStart:
+    found = _WarmStart(unexpected=[name for name in named if name not in own])
     for name in [name for name in own if name in named]:  # in the module's order
         value = named[name]
         if is_extra(name):  # the module checks it itself; it may have any size and type
@@ -224,7 +224,9 @@ def _compare(
         mine = own[name]
         _check_usable(name, mine, value, where)
         shape = tuple(value.shape)
-        both = Difference(name, shape, shape if is_lazy(mine) else tuple(mine.shape), value.dtype, mine.dtype)
+        both = UnfitTensor(
+            name, shape, shape if is_lazy(mine) else tuple(mine.shape), value.dtype, mine.dtype
+        )
         if both.shape != shape or not _converts(value.dtype, mine.dtype, adopt_dtypes):
             found.mismatched.append(both)
             continue

@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.checkpoint.format.records import TensorRecord, file_name
 from drivetrain.checkpoint.inspection.compare import Comparison, TensorDifference, ValueDifference
-from drivetrain.checkpoint.inspection.description import Description, Totals, totals
+from drivetrain.checkpoint.inspection.description import CheckpointTotals, Description, totals
 from drivetrain.checkpoint.inspection.listing import Listed, Listing
 from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.cli.printing import line, section, shortened, span, table
@@ -134,7 +134,7 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else shortened(value)
 
 
-def _group_row(name: str, group: Totals) -> tuple[str, ...]:
+def _group_row(name: str, group: CheckpointTotals) -> tuple[str, ...]:
     if len(group.dtypes) == 1:
         dtypes = next(iter(group.dtypes))
     else:

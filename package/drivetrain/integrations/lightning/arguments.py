@@ -57,7 +57,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Lightning's defaults; None for all others."""
 
 
-class Difference(NamedTuple):
+class ArgumentDifference(NamedTuple):
     """An argument, or an object among its values, that has another meaning here.
 
     Attributes:
@@ -84,7 +84,7 @@ class MappedTrainer(NamedTuple):
     """
 
     trainer: Trainer
-    differences: tuple[Difference, ...]
+    differences: tuple[ArgumentDifference, ...]
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _Given:
     """The arguments, and what was noted about them."""
 
     values: Mapping[str, Any]
-    notes: list[Difference] = field(default_factory=list)
+    notes: list[ArgumentDifference] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name, DEFAULTS.get(name))
@@ -101,7 +101,7 @@ class _Given:
         return name in self.values and self.values[name] != DEFAULTS.get(name)
 
     def note(self, name: str, text: str, value: Any = None) -> None:
-        self.notes.append(Difference(name, self[name] if value is None else value, text))
+        self.notes.append(ArgumentDifference(name, self[name] if value is None else value, text))
 
     def refuse(self, name: str, text: str) -> ConfigError:
         return ConfigError(f"{name}={self[name]!r}: {text}")

@@ -24,7 +24,13 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import one_of
-from drivetrain.integrations.lightning.arguments_table import CALLBACKS, LOGGERS, PROFILERS, REFUSED, Row
+from drivetrain.integrations.lightning.arguments_table import (
+    CALLBACKS,
+    LOGGERS,
+    PROFILERS,
+    REFUSED,
+    LightningRow,
+)
 from drivetrain.integrations.lightning.kinds import is_overridden, is_theirs
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 
@@ -216,7 +222,7 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Iterable) else [given]
 
 
-def _row(thing: Any, table: Mapping[str, Row], argument: str) -> Row | None:
+def _row(thing: Any, table: Mapping[str, LightningRow], argument: str) -> LightningRow | None:
     """Return the row of an object of Lightning; None for any other object.
 
     Raises:

@@ -14,7 +14,7 @@ MAPPED, IGNORED, REFUSED = "mapped", "ignored", "refused"
 
 
 @dataclass(frozen=True)
-class Row:
+class LightningRow:
     """An argument, a class or a value.
 
     Attributes:
@@ -34,16 +34,16 @@ class Row:
     needs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _mapped(name: str, text: str, example: Any, differs: str = "", **needs: Any) -> Row:
-    return Row(name, MAPPED, text, differs, example, needs)
+def _mapped(name: str, text: str, example: Any, differs: str = "", **needs: Any) -> LightningRow:
+    return LightningRow(name, MAPPED, text, differs, example, needs)
 
 
-def _ignored(name: str, text: str) -> Row:
-    return Row(name, IGNORED, text)
+def _ignored(name: str, text: str) -> LightningRow:
+    return LightningRow(name, IGNORED, text)
 
 
-def _refused(name: str, text: str) -> Row:
-    return Row(name, REFUSED, text)
+def _refused(name: str, text: str) -> LightningRow:
+    return LightningRow(name, REFUSED, text)
 
 
 _SHORT_WINDOW = (
@@ -162,13 +162,13 @@ _ARGUMENTS = (
         "model_registry", "a finished fit leaves model.safetensors in its run_dir; see docs/how-to/publish.md"
     ),
 )
-ROWS: Mapping[str, Row] = {each.name: each for each in _ARGUMENTS}
+ROWS: Mapping[str, LightningRow] = {each.name: each for each in _ARGUMENTS}
 """The arguments by name."""
 
 _FORKED = "processes run the program again; a notebook's are forked"
 _DP = 'use strategy="ddp", which starts a process for each device'
 
-STRATEGIES: Mapping[str, Row] = {
+STRATEGIES: Mapping[str, LightningRow] = {
     each.name: each
     for each in (
         _mapped("auto", '"auto", or the accelerator', None),
@@ -208,7 +208,7 @@ STRATEGIES: Mapping[str, Row] = {
 }
 """The names of strategies."""
 
-CALLBACKS: Mapping[str, Row] = {
+CALLBACKS: Mapping[str, LightningRow] = {
     each.name: each
     for each in (
         _mapped(
@@ -285,7 +285,7 @@ _TRACKED = (
     " see docs/how-to/loggers.md"
 )
 
-LOGGERS: Mapping[str, Row] = {
+LOGGERS: Mapping[str, LightningRow] = {
     each.name: each
     for each in (
         _mapped("TensorBoardLogger", "`TensorBoardLogger`, in the same directory", None),

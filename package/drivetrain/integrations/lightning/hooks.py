@@ -22,7 +22,7 @@ from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.engine.weighting import Weighted
 from drivetrain.integrations.lightning.arguments_objects import warn_of_default_mode
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
-from drivetrain.integrations.lightning.logs import Entry, Logs
+from drivetrain.integrations.lightning.logs import LoggedEntry, Logs
 from drivetrain.integrations.lightning.manual import Manual
 from drivetrain.integrations.lightning.methods import takes
 from drivetrain.integrations.lightning.optimizers import OptimizerView, read_optimizers
@@ -471,7 +471,7 @@ class ModuleHooks(ModuleState, Callback):
         if run.stage == "train":
             self._publish(run, self.training_logs.take_latest(run.engine.data_ranks), of_step=True)
 
-    def _publish(self, run: Run, values: Mapping[Entry, float], of_step: bool) -> None:
+    def _publish(self, run: Run, values: Mapping[LoggedEntry, float], of_step: bool) -> None:
         for entry, value in values.items():
             name = entry.full_name(of_step)
             if entry.to_loggers:

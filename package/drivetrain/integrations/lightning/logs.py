@@ -23,7 +23,7 @@ _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max":
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class LoggedEntry:
     """One logged name: how it is reduced, and its value so far.
 
     Attributes:
@@ -82,7 +82,7 @@ class Logs:
         self.batch: Any = None
         self.loader: int | None = None
         self.steps_by_default = False
-        self.entries: dict[tuple[str, str], Entry] = {}
+        self.entries: dict[tuple[str, str], LoggedEntry] = {}
 
     def log(
         self,
@@ -173,7 +173,7 @@ class Logs:
         on_step: bool | None,
         on_epoch: bool | None,
         reduce_fx: Any,
-    ) -> Entry:
+    ) -> LoggedEntry:
         if not self.hook:
             raise ConfigError(
                 f"self.log({name!r}, ...) in a method that Lightning does not let log either. Log in a step,"
@@ -193,9 +193,9 @@ class Logs:
             raise ConfigError(f"self.log({name!r}, on_step=True) in {self.hook}, which has no batch")
         if not (step or epoch):
             raise ConfigError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing")
-        return Entry(name, step, epoch, reduction, logger is None or logger, prog_bar)
+        return LoggedEntry(name, step, epoch, reduction, logger is None or logger, prog_bar)
 
-    def _log_metric(self, entry: Entry, value: Any) -> None:
+    def _log_metric(self, entry: LoggedEntry, value: Any) -> None:
         if not all(callable(getattr(value, each, None)) for each in ("update", "compute", "reset")):
             raise ConfigError(
                 f"self.log({entry.name!r}, ...) was given a {type(value).__name__}; it takes a number, a"
@@ -209,7 +209,7 @@ class Logs:
 
     # The logged values.
 
-    def take_latest(self, ranks: Ranks) -> dict[Entry, float]:
+    def take_latest(self, ranks: Ranks) -> dict[LoggedEntry, float]:
         """Return the last values that are logged at log points, and forget them. All ranks call this."""
         fresh = {
             each.full_name(of_step=True): each for each in self.entries.values() if each.latest is not None
@@ -223,10 +223,10 @@ class Logs:
         values = _over_ranks(parts, ranks)
         found = {each: values.pop(name) for name, each in fresh.items()}
         for name, of_others in values.items():  # logged by other ranks alone
-            found[Entry(name, True, False, "mean", True, False)] = of_others
+            found[LoggedEntry(name, True, False, "mean", True, False)] = of_others
         return found
 
-    def take_epoch(self, ranks: Ranks) -> dict[Entry, float]:
+    def take_epoch(self, ranks: Ranks) -> dict[LoggedEntry, float]:
         """Return the reductions over the epoch or evaluation, and begin anew. All ranks call this."""
         own = [
             each
@@ -238,20 +238,20 @@ class Logs:
         )
         found = {each: values.pop(each.full_name(of_step=False)) for each in own}
         for name, value in values.items():  # logged by other ranks alone
-            found[Entry(name, False, True, "mean", True, False)] = value
+            found[LoggedEntry(name, False, True, "mean", True, False)] = value
         found.update(self._metrics(ranks))
         for each in self.entries.values():
             each.value, each.weight = None, 0.0
         return found
 
-    def _metrics(self, ranks: Ranks) -> dict[Entry, float]:
+    def _metrics(self, ranks: Ranks) -> dict[LoggedEntry, float]:
         own = {name: each for name, each in self._metric_entries().items() if each.metric is not None}
         names = sorted(set().union(*ranks.all_gather([*own])) if not ranks.alone else own)
-        found: dict[Entry, float] = {}
+        found: dict[LoggedEntry, float] = {}
         places = dict(self.module.named_modules())
         for name in names:
             path, _, full = name.partition("|")
-            entry = own.get(name) or Entry(full, False, True, "mean", True, False)
+            entry = own.get(name) or LoggedEntry(full, False, True, "mean", True, False)
             metric = places[path] if entry.metric is None else entry.metric
             updated = bool(getattr(metric, "update_called", True)) and entry.metric is not None
             if ranks.alone:
@@ -269,8 +269,8 @@ class Logs:
             (places[path] if name not in own else own[name].metric).reset()
         return found
 
-    def _metric_entries(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
+    def _metric_entries(self) -> dict[str, LoggedEntry]:
+        found: dict[str, LoggedEntry] = {}
         paths: dict[int, str] = {}
         for each in self.entries.values():
             if each.metric is None or not each.on_epoch:
@@ -310,7 +310,7 @@ class Logs:
             reduction = _REDUCTIONS[state["reduction"]]
             entry = self.entries.setdefault(
                 (str(state["hook"]), str(state["name"])),
-                Entry(str(state["name"]), step, epoch, reduction, to_loggers, prog_bar),
+                LoggedEntry(str(state["name"]), step, epoch, reduction, to_loggers, prog_bar),
             )
             value = state["value"].to(device)
             entry.value = value if entry.value is None else _reduced(reduction, entry.value, value)

@@ -356,7 +356,7 @@ class CallbackAdapter(OwnCallback):
             "optimizer": updater.optimizer,
             "lr_scheduler": updater.scheduler or _Rates(updater.optimizer),
             "train_dataloader": (
-                _Batches(run.train_feed.batches_per_epoch)
+                _SeenBatches(run.train_feed.batches_per_epoch)
                 if self.train_dataloader is None
                 else self.train_dataloader
             ),
@@ -442,7 +442,7 @@ class CallbackAdapter(OwnCallback):
         if run.evaluation.is_sanity_check:
             return
         if self.eval_dataloader is None:
-            self._objects["eval_dataloader"] = _Batches(run.evaluation.batches)
+            self._objects["eval_dataloader"] = _SeenBatches(run.evaluation.batches)
         self._event(run, "on_prediction_step")
 
     def on_evaluation_end(self, run: Run) -> None:
@@ -641,7 +641,7 @@ class _Rates:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
-class _Batches:
+class _SeenBatches:
     """The number of batches of a run's data, in the place of a loader."""
 
     def __init__(self, number: int | None) -> None:

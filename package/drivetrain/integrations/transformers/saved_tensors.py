@@ -49,7 +49,7 @@ class SavedTensors(TensorSource):
         self._made: dict[str, Tensor] = {}
         self._empty = _empty_state(model, tensors)
         self._places: dict[str, str | _Group] = {}
-        traced = _Trace(self._empty)
+        traced = _SavedTrace(self._empty)
         with traced:
             results = revert_weight_conversion(model, dict(self._empty))
         direct = {id(each): name for name, each in self._empty.items()}
@@ -163,7 +163,7 @@ def _empty_state(model: nn.Module, tensors: TensorSource) -> dict[str, Tensor]:
     return {clean[name]: each for name, each in kept.items()}
 
 
-class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SavedTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers which of the given tensors each result of an operation was made from."""
 
     def __init__(self, given: Mapping[str, Tensor]) -> None:

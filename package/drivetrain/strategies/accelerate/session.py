@@ -18,7 +18,7 @@ import torch
 from drivetrain.core.errors import ConfigError
 from drivetrain.distributed.group import Member
 from drivetrain.distributed.launch.environment import detect
-from drivetrain.strategies.accelerate.config import AccelerateConfig, variables
+from drivetrain.strategies.accelerate.options import AccelerateConfig, variables
 from drivetrain.strategies.precision.base import Precision
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.stages import most
 from drivetrain.core.validation import by_name
-from drivetrain.strategies.base import Settings
+from drivetrain.strategies.base import SharedSettings
 from drivetrain.strategies.checks import check_options
 from drivetrain.strategies.deepspeed.ds_config import AUTO, REFUSED, REFUSED_ZERO, read
 from drivetrain.strategies.precision.base import Precision
@@ -115,7 +115,7 @@ class DeepSpeedConfig:
         return None
 
 
-def realise(config: DeepSpeedConfig, precision: Precision, asked: Settings) -> dict[str, Any]:
+def realise(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`.
 
     Accumulation, clipping and the learning rate stay with our engine. It passes a window's last micro-batch,
@@ -161,7 +161,7 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: Settings) -> d
     }
 
 
-def check_contradictions(config: DeepSpeedConfig, precision: Precision, asked: Settings) -> None:
+def check_contradictions(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings) -> None:
     """Check that DeepSpeed's configuration does not contradict the Trainer.
 
     Args:

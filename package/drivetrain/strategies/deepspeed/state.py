@@ -27,7 +27,7 @@ Members = list[list[nn.Parameter]]
 """The parameters of an optimizer's groups."""
 
 
-class _Place(NamedTuple):
+class _FlatSlot(NamedTuple):
     """The position of this process's shard of a parameter.
 
     Attributes:
@@ -139,19 +139,19 @@ class ZeroState:
     def _shape(self, parameter: Any) -> torch.Size:
         return torch.Size(parameter.ds_shape) if hasattr(parameter, "ds_id") else parameter.shape
 
-    def _place(self, parameter: Any) -> _Place:
+    def _place(self, parameter: Any) -> _FlatSlot:
         """Return the position of a trained parameter's shard."""
         if hasattr(parameter, "ds_id"):
             index, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
             start = size * self._rank
             kept = max(0, min(size, parameter.ds_numel - start))  # the rest of the last shard is padding
-            return _Place(self._zero.fp32_partitioned_groups_flat[index], offset, start, kept)
+            return _FlatSlot(self._zero.fp32_partitioned_groups_flat[index], offset, start, kept)
         flat = self._zero.optimizer.param_groups[self._group[parameter]]["params"][0]
         mapping = parameter._hp_mapping
         if mapping is None:
-            return _Place(flat, 0, 0, 0)
+            return _FlatSlot(flat, 0, 0, 0)
         there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return _Place(flat, here.start, there.start, here.numel)
+        return _FlatSlot(flat, here.start, there.start, here.numel)
 
     def _weights(self, parameter: Any) -> tuple[int, Tensor]:
         """Return the index of the local shard's first element, and the shard."""

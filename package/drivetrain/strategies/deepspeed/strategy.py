@@ -25,7 +25,7 @@ from drivetrain.strategies.base import (
     Held,
     MakeOptimizers,
     Prepared,
-    Settings,
+    SharedSettings,
     Strategy,
     Support,
     has_bfloat16,
@@ -40,7 +40,7 @@ from drivetrain.strategies.deepspeed.norms import WideNorms
 from drivetrain.strategies.deepspeed.optimizer import configured
 from drivetrain.strategies.deepspeed.order import ZeroOrder
 from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
-from drivetrain.strategies.deepspeed.unshard import OriginalModules, full_shapes
+from drivetrain.strategies.deepspeed.unshard import ModulesBeforeZero, full_shapes
 from drivetrain.strategies.meta_device import Materialization, on_meta
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.unused import UsedParameters
@@ -93,14 +93,14 @@ class DeepSpeed(Strategy):
             unfreezing = ""
         gathers = "DeepSpeed gathers the parameters of each layer inside a block" if self.sharded else ""
         self.refusals = {"unfreezing": unfreezing, "compile": gathers}
-        self._asked = Settings(None, 1, None, world_size)
+        self._asked = SharedSettings(None, 1, None, world_size)
         self._member: Member | None = None
         self._engine: Any = None
         self._zero: Any = None
         self._used: UsedParameters | None = None
         self._order: ZeroOrder | None = None
         self._state: ZeroState | None = None
-        self._before: OriginalModules | None = None
+        self._before: ModulesBeforeZero | None = None
         self._norms: WideNorms | None = None
         self._plain = self.config.stage == 0
         self._norm: Tensor | None = None
@@ -129,7 +129,7 @@ class DeepSpeed(Strategy):
             return float16(self.device.type)
         return has_bfloat16(self.device, precision)
 
-    def check_settings(self, asked: Settings, precision: Precision) -> None:
+    def check_settings(self, asked: SharedSettings, precision: Precision) -> None:
         """Check that DeepSpeed accepts the configuration, and that it does not contradict the Trainer."""
         check_contradictions(self.config, precision, asked)
         self._asked = asked
@@ -205,7 +205,7 @@ class DeepSpeed(Strategy):
             check_flat(task, self.config.stage, precision)
         deepspeed = library(self.device.type)
         connect(deepspeed)
-        self._before = OriginalModules(module)
+        self._before = ModulesBeforeZero(module)
         stored: dict[nn.Parameter, torch.dtype] = {}
         exact: dict[nn.Parameter, Tensor] = {}
         if on_meta(module):

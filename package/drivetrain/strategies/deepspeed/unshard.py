@@ -29,7 +29,7 @@ def full_shapes(module: nn.Module) -> Iterator[None]:
             each.data = data
 
 
-class OriginalModules:
+class ModulesBeforeZero:
     """The state of modules before DeepSpeed took them over.
 
     Args:

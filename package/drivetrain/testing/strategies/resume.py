@@ -125,7 +125,7 @@ class SampleRecord(Callback):
         self.samples = sorted(tuple(sample) for samples in each for sample in samples)
 
 
-class _Plan(NamedTuple):
+class _ResumeCase(NamedTuple):
     """The settings that all processes of `check_resume` share."""
 
     scratch: Path
@@ -172,14 +172,14 @@ def check_resume(
     with tempfile.TemporaryDirectory() as scratch:
         # A batch size that every number of processes can share equally.
         together = math.lcm(*(makers[name](size).data_size for name, size in cases))
-        plan = _Plan(Path(scratch), precision, tolerance, together * max(1, 8 // together))
+        plan = _ResumeCase(Path(scratch), precision, tolerance, together * max(1, 8 // together))
         for act in (_save, _resume_all):
             for name, size in cases:
                 run_distributed(act, makers[name], name, plan, cases, world_size=size, timeout=timeout)
     return len(cases) ** 2
 
 
-def _save(make: MakeStrategy, name: str, plan: _Plan, cases: Sequence[tuple[str, int]]) -> None:
+def _save(make: MakeStrategy, name: str, plan: _ResumeCase, cases: Sequence[tuple[str, int]]) -> None:
     job = _job(make, plan)
     directory = plan.scratch / f"{name}-{job.world_size}"
     record = SampleRecord()
@@ -188,7 +188,7 @@ def _save(make: MakeStrategy, name: str, plan: _Plan, cases: Sequence[tuple[str,
         (directory / "record.json").write_text(json.dumps(record.samples), encoding="utf-8")
 
 
-def _resume_all(make: MakeStrategy, name: str, plan: _Plan, cases: Sequence[tuple[str, int]]) -> None:
+def _resume_all(make: MakeStrategy, name: str, plan: _ResumeCase, cases: Sequence[tuple[str, int]]) -> None:
     job = _job(make, plan)
     record = SampleRecord()
     whole = _run(job, True, record)
@@ -215,7 +215,7 @@ def _resume_all(make: MakeStrategy, name: str, plan: _Plan, cases: Sequence[tupl
         job.assert_equals_one_process(found.result.metrics, whole.result.metrics, f"the metrics ({what})")
 
 
-def _job(make: MakeStrategy, plan: _Plan) -> Job:
+def _job(make: MakeStrategy, plan: _ResumeCase) -> Job:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return Job(make, rank, size, plan.scratch, plan.precision, plan.tolerance, plan.batch)
 

@@ -39,7 +39,7 @@ class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the 
     """A part of a plan that cannot be known beforehand; its text is the reason."""
 
 
-class Forward(NamedTuple):
+class ForwardMemory(NamedTuple):
     """The memory of one micro-batch's forward, in bytes.
 
     Attributes:
@@ -92,7 +92,7 @@ def _of_loader(data: DataLoader[Any], limit: int | None) -> Batch:
     return data.collate_fn([dataset[0]] * min(size, limit or size))
 
 
-def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> Forward:
+def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> ForwardMemory:
     """Run one training step's forward on tensors that have shapes, dtypes and a device, but no values.
 
     Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
@@ -123,7 +123,7 @@ def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, b
         again = _recompute(settings, strategy, copy, watch)
         with mode, watch:
             kept, outputs = _run(copy, context, batch, watch, before)
-        return Forward(kept + max(again.values(), default=0), outputs)
+        return ForwardMemory(kept + max(again.values(), default=0), outputs)
     except Exception as error:
         raise Unknown(f"a forward without values raises {_short(error)}") from error
 

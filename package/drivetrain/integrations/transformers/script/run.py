@@ -13,7 +13,7 @@ from drivetrain.data import Feed
 from drivetrain.integrations.transformers.callbacks import CallbackAdapter
 from drivetrain.integrations.transformers.log_names import from_metric_for_best_model
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
-from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.run.loop import evaluate, validate
 from drivetrain.run.run import Run
 from drivetrain.trainer.feeds import evaluation_feeds

@@ -13,7 +13,7 @@ from transformers.trainer_utils import PredictionOutput
 from drivetrain.core.errors import ConfigError
 from drivetrain.integrations.transformers.generation import generation_config
 from drivetrain.integrations.transformers.log_names import EVALUATION, TEST
-from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.script.trainer import Trainer
 from drivetrain.integrations.transformers.stored_model import base_of
 

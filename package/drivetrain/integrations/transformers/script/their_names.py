@@ -12,7 +12,7 @@ from transformers.trainer_utils import TrainerMemoryTracker
 
 from drivetrain.integrations.transformers.arguments import MappedArguments
 from drivetrain.integrations.transformers.collating import Collation
-from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.strategies.base import Strategy
 

@@ -71,7 +71,7 @@ from drivetrain.integrations.transformers.script.methods import (
 )
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
 from drivetrain.integrations.transformers.script.run import ScriptRun
-from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.script.their_names import TheirNames
 from drivetrain.run.run import Run
 from drivetrain.trainer import trainer as own

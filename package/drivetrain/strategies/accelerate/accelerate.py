@@ -18,13 +18,13 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
-from drivetrain.strategies.accelerate.config import PRECISIONS, AccelerateConfig, asked
+from drivetrain.strategies.accelerate.options import PRECISIONS, AccelerateConfig, asked
 from drivetrain.strategies.accelerate.session import Session
 from drivetrain.strategies.accelerate.sharding import shard
 from drivetrain.strategies.base import (
     MakeOptimizers,
     Prepared,
-    Settings,
+    SharedSettings,
     Strategy,
     Support,
     gradients_of,
@@ -130,7 +130,7 @@ class Accelerate(Strategy):
             return Support(False, "accelerate has no fp16 on CPUs, and would ignore it; use 'bf16-mixed'")
         return Support(True)
 
-    def check_settings(self, asked: Settings, precision: Precision) -> None:
+    def check_settings(self, asked: SharedSettings, precision: Precision) -> None:
         """Check that accelerate has the Trainer's accumulation, or 1.
 
         Raises:

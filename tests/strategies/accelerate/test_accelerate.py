@@ -16,7 +16,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import AccelerateConfig, ConfigError, LambdaCallback, StrategyError, Trainer
 from drivetrain.strategies import Hardware, SingleDevice, Strategy, select_strategy
-from drivetrain.strategies.accelerate.config import asked
+from drivetrain.strategies.accelerate.options import asked
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.distributed import run_distributed
@@ -29,7 +29,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs  # noqa: E402
 
-from drivetrain.strategies.accelerate.strategy import Accelerate  # noqa: E402
+from drivetrain.strategies.accelerate.accelerate import Accelerate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
