@@ -1,5 +1,6 @@
 """The task: how it reads a batch, what it records of itself, and what it refuses."""
 
+import copy
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from tests.support.tasks import NextToken, Regression, pairs, quiet, variant
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
+from torchmetrics import SumMetric
 
 from drivetrain import ConfigError, DataError, OptimizerConfig, StepOutput, TaskModule
 from drivetrain.task.forward import call_forward
@@ -154,6 +156,36 @@ def test_hparams_are_the_constructor_arguments_as_they_were_given() -> None:
     assert Popping({"names": ["a"]}).hparams == {"options": {"names": ["a"]}}
 
 
+class Assigned(TaskModule):  # a module in place of `loss`, metrics in place of `metrics`
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 2)
+        self.loss: Any = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))
+        self.metrics: Any = {"kept": Kept()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Kept(SumMetric):
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        super().update(target.sum())
+
+
+def test_a_module_is_the_loss_and_a_mapping_the_metrics_where_the_class_defines_none() -> None:
+    task, x, y = Assigned(), torch.ones(3, 1), torch.tensor([0, 1, 1])
+    expected = F.cross_entropy(task(x), y, torch.tensor([1.0, 3.0]))
+    for found in (task.training_step({"x": x, "y": y}).loss, task.training_step((x, y)).loss):
+        assert torch.equal(found, expected)
+    assert torch.equal(task.loss(task(x), y), expected)  # as a step of the user's calls it
+    assert task.double().state_dict()["loss.weight"].dtype is torch.float64
+    assert [name for name, _ in copy.deepcopy(task).named_children()] == ["net", "loss"]
+    data = [{"x": x, "y": y}] * 4
+    for options in ({}, {"compile": {"backend": "eager"}}):
+        values = quiet(max_epochs=1, **options).fit(Assigned(), data, data).metrics
+        assert (values["validation/kept"], values["validation/loss"] > 0) == (8.0, True)
+
+
 def test_refusals_of_a_task() -> None:
     two = task_of(forward=lambda self, image, question: None)
 
@@ -161,8 +193,9 @@ def test_refusals_of_a_task() -> None:
         def __init__(self) -> None:
             pass
 
-    def hide(name: str, value: Any) -> tuple[Any, ...]:
-        return lambda: setattr(Plain(), name, value), f"Plain.{name} is a method", f"'{name}_function'"
+    def hide(task: TaskModule, name: str, value: Any) -> tuple[Any, ...]:
+        kind = type(task).__name__
+        return lambda: setattr(task, name, value), f"{kind}.{name} is a method", f"'{name}_function'"
 
     def loss(outputs: Any) -> tuple[Any, ...]:
         return lambda: PLAIN.loss(outputs, None), "Plain has no loss", "`loss(self, outputs, batch)`"
@@ -175,7 +208,9 @@ def test_refusals_of_a_task() -> None:
         "a tensor": (lambda: PLAIN.metric_inputs(ONE, ONE), "a Tensor", "metric_inputs"),
         "no constructor": (lambda: Without().predict_step({"image": ONE}), "Without"),
         "no loss of a tensor": loss(ONE),
-        "a module": hide("loss", nn.CrossEntropyLoss()),
+        "a module beside a method": hide(Regression(), "loss", nn.MSELoss()),
+        "a function": hide(Plain(), "loss", F.mse_loss),
+        "a list of metrics": hide(Plain(), "metrics", []),
     }
     assert_refused((ConfigError, DataError, AttributeError, TypeError), cases)
     task = Plain()  # names that are near are free

@@ -103,6 +103,8 @@ class TaskModule(nn.Module):
             check_constructed(self)
         if name == "loss":
             check_no_class(f"{type(self).__name__}.loss", value)
+        if name in _DESCRIBED and self._take(name, value):
+            return
         if name in _RESERVED:
             raise ConfigError(
                 f"{type(self).__name__}.{name} is a method of TaskModule, which an attribute would hide."
@@ -121,36 +123,55 @@ class TaskModule(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def _take(self, name: str, value: Any) -> bool:
+        """Take a module as the loss, or a mapping as the metrics, if the class defines no method for it."""
+        is_one = isinstance(value, nn.Module if name == "loss" else (Mapping, nn.Module))
+        if not is_one or getattr(type(self), name) is not getattr(TaskModule, name):
+            return False
+        if name == "loss":
+            super().__setattr__(name, value)  # registered; `self.loss` stays the method, which calls it
+        else:
+            self.__dict__["_metrics"] = value  # not registered: a run moves and resets its own copies
+        return True
+
     # The four methods that describe a task.
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Any]:
         """Return the scalar to minimise, or a mapping: its "loss" is minimised, its other values are logged.
 
-        The default is for models that compute their loss. It takes `outputs.loss`, `outputs["loss"]`, or the
-        first item of a tuple if that is a scalar.
+        Instead of this method, a constructor may assign a module, `self.loss = nn.CrossEntropyLoss()`, which
+        is called with the outputs and the target that `metric_inputs` finds. Without it the default is for
+        models that compute their loss: it takes `outputs.loss`, `outputs["loss"]`, or the first item of a
+        tuple if that is a scalar.
 
         Args:
             outputs: The return value of `forward`.
-            batch: The whole batch, on the device.
+            batch: The whole batch, on the device. With a module as the loss, also the target alone.
         """
+        if (module := self._modules.get("loss")) is not None:
+            if isinstance(batch, Tensor):
+                return module(outputs, batch)  # type: ignore[no-any-return]
+            return module(*self.metric_inputs(outputs, batch))  # type: ignore[no-any-return]
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if _begins_with_loss(outputs):
             loss = outputs[0]
         if isinstance(loss, Tensor):
             return loss
         raise ConfigError(
-            f"{type(self).__name__} has no loss: define `loss(self, outputs, batch)`, or let `forward` return"
-            " something with a `loss`, or a tuple that begins with it (it returned a"
-            f" {type(outputs).__name__})"
+            f"{type(self).__name__} has no loss: assign a module, `self.loss = nn.CrossEntropyLoss()`, define"
+            " `loss(self, outputs, batch)`, or let `forward` return something with a `loss`, or a tuple that"
+            f" begins with it (it returned a {type(outputs).__name__})"
         )
 
     def metrics(self) -> Mapping[str, Any]:
         """Return metrics by name: objects with `update`, `compute` and `reset`, such as torchmetrics', or its
         `MetricCollection`.
 
-        Default: none.
+        Instead of this method, a constructor may assign them: `self.metrics = {"accuracy": ...}`. Default:
+        none.
         """
-        return {}
+        metrics: Mapping[str, Any] = self.__dict__.get("_metrics", {})
+        return metrics
 
     def configure_callbacks(self, stage: str) -> Sequence[Any]:
         """Return callbacks that belong to this task; they precede those of `Trainer(callbacks=...)`.
@@ -393,6 +414,9 @@ def _begins_with_loss(outputs: Any) -> bool:
         type(outputs) is tuple and len(outputs) > 0 and isinstance(outputs[0], Tensor) and not outputs[0].ndim
     )
 
+
+_DESCRIBED = ("loss", "metrics")
+"""The methods in whose place a constructor may assign an object."""
 
 _RESERVED = frozenset(
     name for name, value in vars(TaskModule).items() if inspect.isfunction(value) and not name.startswith("_")
