@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -398,6 +399,12 @@ def test_imports_load_no_torch_no_heavy_package_and_nothing_of_what_is_not_asked
     assert not {name.removeprefix("drivetrain.") for name in bare} & UNASKED
     assert "drivetrain" in loaded
     assert not loaded & OPTIONAL_OR_HEAVY
+
+
+def test_each_planted_fault_has_its_line() -> None:
+    for fault in tomllib.loads((TESTS / "faults" / "faults.toml").read_text(encoding="utf-8"))["fault"]:
+        text = (PACKAGE / fault["file"]).read_text(encoding="utf-8")
+        assert text.count(fault["line"]) == 1, fault["name"]
 
 
 def test_each_layer_has_at_most_the_lines_of_its_budget() -> None:
