@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.support.counts import CONDITIONS, MEMBERS, class_of, conditions_in, public_members
 from tests.support.gate import BUDGET, TESTS, lines_of
 from tests.support.site import site_script
 
@@ -231,19 +232,8 @@ def test_no_object_reads_another_ones_private_attributes(sources: list[Source]) 
 
 
 # The classes that users subclass, or whose attributes they may set.
-HOOKED = {"task/task.py": "TaskModule", "strategies/base.py": "Strategy", "callbacks/base.py": "Callback"}
+HOOKED = dict(MEMBERS.keys())
 HELD = {"run/run.py": "Run", "run/state.py": "RunState", "engine/engine.py": "Engine"}
-
-
-def public_members(owner: ast.ClassDef) -> set[str]:
-    named: set[str] = {each.name for each in owner.body if isinstance(each, ast.FunctionDef)}
-    named |= {ast.unparse(each.target) for each in owner.body if isinstance(each, ast.AnnAssign)}
-    plain = (each for each in owner.body if isinstance(each, ast.Assign))
-    # A name of another library's that is answered with ours is no member.
-    named |= {
-        ast.unparse(at) for each in plain if "Elsewhere(" not in ast.unparse(each) for at in each.targets
-    }
-    return {name for name in named if not name.startswith("_")}
 
 
 def set_on_self(owner: ast.AST) -> set[str]:
@@ -343,6 +333,12 @@ def test_no_class_name_stands_for_two_things_and_no_file_name_three_times_in_a_l
         files.setdefault((source.place.partition("/")[0], source.path.name), []).append(source.place)
     assert not {name: places for name, places in classes.items() if len(places) > 1 and name not in SAME_NAME}
     assert not [places for (_, name), places in files.items() if len(places) > 2 and "__init__" not in name]
+
+
+def test_what_users_subclass_and_the_step_stay_small() -> None:
+    for (path, name), most in MEMBERS.items():
+        assert len(public_members(class_of(path, name))) <= most, name
+    assert conditions_in("engine/engine.py", "Engine", "accumulate") <= CONDITIONS
 
 
 def test_messages_go_through_the_logger(sources: list[Source]) -> None:

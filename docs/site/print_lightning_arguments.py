@@ -15,14 +15,14 @@ from drivetrain.integrations.lightning.arguments_table import (
     PRECISIONS,
     ROWS,
     STRATEGIES,
-    Row,
+    LightningRow,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "lightning-arguments.md"
 BEGIN, END = "<!-- The tables are printed from arguments_table.py. -->\n", "<!-- The end of the tables. -->\n"
 
 
-def _rows(title: str, rows: Iterable[Row]) -> Iterator[str]:
+def _rows(title: str, rows: Iterable[LightningRow]) -> Iterator[str]:
     yield f"| {title} | | here, or the reason | what differs |"
     yield "| --- | --- | --- | --- |"
     for each in sorted(rows, key=lambda row: row.name):

@@ -1,8 +1,10 @@
 """The loops: the order of the hooks, limits, stopping, and what evaluation leaves alone."""
 
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import FEATURES, Regression, pairs, quiet, variant
 from torch import Tensor, nn
 
+import drivetrain
 from drivetrain import (
     Callback,
     CheckpointConfig,
@@ -520,3 +523,28 @@ def test_predict_takes_a_forward_that_a_callback_has_replaced() -> None:
     data = [{"features": torch.full((1, FEATURES), float(each))} for each in range(3)]
     found = quiet(callbacks=[LambdaCallback(on_evaluation_start=put)]).predict(Regression(), data)
     assert [float(each) for each in found] == [0.0, FEATURES, 2.0 * FEATURES]
+
+
+def test_a_step_is_5_frames_below_fit_and_a_write_of_a_checkpoint_12(tmp_path: Path) -> None:
+    package, depths = str(Path(drivetrain.__file__).parent), dict[str, int]()
+
+    def note(frame: FrameType | None, event: str, _: object) -> None:
+        assert frame is not None
+        name = frame.f_code.co_name
+        if event == "call" and name in ("training_step", "write_chunks") and name not in depths:
+            found: list[str] = []
+            while frame is not None:
+                found += [frame.f_code.co_name] * frame.f_code.co_filename.startswith(package)
+                frame = frame.f_back
+            if "train_steps" in found:
+                depths[name] = found.index("fit") + 1
+
+    before = sys.getprofile()
+    try:
+        sys.setprofile(note)
+        quiet(max_steps=2, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
+    finally:
+        sys.setprofile(before)
+    # The step's own frame, which is the user's where a task overrides it, is the fifth.
+    assert depths["training_step"] <= 5
+    assert depths["write_chunks"] <= 12
