@@ -19,7 +19,6 @@ from drivetrain.data.batch import map_tensors
 from drivetrain.distributed.processes import once_per_machine
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.placeholder import has_zero_weight
-from drivetrain.engine.weighting import Weighted
 from drivetrain.integrations.lightning.arguments_objects import warn_of_default_mode
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
 from drivetrain.integrations.lightning.logs import LoggedEntry, Logs
@@ -84,7 +83,7 @@ class ModuleHooks(ModuleState, Callback):
         self._left = 0  # batches of the window that are still to come
         self._is_first = True  # whether the window's first batch is still to come
         self._skips_log = False
-        self._skipped: Skipped | None = None  # of the update in progress
+        self.skipped: Skipped | None = None  # of the newest update, if a step may return None
         self._shown: list[str] = []
         self._evaluated: tuple[Any, Any, int] | None = None
         self._kept: Mapping[str, Any] = {}
@@ -302,7 +301,7 @@ class ModuleHooks(ModuleState, Callback):
 
     def training_step(self, batch: Batch) -> Any:
         """Run one batch; see `TaskModule.training_step`."""
-        skipped = self._skipped
+        skipped = self.skipped
         if self._left <= 0:
             loss = self._placeholder(batch)
             return loss if skipped is None else skipped.loss_of(loss)
@@ -322,15 +321,6 @@ class ModuleHooks(ModuleState, Callback):
                 self._before_backward(loss)
         self.loss = loss
         return loss
-
-    @contextmanager
-    def skipping(self, engine: Any, pairs: Weighted) -> Iterator[Skipped]:
-        """Run the block, an update, with a loss of zero for each step that returns None."""
-        self._skipped = Skipped(engine, pairs)
-        try:
-            yield self._skipped
-        finally:
-            self._skipped = None
 
     def _run_step(self, batch: Batch) -> Any:
         """Run the module's step on a batch that counts."""
@@ -409,7 +399,7 @@ class ModuleHooks(ModuleState, Callback):
         return {"loss": loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0}
 
     def _micro_batch_end(self, run: Run) -> None:
-        is_skipped = self._skipped is not None and self._skipped.is_last_skipped
+        is_skipped = self.skipped is not None and self.skipped.is_last_skipped
         if self._left > 0 and not is_skipped:
             self.call("on_after_backward", is_batch=True, batch=self._batch)
             self._end_batch()

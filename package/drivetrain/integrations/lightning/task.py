@@ -11,6 +11,7 @@ from drivetrain.engine.generator_step import returned_rows
 from drivetrain.integrations.lightning.arguments_objects import module_callbacks
 from drivetrain.integrations.lightning.hooks import ModuleHooks
 from drivetrain.integrations.lightning.methods import check_module
+from drivetrain.integrations.lightning.skipping import Skipped
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.task.attributes import never_search
@@ -109,13 +110,13 @@ class LightningTask(TaskModule):
         """Make one optimizer step, of the batches whose step returns a loss."""
         if not (self.may_skip and pairs):
             return super().optimize(engine, pairs)
-        with self.hooks.skipping(engine, pairs) as skipped:
-            rows, seen = engine.accumulate(pairs)
-            if not skipped.leave_out(engine.parameters):
-                return Optimized([], applied=False)
-            rows = skipped.kept(rows)
-            applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
-            return Optimized(rows, applied, norm, seen)
+        skipped = self.hooks.skipped = Skipped(engine, pairs)
+        rows, seen = engine.accumulate(pairs)
+        if not skipped.leave_out(engine.parameters):
+            return Optimized([], applied=False)
+        rows = skipped.kept(rows)
+        applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
+        return Optimized(rows, applied, norm, seen)
 
     def validation_step(self, batch: Batch) -> Any:
         """Run the module's validation step.
