@@ -14,8 +14,9 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, duels, quiet
 from torch.utils.data import DataLoader, Subset
 
-from drivetrain import CheckpointConfig, DivergenceError, LambdaCallback, LossSpike, OptimizerConfig
+from drivetrain import CheckpointConfig, LambdaCallback, LossSpike, OptimizerConfig
 from drivetrain.checkpoint import read_manifest
+from drivetrain.core.errors import DivergenceError
 
 POLICY = CheckpointConfig(every="4 steps", keep_last=99, best=0, by=None)
 SIZE, COUNT = 4, 30

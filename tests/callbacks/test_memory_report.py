@@ -11,15 +11,9 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 
-from drivetrain import (
-    EmptyCache,
-    LambdaCallback,
-    MemoryConfig,
-    MemoryReport,
-    MemoryUse,
-    OptimizerConfig,
-    TaskModule,
-)
+from drivetrain import LambdaCallback, MemoryConfig, MemoryReport, OptimizerConfig, TaskModule
+from drivetrain.callbacks import EmptyCache
+from drivetrain.engine.memory_profile import MemoryUse
 
 SIZE, BLOCKS = 64, 4
 ELEMENTS = 2 * BLOCKS * SIZE * SIZE

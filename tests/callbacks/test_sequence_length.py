@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, SequenceLength, TaskModule, ramp
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
+from drivetrain.callbacks import SequenceLength
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.stages import ramp
 
 LENGTHS = {0: 3, 2: 5, 4: 9}
 

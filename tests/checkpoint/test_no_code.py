@@ -21,7 +21,8 @@ PLANNERS = {"default_planner", "metadata", "planner"}
 # Each with the reason why no file says what is run or imported there; the first five are on a load path.
 KNOWN = {
     "core/lazy.py": ["importlib"],  # the packages' own tables of names
-    "core/public.py": ["importlib"],  # our own modules, by a fixed table
+    "core/public.py": ["importlib", "pkgutil"],  # our own modules, by a fixed table
+    "core/synonyms.py": ["importlib"],  # the data file beside it
     "distributed/secret.py": ["pickle"],  # objects between ranks, read once their signature is right
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code

@@ -40,7 +40,7 @@ def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
         "checkpoint.save_top_k 1": "Here it is called 'best'.",
         f"{STOPPING}.monitor x": "called 'metric'",
         "callbacks drivetrain.EarlyStoping": "Did you mean 'EarlyStopping'?",
-        "callbacks drivetrain.Every": "drivetrain.Every is no Callback",
+        "callbacks drivetrain.core.intervals.Every": "drivetrain.core.intervals.Every is no Callback",
         "loggers+=drivetrain.CSVLogger": "a value is missing: give --trainer.loggers.directory VALUE",
         "strategy ddp --trainer.strategy.bucket_md 50": "Did you mean 'bucket_mb'?",
         "strategy ddp --trainer.strategy.bucket_mb 0": "bucket_mb=...) must be a positive number",

@@ -6,13 +6,13 @@ from typing import Any
 
 from tests.support.refusals import assert_refused
 
-from drivetrain import ConfigError, Every, ramp
+from drivetrain import ConfigError
 from drivetrain.core.errors import CheckpointError
-from drivetrain.core.intervals import Trigger
+from drivetrain.core.intervals import Every, Trigger
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import host_state, load_host_state
 from drivetrain.core.registry import Registry
-from drivetrain.core.stages import Stages
+from drivetrain.core.stages import Stages, ramp
 from drivetrain.core.validation import check_names, count, duration, flag, number, one_of
 
 COUNTED = Progress(7, 21, 84, 4_000_000_000_000, 2, 3, 9, 36, 1, 12.345678901234567)

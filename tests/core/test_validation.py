@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tests.core.test_refusals import COUNTED
 
-from drivetrain import Every, ramp
+from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
-from drivetrain.core.stages import Stages, stages_or_number
+from drivetrain.core.stages import Stages, ramp, stages_or_number
 from drivetrain.core.validation import count, duration, flag, number, one_of
 
 

@@ -9,9 +9,10 @@ import torch
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import Callback, CheckpointConfig, LambdaCallback, RankFailure
+from drivetrain import Callback, CheckpointConfig, LambdaCallback
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.stopping import Poll, Stopping
 from drivetrain.strategies.ddp import DDP
 from drivetrain.testing.distributed import run_distributed

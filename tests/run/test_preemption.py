@@ -19,9 +19,10 @@ from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, LambdaCallback, Preempted, PreemptionConfig
+from drivetrain import CheckpointConfig, LambdaCallback, PreemptionConfig
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.core.errors import Preempted
 from drivetrain.distributed import signals
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs signals")

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from drivetrain import CheckpointConfig, LambdaCallback, Progress, Totals
+from drivetrain import CheckpointConfig, LambdaCallback
+from drivetrain.core.progress import Progress
+from drivetrain.core.totals import Totals
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
 from drivetrain.task.model_info import ModelInfo
 

@@ -13,7 +13,8 @@ from tests.strategies.test_whole_weights import EXAMPLES, Found, assert_alike, b
 from tests.support.xla import apart, make, trainer
 from torch.utils.data import DataLoader
 
-from drivetrain import ConfigError, Trainer, XLAReport
+from drivetrain import ConfigError, Trainer
+from drivetrain.callbacks import XLAReport
 from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "strategies" / "xla.md"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain.core.public import HOMES
+from drivetrain.core.public import HOMES, package_with
 
 
 def exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -29,9 +29,12 @@ def exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
         if name not in module_of:
             # Not imported above: importing the package alone must stay cheap.
             synonyms = importlib.import_module("drivetrain.core.synonyms")
-            told = f"{package} has no {name!r}. {synonyms.help_with(name, module_of, 'name')}"
+            home = package_with(name)
+            told = f"It is {home}.{name}" if home else synonyms.help_with(name, module_of, "name")
+            told = f"{package} has no {name!r}. {told}"
             # `from drivetrain import X` replaces an AttributeError by an error without our hint.
-            if sys._getframe(1).f_code.co_name == "_handle_fromlist" and synonyms.row(name, "name"):
+            is_known = home or synonyms.row(name, "name")
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist" and is_known:
                 raise ImportError(told)
             raise AttributeError(told)
         value = getattr(importlib.import_module(module_of[name]), name)

@@ -118,7 +118,7 @@ class TaskModule(nn.Module):
         if name in _OF_FIT and not isinstance(value, _OF_FIT[name][0]):
             kind, what = _OF_FIT[name]
             raise ConfigError(
-                f"{type(self).__name__}.{name} is {what}, a drivetrain.{kind.__name__}. Choose another name"
+                f"{type(self).__name__}.{name} is {what}, a {kind.__name__}. Choose another name"
                 " for the attribute"
             )
         super().__setattr__(name, value)

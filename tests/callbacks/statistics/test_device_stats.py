@@ -15,7 +15,7 @@ from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import DeviceStats
+from drivetrain.callbacks import DeviceStats
 
 OF_HOST = {"cpu_percent": 12.0, "memory_percent": 34.0, "swap_percent": 5.0, "process_cpu_percent": 90.0}
 OF_HOST |= {"process_memory_bytes": 1000.0, "disk_free_bytes": 2000.0}

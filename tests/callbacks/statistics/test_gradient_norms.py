@@ -9,7 +9,8 @@ from tests.support.tasks import pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain import Callback, GradientNorms, OptimizerConfig, Run, TaskModule
+from drivetrain import Callback, OptimizerConfig, Run, TaskModule
+from drivetrain.callbacks import GradientNorms
 
 
 class Layers(TaskModule):  # two layers, a parameter of its own, and an unused layer

@@ -7,7 +7,8 @@ from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 from tests.support.waits import WATCH, Language, batches
 
-from drivetrain import ActivationStats, CheckpointConfig, DeviceStats, WeightHistograms
+from drivetrain import CheckpointConfig
+from drivetrain.callbacks import ActivationStats, DeviceStats, WeightHistograms
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
-from drivetrain import Callback, Run, WeightHistograms
+from drivetrain import Callback, Run
+from drivetrain.callbacks import WeightHistograms
 from drivetrain.core.registry import is_installed
 from drivetrain.loggers import Histogram
 from drivetrain.testing import run_distributed

@@ -15,10 +15,10 @@ from tests.support.tasks import pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Preempted, TaskModule, Trainer
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule, Trainer
 from drivetrain.checkpoint import verify
 from drivetrain.cli.main import main
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError, Preempted
 from drivetrain.integrations.hub import CardData, Publish, push
 from drivetrain.integrations.hub.client import HubError, client
 from drivetrain.testing import run_distributed

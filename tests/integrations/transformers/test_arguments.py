@@ -16,8 +16,9 @@ from tests.integrations.transformers.families import loader, model, rows
 from tests.support.refusals import assert_refused
 from tests.support.site import site_script
 
-from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Totals
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
 from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteError
+from drivetrain.core.totals import Totals
 from drivetrain.task.optim.build import build_optimizer
 from drivetrain.task.task import known_fit
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigError, Engine, FSDPConfig, MissingDependencyError, OptimizerConfig, TaskModule
+from drivetrain import ConfigError, Engine, FSDPConfig, OptimizerConfig, TaskModule
 from drivetrain.checkpoint import load_weights
+from drivetrain.core.errors import MissingDependencyError
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.float8 import RECIPES, Float8
