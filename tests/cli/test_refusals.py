@@ -19,6 +19,8 @@ def test_mistakes_in_the_arguments_of_fit(refuse):
         "--task shapes.ready --data shapes.data": "not a TaskModule",
         "--data shapes.data": "which task?",
         "--model shapes.Shapes": "Here it is called '--task'",
+        "--epochs 3": "called 'max_epochs'. The Trainer's arguments are written --trainer.NAME",
+        "--max-epochs 3": "write --trainer.max_epochs",
         "--task shapes.Shapes": "no data to train on",
         f"{SHAPES} --train-data shapes.ready": "give one of them",
         f"{SHAPES} --trainer.max_epoch 3": "Did you mean 'max_epochs'?",

@@ -267,6 +267,13 @@ def test_an_argument_given_to_the_wrong_place_is_answered_with_the_right_one() -
         "seed": (lambda: drivetrain.FSDPConfig(seed=1), "Trainer(seed=...)"),
         "schedule": (lambda: quiet(schedule="cosine"), "OptimizerConfig(schedule=...)"),
         "ckpt_path": (lambda: quiet(ckpt_path="x"), "trainer.fit(resume=...)"),
+        "save": (lambda: quiet().predict(Regression(), pairs(), save="x"), "Here it is called 'save_to'"),
+        "restore": (
+            lambda: drivetrain.EarlyStopping("validation/loss", restore_best_weights=True),
+            "restore_best=True",
+        ),
+        "direction": (lambda: drivetrain.CheckpointConfig(direction="max"), 'mode="max"'),
+        "every": (lambda: drivetrain.CheckpointConfig(every=True), "CheckpointConfig: every: True"),
         "misspelt": (lambda: quiet(max_epoch=3), "Did you mean 'max_epochs'?"),
     }
     assert_refused(ConfigError, configs)

@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
     **dict.fromkeys(("data_seed", "num_workers"), ((-1, ""),)),
     **dict.fromkeys(("log_first_step", "train_metrics"), ((1, ""),)),
     "max_epochs": ((-0.5, ""), (float("inf"), "")),
-    "max_time": (("3 steps", "is not a time"), ("3 parsecs", "'parsecs'"), (timedelta(0), "positive")),
+    "max_time": (("3 steps", "positive time"), ("3 parsecs", "max_time must"), (timedelta(0), "positive")),
     "strategy": (("cup", "did you mean 'cpu'"), ("fsdp2", "called 'fsdp'"), ("npu", "ascend"), (3, "")),
     "devices": (("two", ""), ([0, 0], "different indices")),
     "precision": (("bf16", "called 'bf16-mixed'"), (8, "'8'", "'bf16-mixed'")),

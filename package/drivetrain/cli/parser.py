@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -35,11 +36,11 @@ class Parser(argparse.ArgumentParser):
                 each for each in self._option_string_actions if each.startswith("--") and each != "--help"
             ]
             name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
-            hint = (
-                nearest(unknown[0], options)
-                if row(name, "option") is None
-                else help_with(name, options, "option")
-            )
+            if row(name, "option") is not None:
+                hint = help_with(name, options, "option")
+            else:
+                of_trainer = _of_trainer(name) if "--task" in options else None
+                hint = of_trainer or nearest(unknown[0], options)
             raise ConfigError(f"{self.prog}: unknown argument {unknown[0]}. {hint}")
         return found, []
 
@@ -60,3 +61,16 @@ class Parser(argparse.ArgumentParser):
         """Add the options of all commands that print results."""
         self.add_argument("--json", action="store_true", help="print JSON")
         self.add_argument("--debug", action="store_true", help="show the traceback of every error")
+
+
+def _of_trainer(name: str) -> str | None:
+    """Return how to write an argument of the Trainer, ours or another library's; None for any other name."""
+    from drivetrain.trainer.trainer import Trainer  # torch too: for this error alone
+
+    arguments = inspect.signature(Trainer).parameters
+    if name in arguments:
+        return f"It is an argument of the Trainer: write --trainer.{name}."
+    if row(name, "argument", "Trainer") is None:
+        return None
+    told = help_with(name, arguments, owner="Trainer").partition(" Allowed: ")[0]
+    return f"{told} The Trainer's arguments are written --trainer.NAME."

@@ -111,11 +111,15 @@ def duration(name: str, value: str | float | timedelta | None) -> float | None:
     """
     if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
         return None if value is None else number(f"{name} (in seconds)", value, above=0)
-    found = Every(value).seconds
+    try:
+        found = Every(value).seconds
+    except ConfigError:  # its message is about intervals of steps too
+        found = None
     if found is None:
         raise ConfigError(
-            f"{name}={value!r} is not a time; give seconds, a timedelta, or a text such as '2 hours'. Updates"
-            " and epochs are limited by max_steps and max_epochs"
+            f"{name} must be a positive time, not {value!r}: a number of seconds, a timedelta, or a text in"
+            " seconds, minutes or hours, such as '2 hours'. Updates and epochs are limited by max_steps and"
+            " max_epochs"
         )
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain import CheckpointError, ConfigError, EpochMetric, LambdaCallback
 from drivetrain.checkpoint import pack, unpack
-from drivetrain.engine.metrics.declared import DeclaredMetrics
+from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
 
 CPU = torch.device("cpu")
 CLASSES = 4
@@ -152,6 +152,7 @@ def test_refusals_of_metrics() -> None:
     broken = {**stored, "metrics": {"it": {"own": {}, "members": []}}}
     cases: dict[str, tuple[Any, ...]] = {
         "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
+        "a list": (lambda: declared_by(variant(metrics=lambda _: [one])()), "such as {'accuracy'"),
         "no metric": (declare({"accuracy": nn.Linear(1, 1)}), "['accuracy']", "update, compute, reset"),
         "two names": (declare({"a": one, "b": one}), "'a'", "'b'"),
         "no state": (DeclaredMetrics({"count": one}, CPU).state_dict, "'count'", "train_metrics=False"),

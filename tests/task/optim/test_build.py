@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_refusals_of_optimizer_config():
         ),
         "a group's option": (config(groups=ParameterGroup("head.*", momentum=1)), "'head.*'"),
         "schedule": (config(schedule="cosin"), "'cosine'"),
-        "of torch": (config(schedule=torch.optim.lr_scheduler.StepLR), "torch scheduler"),
+        "of torch": (config(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=2)), "class StepLR"),
         "fused in 16 bits": (lambda: built("sgd", half, fused=True), "torch.bfloat16", "on cpu"),
         "torch's own": (lambda: built(betas=(2.0, 0.9)), "'adamw' refuses", "Invalid beta parameter"),
         "for a pair": (config(betas=0.9), "betas takes 2 numbers, such as (0.9, 0.999), not 0.9"),

@@ -107,7 +107,10 @@ class CheckpointConfig:
         if self.name is not None:
             check_name(self.name)
         if self.every is not None:
-            object.__setattr__(self, "every", Every(self.every))
+            try:
+                object.__setattr__(self, "every", Every(self.every))
+            except ConfigError as error:
+                raise ConfigError(f"CheckpointConfig: every: {error}") from None
 
     @property
     def interval(self) -> Every | None:

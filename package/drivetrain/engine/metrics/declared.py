@@ -46,10 +46,21 @@ def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict
 def declared_by(task: Any) -> Any:
     """Return what a task's `metrics` returns, a module of several, such as torchmetrics' MetricCollection, as
     a mapping: its metrics by their names.
+
+    Raises:
+        ConfigError: It returns neither None nor a mapping.
     """
     metrics = task.metrics()
     items: Any = getattr(metrics, "items", None)
-    return dict(items()) if isinstance(metrics, torch.nn.Module) and callable(items) else metrics
+    if isinstance(metrics, torch.nn.Module) and callable(items):
+        return dict(items())
+    check_no_class("metrics()", metrics)
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(
+            "metrics() must return a mapping of names to metrics, such as {'accuracy': Accuracy(...)}, not"
+            f" a {type(metrics).__name__}"
+        )
+    return metrics
 
 
 class DeclaredMetrics:
@@ -66,11 +77,6 @@ class DeclaredMetrics:
     """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, ranks: Ranks = ALONE) -> None:
-        check_no_class("metrics()", metrics)
-        if not isinstance(metrics, Mapping):
-            raise ConfigError(
-                f"metrics() must return a mapping of names to metrics, not a {type(metrics).__name__}"
-            )
         names: dict[int, str] = {}
         for name, metric in metrics.items():
             check_no_class(f"metrics()[{name!r}]", metric)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -295,10 +296,9 @@ def _check_schedule(config: OptimizerConfig) -> None:
         # Built once with a dummy length of the run: a wrong option is refused here, not in the run.
         make_schedule(schedule, 0, 1, config.schedule_options)
         return
-    if isinstance(schedule, LRScheduler) or (
-        isinstance(schedule, type) and issubclass(schedule, LRScheduler)
-    ):
-        given = f", here the class {schedule.__name__}" if isinstance(schedule, type) else ""
+    made = schedule.func if isinstance(schedule, partial) else schedule
+    if isinstance(made, LRScheduler) or (isinstance(made, type) and issubclass(made, LRScheduler)):
+        given = f", here the class {made.__name__}" if isinstance(made, type) else ""
         raise ConfigError(
             "schedule takes a name or a function from the update's number to a factor, not a"
             f" torch scheduler{given}. To use one, let configure_optimizers return a callable that gives"
