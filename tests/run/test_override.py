@@ -153,6 +153,10 @@ def test_a_resume_keeps_the_settings_of_the_checkpoint(
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["kept_of_checkpoint"]["default"]["0 lr"] == "0.1"
     fit(tmp_path, stepped(), resume="auto")  # the checkpoint records what was used
+    caplog.set_level("INFO")  # of a formula there is nothing to keep, and the user is told
+    fit(tmp_path / "named", configured(schedule="cosine"))
+    fit(tmp_path / "named", configured(schedule="linear"), resume="auto", override=["keep-optimizer"])
+    assert "goes on with settings that have changed: schedule was 'cosine' and is now 'linear'" in caplog.text
 
 
 def test_a_decay_ends_in_a_resume(tmp_path: Path) -> None:

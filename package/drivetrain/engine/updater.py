@@ -87,7 +87,7 @@ class Updater:
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
-    def take_given(self, before: Mapping[str, str], override: str) -> str:
+    def take_given(self, before: Mapping[str, str], override: str) -> tuple[str, str]:
         """Settle what the user gives now and gave to the run that a checkpoint is of.
 
         Args:
@@ -96,8 +96,8 @@ class Updater:
                 "" for neither.
 
         Returns:
-            A text of the changes that the run goes on with, or of those that it keeps out; empty if there are
-            none.
+            A text of the changes that the run keeps out, and one of those that it goes on with; empty if
+            there are none. A named schedule is no part of the state that is kept.
 
         Raises:
             ConfigError: There are some, and `override` is empty.
@@ -106,7 +106,10 @@ class Updater:
         if override == KEEP:  # loading the state has restored them
             self.kept = {name: old for name, (old, _) in changed.items() if is_restored(name)}
             self.given |= self.kept
-            return described({name: changed[name] for name in self.kept})
+            return (
+                described({name: changed[name] for name in self.kept}),
+                described({name: change for name, change in changed.items() if name not in self.kept}),
+            )
         text = described(changed)
         if changed and not override:
             raise ConfigError(
@@ -115,7 +118,7 @@ class Updater:
                 " the checkpoint, give them again, or override=['keep-optimizer']"
             )
         apply_changes(changed, self._fresh, self.optimizer, self.torch_schedule)
-        return text
+        return "", text
 
     @property
     def scheduler(self) -> Any:

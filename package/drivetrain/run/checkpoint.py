@@ -25,7 +25,6 @@ from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, 
 from drivetrain.run.run import Run
 from drivetrain.task.attributes import generators_of
 from drivetrain.task.model_info import info_of
-from drivetrain.task.optim.given import KEEP
 from drivetrain.task.optim.state import TRAINED, take_averages
 from drivetrain.task.stored import pack_hparams
 
@@ -230,7 +229,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
         _take_over(run, snapshot, tree)
         for name, before in tree["given"].items():
             try:
-                text = run.engine.updaters[name].take_given(before, override)
+                kept_out, taken = run.engine.updaters[name].take_given(before, override)
             except ConfigError as error:
                 was, size = len(tree.get("ranks", ())) + 1, run.engine.data_ranks.size
                 if was != size:
@@ -239,13 +238,13 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
                         " the program scales by their number changes with it"
                     )
                 raise
-            if text and data and run.is_main and override == KEEP:
+            if kept_out and data and run.is_main:
                 _LOG.warning(
-                    f"the optimizer keeps the settings of the checkpoint, not those of the program: {text}."
-                    " Trainer.fit(..., override=['optimizer']) takes those of the program"
+                    f"the optimizer keeps the settings of the checkpoint, not those of the program: {kept_out}"
+                    ". Trainer.fit(..., override=['optimizer']) takes those of the program"
                 )
-            elif text and data and run.is_main:
-                _LOG.info(f"the optimizer goes on with settings that have changed: {text}")
+            if taken and data and run.is_main:
+                _LOG.info(f"the optimizer goes on with settings that have changed: {taken}")
         if run.train_feed is not None and data:
             run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
             if run.is_main:
