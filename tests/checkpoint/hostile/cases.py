@@ -120,7 +120,9 @@ def prepare(directory):
     objects = {"state": state, "hparams": {"values": {}, "unstored": []}}
     snapshot = Snapshot(groups, objects, {"updates": 1, "epoch": 0})
     DirectoryCheckpointIO().save(str(directory / "c"), snapshot)
-    trainer = quiet(max_epochs=1, run_dir=directory / "run", checkpoint=CheckpointConfig(by=None, best=0))
+    options = {"max_epochs": 1, "log_every": "50 steps"}  # values are left that no log point has taken
+    policy = CheckpointConfig(by=None, best=0)
+    trainer = quiet(**options, run_dir=directory / "run", checkpoint=policy)
     trainer.fit(Regression(), pairs())
 
 
