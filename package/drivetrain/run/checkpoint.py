@@ -240,8 +240,8 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
                 raise
             if kept_out and data and run.is_main:
                 _LOG.warning(
-                    f"the optimizer keeps the settings of the checkpoint, not those of the program: {kept_out}"
-                    ". Trainer.fit(..., override=['optimizer']) takes those of the program"
+                    "the optimizer keeps the settings of the checkpoint, not those of the program:"
+                    f" {kept_out}. Trainer.fit(..., override=['optimizer']) takes those of the program"
                 )
             if taken and data and run.is_main:
                 _LOG.info(f"the optimizer goes on with settings that have changed: {taken}")
