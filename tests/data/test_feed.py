@@ -105,10 +105,12 @@ def test_data_with_a_state_of_its_own_is_resumed_after_any_window(kind: Any) -> 
 def test_tensors_that_disagree_about_the_number_of_samples_are_named_once() -> None:
     graph = {"edges": torch.zeros(2, 7), "nodes": torch.zeros(5, 3), "scale": torch.tensor(1.0)}
     collated = DataLoader([graph] * 4, batch_size=2, collate_fn=lambda samples: samples[0])
+    whole = {"edges": torch.zeros(4), "nodes": torch.zeros(4)}
     boxes = [(torch.zeros(2, 3), [{"boxes": torch.zeros(5, 4)}])]  # of each image; they count no samples
     for data, measure, many in (
         ([graph] * 3, Measure(), 1),
         (iter([graph] * 3), Measure(), 1),
+        ([whole, graph, whole], Measure(), 1),
         ([graph], Measure(weight=lambda batch: 5), 0),
         (collated, Measure(), 0),
         (boxes, Measure(), 0),

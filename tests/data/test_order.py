@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.messages import warned
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from drivetrain.data import as_source
@@ -43,6 +44,25 @@ def first(count: int, epoch: int = 0, position: int = 0, **options: Any) -> list
     found = [batch.tolist() for batch, _, _ in itertools.islice(read.batches(epoch, position), count)]
     read.close()
     return found
+
+
+def test_a_sampler_that_gives_more_or_less_than_its_length_is_named_once_in_any_epoch() -> None:
+    class Changing(Sampler[Any]):
+        given: tuple[list[int], ...] = ([0], [1], [2])
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.given)
+
+        def __len__(self) -> int:
+            return 3
+
+    sampler = Changing()
+    read = as_source(DataLoader(Numbers(), batch_sampler=sampler), "training", 5)
+    assert len(list(read.batches(0, 0))) == 3
+    sampler.given = ([0], [1])
+    with warned(r"sampler \(Changing\) gave 2 entries in epoch 1, and its length is 3") as found:
+        assert [len(list(read.batches(epoch, 0))) for epoch in (1, 2)] == [2, 2]
+    assert len(found) == 1
 
 
 def test_shuffled_epochs_differ_and_each_is_itself_in_any_process_and_after_a_resume() -> None:

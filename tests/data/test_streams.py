@@ -245,6 +245,12 @@ def test_a_stream_that_ends_elsewhere_than_at_its_length_says_so(length: int, wo
         assert source.count() == length
         with warned(f"ended after 24 batches, and its length is {length}: {words}"):
             assert len(list(source.batches(0, 0))) == 24
+    whole = Sized(24)
+    source = as_source(whole, "training", seed=0, batch_size=1)
+    list(source.batches(0, 0))
+    whole.length = length  # a later epoch is compared too
+    with warned(f"ended after 24 batches, and its length is {length}: {words}"):
+        list(source.batches(1, 0))
 
 
 def test_workers_that_do_not_divide_a_stream_are_named() -> None:

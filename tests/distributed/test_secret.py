@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,12 @@ class Replayed:  # a store in which a stranger has put the random texts of an ea
         return [b"earlier"] * len(keys) if "nonce" in keys[0] else self._store.multi_get(keys)
 
 
-def has_another(replayed: bool) -> str:
+def has_another(fault: str) -> str:
     rank, found = torch.distributed.get_rank(), distributed_c10d._get_default_store
-    if replayed:
+    if fault == "replayed":
         distributed_c10d._get_default_store = lambda: Replayed(found())
     else:
-        os.environ[secret.SECRET] = f"the secret of rank {rank}"
+        os.environ[secret.SECRET] = "short" if fault == "short" and rank else f"the secret of rank {rank}"
     try:
         return _refused(lambda: secret.authenticate(rank, 2))
     finally:
@@ -98,11 +99,28 @@ def test_the_store_of_one_machine_listens_on_its_loopback_alone() -> None:
     del store
 
 
+def test_a_port_that_takes_connections_and_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWERS", timedelta(seconds=0.1))
+    monkeypatch.delenv(meeting.STORE, raising=False)
+    for name in (interfaces.GLOO, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    before = {*threading.enumerate()}
+    with socket.create_server(("127.0.0.1", 0)) as line:
+        port = line.getsockname()[1]
+        one = Meeting(1, 2, "127.0.0.1", port, one_machine=True)
+        told = _refused(lambda: one.store(timedelta(minutes=1)))
+    for each in {*threading.enumerate()} - before:
+        each.join(300)  # the closed port ends it
+    assert f"127.0.0.1:{port} is no store of torch's: it takes connections and does not answer" in told
+
+
 @needs_gloo
-@pytest.mark.parametrize("replayed", [False, True])
-def test_a_rank_with_another_secret_or_an_earlier_key_is_named_on_all(replayed: bool) -> None:
-    for rank, told in enumerate(on_two_ranks(has_another, replayed)):
-        assert f"rank {1 - rank} has another secret than rank {rank}" in told
+@pytest.mark.parametrize("fault", ["another", "replayed", "short"])
+def test_a_rank_with_another_secret_or_an_earlier_key_is_named_on_all(fault: str) -> None:
+    for rank, told in enumerate(on_two_ranks(has_another, fault)):
+        is_short = fault == "short" and rank == 1
+        other = f"rank {1 - rank} has another secret than rank {rank}"
+        assert (f"{secret.SECRET} has 5 characters" if is_short else other) in told
         assert "Set DRIVETRAIN_SECRET to the same text" in told
 
 
@@ -123,6 +141,8 @@ def test_the_secret_of_a_user_is_a_file_that_only_this_user_reads(
     assert "is not a file" in _refused(secret.secret)
     monkeypatch.setenv(secret.SECRET, "short")
     assert "DRIVETRAIN_SECRET has 5 characters" in _refused(secret.secret)
+    monkeypatch.setenv(secret.SECRET, "\udcff" * 20)  # a byte that is no UTF-8
+    assert "DRIVETRAIN_SECRET has bytes that are no text" in _refused(secret.secret)
 
 
 needs_root = pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs Linux's root")

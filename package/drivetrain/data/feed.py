@@ -389,7 +389,7 @@ class Feed:
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         """Yield the counted micro-batches of this process."""
         weigh, count_tokens, cut = self._measure.weight, self._measure.tokens, self._cut
-        number = 0
+        number, checked = 0, -1
         if limit is not None and limit <= 0:
             return
         lengths = self._lengths()
@@ -426,7 +426,8 @@ class Feed:
                     if is_placeholder:  # multiplied, because a weight may be a tensor on the device
                         weight, samples, tokens = weight * 0, 0, 0
                     counted = MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
-                if number == 0 and self._checks_samples:
+                if samples != checked and self._checks_samples:
+                    checked = samples
                     self._check_samples(counted)
                 number += 1
                 yield counted
@@ -439,9 +440,12 @@ class Feed:
         if number == 0 and position == 0:
             raise self._empty(epoch)
 
-    def _check_samples(self, first: MicroBatch) -> None:
-        """Warn once if the tensors of an epoch's first batch disagree about its number of samples."""
-        found = {} if first.bad or first.batch is None else first_dimensions(first.batch)
+    def _check_samples(self, micro: MicroBatch) -> None:
+        """Warn once if the tensors of a batch disagree about its number of samples.
+
+        Looked at are an epoch's first batch and each that has another number than the one before.
+        """
+        found = {} if micro.bad or micro.batch is None else first_dimensions(micro.batch)
         if not found:
             return
         self._checks_samples = False
@@ -449,7 +453,7 @@ class Feed:
             listed = ", ".join(f"{name}: {size}" for name, size in list(found.items())[:8])
             _LOG.warning(
                 f"the tensors of a batch of the {self.source.name} data differ in their first dimension"
-                f" ({listed}). {batch_size(first.batch)}, that of the first one, is taken as its number of"
+                f" ({listed}). {batch_size(micro.batch)}, that of the first one, is taken as its number of"
                 " samples, by which its loss is weighted against those of other batches. The task's"
                 " loss_weight(batch), if it is defined, returns the number instead"
             )

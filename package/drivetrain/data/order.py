@@ -89,6 +89,7 @@ class Order:
         self._epoch = -1
         self._indices: Any = range(size)
         self._drawn: _Drawn | None = None
+        self._length_told = False
 
     def indices(self, epoch: int) -> Any:
         """Return all indices of an epoch as a range, tensor or list; for a sampler with a length."""
@@ -118,8 +119,16 @@ class Order:
 
     def _draw(self, sampler: Iterable[Any], epoch: int) -> _Drawn:
         states = [copy.deepcopy(each.state_dict()) if has_state(each) else None for each in _owners(sampler)]
-        drawn, is_sized = self.drawn(sampler, epoch), _length(sampler) is not None
+        length = _length(sampler)
+        drawn, is_sized = self.drawn(sampler, epoch), length is not None
         first = list(drawn if is_sized else islice(drawn, _PIECE))
+        if is_sized and len(first) != length and not self._length_told:
+            self._length_told = True
+            _LOG.warning(
+                f"the {self._name} data's sampler ({type(sampler).__name__}) gave {len(first)} entries in"
+                f" epoch {epoch}, and its length is {length}. The epoch ends after those that it gave;"
+                " correct its __len__, which the schedule relies on"
+            )
         self._drawn = _Drawn(epoch, states, first, None if is_sized else drawn)
         return self._drawn
 

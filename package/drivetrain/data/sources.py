@@ -348,10 +348,10 @@ class IterableSource(Source):
 
     def _check_length(self, number: int) -> None:
         length = None if self._length_checked else self._length()
-        self._length_checked = True
         # Each worker's last batch may be short, so that there are more, or left out.
         if length is None or abs(number - length) < max(self._workers, 1):
             return
+        self._length_checked = True
         what = f"the {self.name} data ended after {number} batches, and its length is {length}"
         if number < length:
             _LOG.warning(

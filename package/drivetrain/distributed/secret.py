@@ -76,10 +76,13 @@ def secret() -> bytes:
             f"the secret that the ranks sign their messages with cannot be made or read: {error}."
             f" {_HOW.format(path)}"
         ) from error
+    source = SECRET if given is not None else path
     if len(found.strip()) < _SHORTEST:
-        source = SECRET if given is not None else path
         raise StrategyError(f"{source} has {len(found.strip())} characters. {_HOW.format(path)}")
-    return found.strip().encode()
+    try:
+        return found.strip().encode()
+    except UnicodeEncodeError as error:
+        raise StrategyError(f"{source} has bytes that are no text. {_HOW.format(path)}") from error
 
 
 def _read(path: Path) -> str:
@@ -118,7 +121,11 @@ def authenticate(rank: int, world_size: int) -> None:
     nonces = store.multi_get([_NONCE.format(number, each) for each in range(world_size)])
     # Not what the store says of this rank: an earlier job's nonces would make its messages valid again.
     nonces[rank] = nonce.encode()
-    key = hmac.digest(secret(), b" ".join(nonces), "sha256")
+    try:
+        key = hmac.digest(secret(), b" ".join(nonces), "sha256")
+    except StrategyError:
+        store.set(_PROOF.format(number, rank), "")  # so that the others do not wait for it
+        raise
     store.set(_PROOF.format(number, rank), _proof(key, rank))
     proofs = store.multi_get([_PROOF.format(number, each) for each in range(world_size)])
     others = [

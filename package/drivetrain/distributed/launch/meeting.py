@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,6 +63,9 @@ _SHOWN = 8
 
 _LIMIT = timedelta(minutes=30)
 """The limit of a store for groups that are not formed here, as torch's own."""
+
+_ANSWERS = timedelta(seconds=30)
+"""The time in which a store that takes connections answers too."""
 
 _TRY = 3.0
 """Seconds that one attempt to connect may take."""
@@ -159,11 +163,33 @@ class Meeting:
         self._choose_interface()
         if self.number == 0 and not self.is_hosted:
             return self._host(timeout)
-        found = self._reach(host)
-        try:
-            return TCPStore(found, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        except RuntimeError as error:
-            raise StrategyError(f"{self._place()} is no store of torch's: {error}") from error
+        return self._connected(self._reach(host), timeout)
+
+    def _connected(self, host: str, timeout: timedelta) -> Store:
+        """Return the store of another process at an address where somebody takes connections."""
+        made: list[TCPStore | RuntimeError] = []
+
+        def connect() -> None:
+            try:
+                made.append(
+                    TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWERS)
+                )
+            except RuntimeError as error:
+                made.append(error)
+
+        # In a thread: torch has no limit for the first answer of a port that takes connections.
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(2 * _ANSWERS.total_seconds())  # torch's pauses between its tries come on top
+        found = made[0] if made else RuntimeError("it takes connections and does not answer")
+        if isinstance(found, RuntimeError):
+            reason = str(found).partition("\n")[0]
+            raise StrategyError(
+                f"{self._place()} is no store of torch's: {reason}. Another program may have the port. Give a"
+                f" free port of {self.each} 0's machine, the same for all"
+            ) from found
+        found.set_timeout(timeout)
+        return found
 
     def wait(
         self, store: Store, check: Callable[[], None] = lambda: None, limit: float | None = None
