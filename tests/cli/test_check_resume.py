@@ -49,8 +49,8 @@ while True:
 
 
 TOLD = {
-    CAUGHT: "failed after update 1: ZeroDivisionError: division by zero",
-    CATCHES_ALL: "6 updates, killed, resumed at update 3: the runs are identical",
+    CAUGHT: "failed after step 1: ZeroDivisionError: division by zero",
+    CATCHES_ALL: "6 steps, killed, resumed at step 3: the runs are identical",
 }
 
 

@@ -1,4 +1,4 @@
-"""`drivetrain check-resume`: run a program through, kill and resume it, and report what was not saved."""
+"""`drivetrain check-resume`: run a program through, kill and resume it, and report the first difference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from drivetrain.cli.parser import Parser
 from drivetrain.testing.resume.check import Check, check_program
 
 _EPILOG = """\
-Run the first 10 updates of a script, save after 5, kill after 7 and resume:
+Run the first 10 steps of a script, save after 5, kill after 7 and resume:
   drivetrain check-resume train.py --batch-size 32
-Save earlier, with an epoch that ends within the updates:
+Save earlier, with an epoch that ends within the steps:
   drivetrain check-resume --updates 8 --save-after 3 --epoch 4 train.py
 Run two processes, or this package's command line:
   drivetrain check-resume --nproc 2 train.py
@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
         words: The words after `drivetrain check-resume`.
 
     Raises:
-        ConfigError: Inconsistent numbers, or a program that does not exist.
+        ConfigError: Inconsistent numbers, a program that does not exist, or a pattern that matches no name.
         ProgramError: The program fails, or trains nothing.
     """
     parsed = _parser().parse_args(words)
@@ -48,14 +48,14 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--updates", type=int, default=10, metavar="N", help="updates to compare; default: 10")
+    add("--updates", type=int, default=10, metavar="N", help="steps to compare; default: 10")
     add(
         "--save-after",
         type=int,
         metavar="N",
-        help="save after this update, kill at most two later; default: in the middle",
+        help="save after this step, kill at most two later; default: in the middle",
     )
-    add("--epoch", type=int, metavar="N", help="updates in each epoch; default: the program's")
+    add("--epoch", type=int, metavar="N", help="steps in each epoch; default: the program's")
     add("--fit", type=int, default=1, metavar="N", help="the fit to check; default: the program's first")
     add("--nproc", type=int, metavar="N", help="processes to start; default: the program starts its own")
     add(
@@ -63,7 +63,7 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="names that may differ, such as 'callback History.*'; may be repeated",
+        help="names of values and weights that may differ, such as 'history/*'; may be repeated",
     )
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for each run; default: 600")
     add("-m", "--module", action="store_true", help="the program is a module, as for python -m")

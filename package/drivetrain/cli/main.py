@@ -34,7 +34,7 @@ _LISTS = {
 }
 _OTHERS = {
     "launch": "start a program as several processes, on one machine or many",
-    "check-resume": "kill and resume a program, and name what was not saved",
+    "check-resume": "kill and resume a program, and name the first difference",
     "profile": "train a program for some steps, and say what the time went to",
     "checkpoint": "list, show, verify, export, push, compare and import checkpoints",
     "runs": "list runs, and show what the time of one went to",

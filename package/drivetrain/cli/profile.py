@@ -86,7 +86,7 @@ class _FirstFit:
         self._steps = steps
         self._run_dir = run_dir
 
-    def begins(self, trainer: RunSettings, task: Any, data: tuple[Any, ...]) -> Mapping[str, Any]:
+    def begins(self, trainer: RunSettings) -> Mapping[str, Any]:
         """Return the settings to replace."""
         self.evaluates(trainer)
         self.has_begun = True

@@ -17,13 +17,11 @@ Settings = TypeVar("Settings", bound=RunSettings)
 class Observer(Protocol):
     """An object that is called before a Trainer's verb builds its run, and that may change its arguments."""
 
-    def begins(self, trainer: RunSettings, task: Any, data: tuple[Any, ...]) -> Mapping[str, Any]:
+    def begins(self, trainer: RunSettings) -> Mapping[str, Any]:
         """Observe the start of a fit.
 
         Args:
             trainer: The Trainer's settings.
-            task: The task.
-            data: The training and the validation data, as given.
 
         Returns:
             Arguments that replace the Trainer's, and "resume" to replace that.
@@ -49,20 +47,18 @@ def observing(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def observed(
-    trainer: Settings, fit: tuple[Any, tuple[Any, ...]] | None = None, resume: str | None = None
-) -> tuple[Settings, str | None]:
+def observed(trainer: Settings, is_fit: bool, resume: str | None = None) -> tuple[Settings, str | None]:
     """Return the Trainer of a verb and its `resume`, as the observer changes them.
 
     Args:
         trainer: The Trainer.
-        fit: The task and the data of a fit; None for a validation, test or prediction.
+        is_fit: Whether the verb is a fit, not a validation, test or prediction.
         resume: As given to `fit`.
     """
     observer = _observer.get()
     if observer is None:
         return trainer, resume
-    changes = dict(observer.evaluates(trainer) if fit is None else observer.begins(trainer, *fit))
+    changes = dict(observer.begins(trainer) if is_fit else observer.evaluates(trainer))
     resume = changes.pop("resume", resume)
     return dataclasses.replace(trainer, **changes), resume
 

@@ -362,7 +362,7 @@ class Trainer(RunSettings):
         Yields the settings, the run, and its saver unless checkpoints are off.
         """
         overrides = _overrides(override, resume)
-        trainer, resume = observed(self, (task, (train_data, validation_data)), resume)
+        trainer, resume = observed(self, is_fit=True, resume=resume)
         trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
         with Preemption(self.preemption) as preemption:
             run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
@@ -507,7 +507,7 @@ class Trainer(RunSettings):
         self, stage: str, task: TaskModule, data: Any, checkpoint: str | None, metrics: bool = True
     ) -> Iterator[Run]:
         """Build a validation, test or prediction, and run the block inside its error boundary."""
-        trainer, _ = observed(self)
+        trainer, _ = observed(self, is_fit=False)
         trainer = as_tried(trainer, stage)
         if trainer.dry_run is not None and str(checkpoint).partition(":")[0] in ("best", "last"):
             checkpoint = None  # the trial of a fit has saved none

@@ -1,12 +1,11 @@
-"""What a checkpoint does not hold is found by killing a run and going on, wherever it is kept."""
+"""What no checkpoint holds is found by killing a run and going on, and the report says where they differ."""
 
-import importlib
 import os
 import random
-import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, Trainer
 from drivetrain.core.errors import ConfigError
 from drivetrain.testing import assert_resumable
-from drivetrain.testing.resume import report
 from drivetrain.testing.resume.check import ProgramError
-
-RNG = random.Random(7)
 
 Fit = tuple[Trainer, TaskModule, Any]
 
@@ -127,77 +123,47 @@ def test_several_processes_are_compared_rank_by_rank() -> None:
     def forgetful() -> Fit:
         return trainer(strategy="ddp", devices=2), Counting(), loader()
 
-    with pytest.raises(AssertionError, match=r"on rank 0: loss of micro-batch 0(.|\n)*not saved: task\.own"):
+    with pytest.raises(AssertionError, match="on rank 0: the loss of step 2: "):
         assert_resumable(forgetful, world_size=2, updates=4)
 
 
-class Recurrent(nn.Module):  # continues from the state that the batch before has left
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 3)
-        self.hidden: tuple[Tensor, Tensor] | None = None
+class Scaled(Net):  # its callback changes the loss
+    scale = 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor
-        out, (h, c) = self.lstm(x, self.hidden)
-        self.hidden = h.detach(), c.detach()
-        return out
+    def factor(self) -> float | Tensor:
+        return self.scale
 
 
-def counted() -> Any:
-    calls = [0]
+class Scales(Callback):  # counts steps and evaluations, and has none of it saved
+    def __init__(self, logs: bool = False) -> None:
+        self.seen, self.logs = 0, logs
 
-    def fraction(*_: Any) -> float:
-        calls[0] += 1
-        return 1 / calls[0]
+    def on_step_start(self, run: Any) -> None:
+        self.seen += 1
+        if self.logs:
+            run.log("seen", self.seen)
+        else:
+            run.task.scale = self.seen
 
-    return fraction
 
-
-class Forgetting(Counting):  # keeps what a step depends on in every place that no checkpoint has
-    calls = 0
-
+class Averaging(Net):  # in a buffer that no checkpoint holds, and nothing depends on it
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.ones(2), persistent=False)
-        self.encoder = Recurrent()
-        self.recent: list[float] = []
-        fraction = counted()
-        self.net.register_forward_hook(lambda module, inputs, outputs: outputs * fraction())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.encoder(x))
 
     def factor(self) -> float | Tensor:
-        Forgetting.calls += 1
-        self.recent = [*self.recent[-3:], len(self.recent)]
         self.mean = self.mean * 1.1
-        return super().factor() * RNG.random() * Forgetting.calls * self.mean.sum() * (1 + sum(self.recent))
-
-    def loss(self, outputs: Tensor, batch: Any, seen: list[int] = []) -> Tensor:  # noqa: B006
-        seen.append(1)  # in a default, which lasts for as long as the function
-        return super().loss(outputs, batch) * len(seen)
-
-    def configure_optimizers(self) -> Any:
-        def make(parameters: Any) -> Any:
-            optimizer = torch.optim.SGD(parameters, lr=1e-9)  # the factors are large
-            return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, counted())
-
-        return make
+        return 1.0
 
 
-class Counts(Callback):  # counts updates and evaluations, keeps the best, and has none of it saved
+class Recurrent(Net):  # continues from the tensor that the batch before has left
     def __init__(self) -> None:
-        self.seen = self.evaluations = 0
-        self.best: float | None = None
+        super().__init__()
+        self.hidden = torch.ones(1)
 
-    def on_step_end(self, run: Any) -> None:
-        self.seen += 1
-
-    def on_evaluation_end(self, run: Any) -> None:
-        self.evaluations += 1
-        self.best = run.metrics["validation/loss"]
-        run.log("evaluations", self.evaluations)
+    def factor(self) -> float | Tensor:
+        last, self.hidden = self.hidden, self.hidden * 1.1
+        return last.sum()
 
 
 class Numbered(Sums):  # counts what it is asked for
@@ -209,77 +175,70 @@ class Numbered(Sums):  # counts what it is asked for
         return self.asked
 
 
-def test_what_nobody_saves_is_named_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_CANDIDATES", 100)  # the processes are copies of this one
+class Stream(IterableDataset[dict[str, Tensor]]):  # draws its order from a generator of its own
+    def __init__(self) -> None:
+        self.own = random.Random(7)
 
-    def make() -> Any:
-        chosen = trainer(callbacks=[Counts()], validate_every="2 steps")
-        return chosen, Forgetting(), loader(Numbered()), loader()
-
-    with pytest.raises(AssertionError) as caught:
-        assert_resumable(make, updates=6, save_after=3)
-    text = str(caught.value)
-    named = (
-        "resumed at update 3: the run differs from the uninterrupted one",
-        r"data samples of micro-batch 0: samples that the uninterrupted run never read",
-        r"not saved: buffer mean: (.|\n)*persistent=False",
-        r"test_resumable\.RNG: as in a new process, expected random\.Random",
-        r"Forgetting\.calls: 0, expected 7",
-        r"task\.encoder\.hidden\[0\]: nothing, expected norm",
-        r"task\.recent: list of 0: \[\], expected list of 4",
-        r"Forgetting\.loss's default seen: list of 0: \[\], expected list of 7",
-        r"net's forward hook 0 with fraction with calls: list of 1: \[0\], expected list of 1: \[7\]",
-        r"scheduler\[0\] with calls: list of 1",
-        r"callback Counts\.seen: 0, expected 3",
-        r"callback Counts\.evaluations: 0, expected 1",
-        r"callback Counts\.best: None, expected",
-        r"train data\.dataset\.asked: 0, expected 12",
-    )
-    assert not [each for each in named if not re.search(each, text)], text
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from map(Sums().__getitem__, self.own.sample(range(16), 16))
 
 
-def test_a_callbacks_attribute_is_named_also_where_nothing_depends_on_it_yet() -> None:
-    def make() -> Fit:
-        trainer(max_steps=2).fit(
-            Net(), loader()
-        )  # the fit that is returned is checked, and not one before it
-        return trainer(callbacks=[Counts()]), Net(), loader()
-
-    with pytest.raises(
-        AssertionError, match=r"computed values agree so far(.|\n)*Counts\.seen: 0, expected 5"
-    ):
-        assert_resumable(make)
-    assert_resumable(make, ignore=["callback Counts.*"])
+def reordered() -> Fit:
+    return trainer(max_epochs=None, max_steps=9), Net(), DataLoader(Stream(), batch_size=4)
 
 
-MODULES = {
-    "begins": """
-from tests.testing.resume.test_resumable import Net, loader, trainer
+Made = Callable[[], Any]
 
-class Helped(Net):
-    def factor(self):
-        from helps import own
-        return own.random()
-
-def make():
-    return trainer(), Helped(), loader()
-""",
-    "helps": "import random\nown = random.Random(3)",
+FORGETS: dict[str, tuple[Made, str]] = {
+    "a counter of the task": (
+        lambda: (trainer(), Counting(), loader()),
+        r"step 3: the run differs(.|\n)*the loss of step 4: .*; differences after it: \d+(.|\n)*A step dep",
+    ),
+    "a counter of a callback that changes the loss": (
+        lambda: (trainer(callbacks=[Scales()]), Scaled(), loader()),
+        r"first difference: the loss of step 4: ",
+    ),
+    "a counter that a callback logs": (
+        lambda: (trainer(callbacks=[Scales(logs=True)]), Net(), loader()),
+        r"first difference: the value 'seen' of step 4: (.|\n)*computed from an attribute",
+    ),
+    "a buffer": (
+        lambda: (trainer(), Averaging(), loader()),
+        r"buffer 'mean' after step 4: (.|\n)*not restored: buffer 'mean' after step 3(.|\n)*persistent=False",
+    ),
+    "a tensor in an attribute": (
+        lambda: (trainer(), Recurrent(), loader()),
+        r"the loss of step 4: (.|\n)*\ntraining changes tensors that no checkpoint holds: 'hidden' of Rec",
+    ),
+    "a counter of the data": (
+        lambda: (trainer(), Net(), loader(Numbered())),
+        "the samples of step 4 differ: samples that the uninterrupted run never read",
+    ),
+    "an order that is drawn anew": (
+        reordered,
+        r"the samples of step 4 differ: (.|\n)*The order of the data is drawn anew",
+    ),
 }
 
 
-def test_modules_that_the_fit_imports_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in MODULES.items():
-        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    begins = importlib.import_module("begins")
-    try:
-        importlib.import_module("helps")
-        with pytest.raises(AssertionError, match=r"not saved: helps\.own: as in a new process"):
-            assert_resumable(begins.make, updates=6, save_after=3)
-    finally:
-        for name in MODULES:
-            sys.modules.pop(name)
+@pytest.mark.parametrize("name", FORGETS)
+def test_the_first_difference_is_named_with_its_step_its_kind_and_likely_causes(name: str) -> None:
+    make, text = FORGETS[name]
+    with pytest.raises(AssertionError, match=text):
+        assert_resumable(make, updates=6, save_after=3, epoch=2)
+
+
+def test_values_and_weights_are_ignored_by_name_and_a_name_of_nothing_is_an_error() -> None:
+    def make() -> Fit:
+        # The fit that is returned is checked, and not one before it.
+        trainer(max_steps=2).fit(Net(), loader())
+        return trainer(callbacks=[Scales(logs=True)]), Averaging(), loader()
+
+    assert_resumable(make, updates=6, ignore=["se*", "mean"])
+    with pytest.raises(
+        ConfigError, match=r"a name like ignore='callback Scales\.\*'; the nearest names are '"
+    ):
+        assert_resumable(make, updates=6, ignore=["mean", "callback Scales.*"])
 
 
 class Chaotic(Net):
@@ -294,8 +253,8 @@ class Chaotic(Net):
 def test_a_run_that_is_never_the_same_is_told_from_one_that_forgets() -> None:
     with pytest.raises(AssertionError, match="two runs from the start already differ") as caught:
         assert_resumable(lambda: (trainer(), Chaotic(), loader()))
-    assert "state that differed before: task.own: random.Random at" in str(caught.value)
-    assert "after update 1: loss of micro-batch 0" in str(caught.value)
+    assert "first difference: the loss of step 1: " in str(caught.value)
+    assert "Seed every generator" in str(caught.value)
 
 
 def test_what_cannot_be_checked_says_why() -> None:
@@ -305,7 +264,7 @@ def test_what_cannot_be_checked_says_why() -> None:
     def broken() -> Fit:
         raise RuntimeError("no data today")
 
-    with pytest.raises(ConfigError, match=r"made 3 updates, too few to continue after a resume at update 5"):
+    with pytest.raises(ConfigError, match=r"made 3 steps, too few to continue after a resume at step 5"):
         assert_resumable(make, save_after=5)
     with pytest.raises(ConfigError, match=r"save_after=9 of 5 updates"):
         assert_resumable(make, updates=5, save_after=9)
@@ -314,17 +273,16 @@ def test_what_cannot_be_checked_says_why() -> None:
 
 
 PROGRAM = """
-import random
 import sys
 
 from drivetrain import Trainer
 from tests.testing.resume.test_resumable import Counting, loader
 
-chance = random.Random(int(sys.argv[1]))
+assert sys.argv[1] == "1"
 settings = {"strategy": "cpu", "loggers": (), "run_dir": "run"}
 Trainer(max_steps=3, **settings).fit(Counting(), loader())
 for step in Trainer(max_epochs=3, **settings).steps(Counting(), loader(), resume="auto"):
-    chance.random()
+    pass
 sys.exit("so short a training is not good enough")
 """
 
@@ -338,8 +296,6 @@ def test_a_program_is_checked_as_it_is_by_the_command(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=3600, env=env)
     assert done.returncode == 1, done.stderr
     # The second fit goes on from the first one's end, is saved three updates later and killed.
-    assert "6 updates, killed, resumed at update 6: the run differs from the uninterrupted one" in done.stdout
-    assert "first difference, after update 7: loss of micro-batch 0" in done.stdout
-    assert "not saved: task.own: " in done.stdout
-    assert "not saved: __main__.chance: as in a new process" in done.stdout
+    assert "6 steps, killed, resumed at step 6: the run differs from the uninterrupted one" in done.stdout
+    assert "first difference: the loss of step 7: " in done.stdout
     assert [each.name for each in tmp_path.iterdir()] == ["train.py"]

@@ -21,7 +21,6 @@ from drivetrain.core.validation import count
 from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.resume.fits import RunRecorder
-from drivetrain.testing.resume.program_state import is_program_module
 from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recording
 from drivetrain.testing.resume.report import Report, compare
 from drivetrain.testing.resume.rows import read
@@ -45,12 +44,12 @@ class Check:
     """The settings of a check.
 
     Attributes:
-        updates: Updates to compare.
-        save_after: The update to save after. The run is killed at most two updates later. The default is in
+        updates: Steps to compare.
+        save_after: The step to save after. The run is killed at most two steps later. The default is in
             the middle.
-        epoch: Updates in each epoch, so that the comparison covers the end of one. By default epochs keep
+        epoch: Steps in each epoch, so that the comparison covers the end of one. By default epochs keep
             their length.
-        ignore: Patterns of names that may differ, such as "callback History.*".
+        ignore: Patterns of the names of values and weights that may differ, such as "history/*" or "net.0.*".
         timeout: Time limit of each of the three runs, in seconds; None disables it.
         fit: The fit of the program to check, counted from 1. Earlier fits run unchanged.
 
@@ -89,7 +88,7 @@ def check_program(program: Sequence[str], check: Check, nproc: int | None = None
         nproc: Processes to start with `drivetrain launch`. By default one is started, which may start others.
 
     Raises:
-        ConfigError: The program does not exist, or makes too few updates.
+        ConfigError: The program does not exist, or makes too few steps.
         ProgramError: The program fails, or trains nothing. The message ends with its last lines of output.
     """
     check_exists(program)
@@ -144,25 +143,24 @@ def assert_resumable(
     """Check that a run that is killed and resumed equals an uninterrupted one, to the last bit.
 
     Each of the three runs has its own processes. The Trainer's `run_dir`, `checkpoint`, `loggers` and
-    `log_every` are replaced, so nothing is written to the directories they name. Of the modules that are
-    loaded, those are compared that `make`'s module imports, directly or not, and those of the fit's objects.
+    `log_every` are replaced, so nothing is written to the directories they name.
 
     Args:
         make: Returns a new Trainer, task, training data and optionally validation data at each call. It must
             be importable on systems that spawn processes.
-        updates: Updates to compare.
-        save_after: The update to save after. The run is killed at most two updates later. The default is in
+        updates: Steps to compare.
+        save_after: The step to save after. The run is killed at most two steps later. The default is in
             the middle.
-        epoch: Updates in each epoch, so that the comparison covers the end of one. By default epochs keep
+        epoch: Steps in each epoch, so that the comparison covers the end of one. By default epochs keep
             their length.
-        ignore: Patterns of names that may differ, such as "callback History.*".
+        ignore: Patterns of the names of values and weights that may differ, such as "history/*" or "net.0.*".
         world_size: The number of processes.
         timeout: Time limit of each of the three runs, in seconds.
 
     Raises:
-        AssertionError: The runs differ. The message names the first difference and the state that was not
-            saved.
-        ConfigError: The numbers are inconsistent, or the fit makes too few updates.
+        AssertionError: The runs differ. The message names the first difference and its likely causes.
+        ConfigError: The numbers are inconsistent, the fit makes too few steps, or nothing has a name that
+            a pattern of `ignore` matches.
         ProgramError: `make` or the fit fails.
     """
     count("world_size", world_size, at_least=1)
@@ -215,9 +213,7 @@ def _child(make: Callable[[], Sequence[Any]], recording: Recording, log: Path) -
 
 
 def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
-    name = getattr(make, "__module__", None)
-    module = name if is_program_module(name) else None
-    recorder = RunRecorder(replace(recording, fit=sys.maxsize, module=module))
+    recorder = RunRecorder(replace(recording, fit=sys.maxsize))
     with observing(recorder):
         trainer, task, *data = make()  # may run fits itself
         recorder.checks_next()
@@ -230,16 +226,16 @@ def _check(start: _Start, check: Check) -> Report:
             directory, UNINTERRUPTED, check.updates, check.save_after, check.epoch, check.fit
         )
         _run_to_end(start, uninterrupted)
-        made = min(len(each.updates) for each in read(directory, UNINTERRUPTED))
+        made = min(len(each.steps) for each in read(directory, UNINTERRUPTED))
         save_after = _middle(made) if check.save_after is None else check.save_after
         if made <= save_after:
             raise ConfigError(
-                f"the program made {made} updates, too few to continue after a resume at update {save_after}."
+                f"the program made {made} steps, too few to continue after a resume at step {save_after}."
                 " Let it train longer, save earlier, or check another of its fits"
             )
         _run_and_kill(start, replace(uninterrupted, kind=KILLED, save_after=save_after, updates=made))
         _run_to_end(start, replace(uninterrupted, kind=RESUMED, save_after=save_after))
-        if read(directory, RESUMED)[0].start == read(directory, UNINTERRUPTED)[0].start:
+        if read(directory, RESUMED)[0].base == read(directory, UNINTERRUPTED)[0].base:
             raise ProgramError(
                 "the resumed run found no checkpoint of the killed run and started from the beginning"
             )
@@ -247,7 +243,7 @@ def _check(start: _Start, check: Check) -> Report:
 
 
 def _middle(updates: int) -> int:
-    """Return an odd update near the middle: the recorded runs log at even ones, never at the save."""
+    """Return an odd step near the middle: the recorded runs log at even ones, never at the save."""
     return max(updates // 2 - 1, 1) | 1
 
 
@@ -266,7 +262,7 @@ def _run_to_end(start: _Start, recording: Recording) -> None:
     code, output = start(recording)
     recorded = read(recording.directory, recording.kind)
     failed = next((each.failed for each in recorded if each.failed is not None), None)
-    if failed is None and recorded and all(each.end is not None for each in recorded):
+    if failed is None and recorded and all(each.is_whole for each in recorded):
         return  # an error after the fit may come from the short training
     what = "ended without a Trainer's fit or steps; a loop over Engine alone is not recorded"
     if failed is not None:
@@ -281,7 +277,7 @@ def _run_and_kill(start: _Start, recording: Recording) -> None:
     recorded = read(recording.directory, recording.kind)
     if not any(each.killed for each in recorded):  # the other ranks may have been killed because of it
         raise ProgramError(
-            f"the run ended with exit code {code} before it could be killed, soon after update"
+            f"the run ended with exit code {code} before it could be killed, soon after step"
             f" {recording.save_after}{_last(output)}"
         )
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import deque
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,6 @@ from torch import Tensor
 
 _FULL_BYTES = 64 << 20
 """Arrays of up to this many bytes are hashed completely, larger ones at evenly spaced bytes."""
-
-_FULL_ELEMENTS = 1000
-"""Containers of up to this many elements are compared completely, longer ones at both ends."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -62,75 +57,30 @@ def tensor_text(tensor: Tensor) -> str:
     return where
 
 
-def generator_text(generator: Any) -> str | None:
-    """Return the state of a random generator as a text, or None for any other object."""
-    if isinstance(generator, random.Random):
-        state = () if isinstance(generator, random.SystemRandom) else generator.getstate()
-        return f"random.Random at {short(repr(state).encode())}"
-    if isinstance(generator, np.random.Generator):
-        return f"numpy.random.Generator at {short(_state(generator.bit_generator.state))}"
-    if isinstance(generator, np.random.RandomState):
-        return f"numpy.random.RandomState at {short(_state(generator.get_state()))}"
-    if isinstance(generator, torch.Generator):
-        return f"torch.Generator at {short(generator.get_state().numpy().tobytes())}"
-    return None
+def digest(value: Any) -> str:
+    """Return a hash of a nested state. An object that holds neither numbers nor text counts by its type."""
+    parts: list[str] = []
 
+    def walk(each: Any) -> None:
+        if isinstance(each, Tensor):
+            parts.append(tensor_text(each))
+        elif isinstance(each, np.ndarray):
+            content = repr(each).encode() if each.dtype.hasobject else np.ascontiguousarray(each).tobytes()
+            parts.append(f"{each.shape} {each.dtype} {short(content)}")
+        elif isinstance(each, Mapping):
+            for key in each:
+                parts.append(str(key))
+                walk(each[key])
+        elif isinstance(each, (list, tuple, deque)):
+            for inner in each:
+                walk(inner)
+        elif isinstance(each, (set, frozenset)):
+            parts.append(repr(sorted(each, key=repr)))
+        else:
+            parts.append(repr(each) if isinstance(each, (*_PLAIN, np.generic)) else type(each).__name__)
 
-def _state(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, Mapping):
-        return b";".join(key.encode() + _state(each) for key, each in value.items())
-    if isinstance(value, tuple):
-        return b",".join(map(_state, value))
-    return repr(value).encode()
-
-
-def leaf_text(value: Any) -> str | None:
-    """Return the text of a value that is compared as one piece, or None if its elements are compared."""
-    if isinstance(value, Tensor):
-        return tensor_text(value)
-    if isinstance(value, np.ndarray):
-        sampled = (
-            value if value.nbytes <= _FULL_BYTES else value.reshape(-1)[:: -(-value.nbytes // _FULL_BYTES)]
-        )
-        content = (
-            repr(sampled).encode() if sampled.dtype.hasobject else np.ascontiguousarray(sampled).tobytes()
-        )
-        return f"array {value.shape} {short(str(value.dtype).encode() + content)}"
-    found = generator_text(value)
-    if found is not None:
-        return found
-    if isinstance(value, (*_PLAIN, np.generic, count, range)):
-        text = _plain_text(value)
-        return text if len(text) <= 60 else f"{text[:40]}... {short(text.encode())}"
-    if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return _plain_elements(value)
-    return None
-
-
-def _plain_text(value: Any) -> str:
-    # Python refuses to write an integer of over 4,300 decimal digits.
-    return hex(value) if isinstance(value, int) and value.bit_length() > 10_000 else repr(value)
-
-
-def _plain_elements(value: Any) -> str | None:
-    """Return the text of a container of plain values, or None if it holds others."""
-    some = ends(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
-    if not all(isinstance(each, (*_PLAIN, np.generic)) for each in some):
-        return None
-    text = f"[{', '.join(map(_plain_text, some))}]"
-    shown = text if len(text) <= 60 else short(text.encode())
-    return f"{type(value).__name__} of {len(value)}: {shown}"
-
-
-def ends(values: Any) -> list[Any]:
-    """Return the elements of a container, or those at both ends of a long one."""
-    if len(values) <= _FULL_ELEMENTS:
-        return list(values)
-    if not isinstance(values, (list, tuple, range)):
-        values = list(values)
-    return [*values[: _FULL_ELEMENTS // 2], *values[-(_FULL_ELEMENTS // 2) :]]
+    walk(value)
+    return short("\n".join(parts).encode())
 
 
 def batch_texts(batch: Any) -> list[str]:

@@ -45,7 +45,7 @@ class RunRecorder:
         """Record the next fit, however many there were before it."""
         self._recording = dataclasses.replace(self._recording, fit=self._fits + 1)
 
-    def begins(self, trainer: RunSettings, task: Any, data: tuple[Any, ...]) -> Mapping[str, Any]:
+    def begins(self, trainer: RunSettings) -> Mapping[str, Any]:
         """Return the settings to replace for a fit that begins."""
         recording = self._recording
         if self._fits >= recording.fit:
@@ -58,14 +58,14 @@ class RunRecorder:
         changes["progress_bar"] = False
         if not checked:
             return changes
-        # Its warning is left out: the comparison shows whether anything depends on such tensors.
-        logger(unsaved_tensors.__name__).setLevel(logging.ERROR)
         every = None
         if recording.kind == KILLED:  # the interval must pass once after the first update
             every = f"{first_update(recording.directory) + (recording.save_after or 0)} steps"
         policy = self._policies(trainer, f"fit-{self._fits}")[0]
         changes["checkpoint"] = dataclasses.replace(policy, every=every, best=0, by=None, name=None)
-        self._recorder = Recorder(recording, data, tuple(trainer.callbacks))
+        self._recorder = Recorder(recording)
+        # The comparison shows whether anything depends on such tensors, and the report names them only then.
+        logger(unsaved_tensors.__name__).addFilter(self._takes)
         changes["callbacks"] = (*trainer.callbacks, self._recorder)
         changes["log_every"] = f"{recording.log_every} steps"
         if recording.epoch is not None:
@@ -103,6 +103,12 @@ class RunRecorder:
         if any(each.directory is not None for each in chosen_policies(trainer.checkpoint)):
             changes["checkpoint"] = self._policies(trainer, "")
         return changes
+
+    def _takes(self, record: logging.LogRecord) -> bool:
+        """Record a warning of tensors that no checkpoint holds, in place of showing it."""
+        if self._recorder is not None:
+            self._recorder.warned(record.getMessage().partition(". ")[0])
+        return False
 
     def _end_program(self) -> NoReturn:
         """End the program, and kill the process at once if the program caught the first SystemExit."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from drivetrain.testing.resume.recording import TIMED
+
+Values = dict[tuple[str, str], str]
+"""The recorded values as texts, by kind and name."""
 
 
 class Recorded:
@@ -17,50 +18,54 @@ class Recorded:
         file: The file to read.
 
     Attributes:
-        start: The row written before the first update, or None.
-        next: The row written at the start of the first update after the save, or None.
-        updates: The row of each update.
-        end: The last row of a fit that ended without an exception, or None.
-        killed: Whether the run was killed at the chosen update.
-        failed: The exception that ended the run, and the update before it, or None.
-        timed: Name patterns of logged values that measure time.
+        base: The step before the first, or None if the fit did not begin.
+        begin: The state before the first step.
+        steps: The values of each step, and the state after it.
+        logged: The values logged at each step.
+        is_whole: Whether the fit ended without an exception.
+        killed: Whether the run was killed at the chosen step.
+        failed: The exception that ended the run, and the step before it, or None.
+        timed: Name patterns of logged values that measure time, with a name that each matches.
+        unsaved: The tensors that no checkpoint holds, in the words of a warning; empty if there was none.
     """
 
     def __init__(self, file: Path) -> None:
-        self.start: Mapping[str, Any] | None = None
-        self.next: Mapping[str, Any] | None = None
-        self.updates: dict[int, Mapping[str, Any]] = {}
-        self.end: Mapping[str, Any] | None = None
-        self.killed = False
+        self.base: int | None = None
+        self.begin: Values = {}
+        self.steps: dict[int, Values] = {}
+        self.logged: dict[int, Values] = {}
+        self.is_whole = self.killed = False
         self.failed: str | None = None
-        self.timed: set[str] = set()
+        self.timed: dict[str, str] = {}
+        self.unsaved = ""
         for line in file.read_text(encoding="utf-8").splitlines():
             if not line.endswith("}"):  # the rank was killed while it wrote this line
                 continue
             row = json.loads(line)
-            if row["kind"] == "start":
-                self.start = row
-            elif row["kind"] == "next":
-                self.next = row
-            elif row["kind"] == "update":
-                self.updates[row["update"]] = row
-            elif row["kind"] == "end":
-                self.end = row
-            elif row["kind"] == "failed":
-                self.failed = f"after update {row['update']}: {row['error']}"
+            kind, step, items = row["kind"], row["step"], row.get("items", ())
+            values = {(part, name): text for part, name, text in items if part != TIMED}
+            self.timed.update((name, text) for part, name, text in items if part == TIMED)
+            if kind == "start":
+                self.base, self.begin = step, values
+            elif kind == "step":
+                self.steps[step] = values
+            elif kind == "logged":
+                self.logged.setdefault(step, {}).update(values)
+            elif kind == "failed":
+                self.failed = f"after step {step}: {row['text']}"
+            elif kind == "unsaved":
+                self.unsaved = row["text"]
             else:
-                self.killed = True
-            self.timed.update(name for part, name, _ in row.get("items", ()) if part == TIMED)
+                self.is_whole, self.killed = self.is_whole or kind == "end", self.killed or kind == "killed"
 
-    def items(self, update: int, after_end: bool = False) -> dict[str, str]:
-        """Return the values computed in an update, by name."""
-        row = self.end if after_end else self.updates[update]
-        items = (row or {"items": ()})["items"]
-        return {f"{part} {name}": text for part, name, text in items if part != TIMED}
+    def values(self, step: int) -> Values:
+        """Return the values of a step, those that are logged last."""
+        return {**self.steps.get(step, {}), **self.logged.get(step, {})}
 
-    def program_state(self, update: int) -> dict[str, str]:
-        """Return the state of the program's objects after an update, by place."""
-        return dict(self.updates[update]["program state"])
+    def names(self) -> set[str]:
+        """Return the names of all values, with those that measure time."""
+        each = [self.begin, *self.steps.values(), *self.logged.values()]
+        return {name for values in each for _, name in values} | {*self.timed, *self.timed.values()}
 
 
 def read(directory: Path, kind: str) -> list[Recorded]:
