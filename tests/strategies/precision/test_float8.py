@@ -145,7 +145,7 @@ def test_float8_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         },
     )
     monkeypatch.setattr("drivetrain.strategies.precision.float8.is_installed", lambda package: False)
-    with pytest.raises(MissingDependencyError, match=r"'drivetrain\[fp8\]'"):
+    with pytest.raises(MissingDependencyError, match=r"'drivetrain\[torchao\]'"):
         quiet(precision="fp8")
 
 
