@@ -194,8 +194,11 @@ def test_buffers_objects_and_hidden_modules_are_named_where_the_checkpoint_lacks
             super().__init__(lambda task: task.add())
             self.line.register_buffer("mean", torch.zeros(2), persistent=False)
             self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("dropped", torch.zeros(2))
             self.register_state_dict_post_hook(
-                lambda module, state, prefix, _: state.pop(prefix + "scale") and None
+                lambda module, state, prefix, _: (
+                    [state.pop(prefix + each) for each in ("scale", "dropped")] and None
+                )
             )
             self.average, self.hidden, self.unused = Average(self.line), [nn.Linear(2, 2)], Average(self.line)
             self.stored, self.left_out = torch.zeros(2), torch.zeros(2)
@@ -203,7 +206,14 @@ def test_buffers_objects_and_hidden_modules_are_named_where_the_checkpoint_lacks
 
         def add(self) -> None:
             self.average.add(self.line)
-            states = self.line.mean, self.hidden[0].bias, self.stored, self.left_out, self.numbers
+            states = (
+                self.line.mean,
+                self.hidden[0].bias,
+                self.stored,
+                self.left_out,
+                self.numbers,
+                self.dropped,
+            )
             with torch.no_grad():
                 for number, each in enumerate(states, 1):
                     each += self.calls * number
@@ -216,7 +226,7 @@ def test_buffers_objects_and_hidden_modules_are_named_where_the_checkpoint_lacks
 
     (text,) = told(Lacking(), tmp_path, max_epochs=1)
     named = set(re.findall("'([a-z._]+)'", text.partition(" of Lacking")[0]))
-    assert named == {"line.mean", "average", "hidden", "left_out", "scale"}
+    assert named == {"line.mean", "average", "hidden", "left_out", "scale", "dropped"}
 
 
 class WithExtra(Recurrent):

@@ -67,13 +67,12 @@ class _Mark(NamedTuple):
 class UnsavedTensors:
     """Finds tensors that training changes, that steps read, and that no checkpoint holds.
 
-    It checks buffers with `persistent=False`, trained parameters that the state dict leaves out, and a
-    module's plain attributes, with what is in their containers and in objects of the user's classes. In the
-    second update of a program, each call of torch in the task's step is looked at, and again in an update
-    after a save, if a tensor has changed that no step was seen to read. A tensor that is written whole before
-    it is read is a record or scratch memory, and one that only grows is a cache. Nobody sees who reads an
-    array of numpy: those are named that are changed in place. Compiled code is not looked at, so that there
-    each change counts.
+    It checks buffers and trained parameters that the state dict leaves out, and a module's plain attributes,
+    with what is in their containers and in objects of the user's classes. In the second update of a program,
+    each call of torch in the task's step is looked at, and again in an update after a save, if a tensor has
+    changed that no step was seen to read. A tensor that is written whole before it is read is a record or
+    scratch memory, and one that only grows is a cache. Nobody sees who reads an array of numpy: those are
+    named that are changed in place. Compiled code is not looked at, so that there each change counts.
 
     Args:
         engine: Runs the task's steps, and has made the first update of this program.
@@ -81,7 +80,10 @@ class UnsavedTensors:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._marks = {name: _marks(each) for name, each in _candidates(engine.task)}
+        task = engine.task
+        buffers = {clean_name(name) for name, _ in task.named_buffers()}
+        self._dropped = buffers - {*map(clean_name, task.state_dict())} if buffers else buffers
+        self._marks = {name: _marks(each) for name, each in _candidates(task, self._dropped)}
         self._known: set[str] = set()
         self._watch: _Watch | None = None
         self._watched: set[_Place] = set()
@@ -99,7 +101,7 @@ class UnsavedTensors:
         self._watch = watch = _Watch(
             {
                 (name, place): tensor
-                for name, each in _candidates(engine.task)
+                for name, each in _candidates(engine.task, self._dropped)
                 if name in names
                 for place, tensor in each.tensors.items()
                 if isinstance(tensor, Tensor)
@@ -138,7 +140,7 @@ class UnsavedTensors:
         """
         weights = saved.tensors["model"]
         skipped = self._known | weights.keys()
-        now = {name: each for name, each in _candidates(task) if name not in skipped}
+        now = {name: each for name, each in _candidates(task, self._dropped) if name not in skipped}
         needed = {name: self._needed(name, each) for name, each in now.items()}
         changed = [name for name, each in needed.items() if each]
         if unread := [name for name, each in needed.items() if each is None]:
@@ -338,13 +340,13 @@ class _Candidate(NamedTuple):
     by_value: bool = False
 
 
-def _candidates(task: nn.Module) -> Iterator[tuple[str, _Candidate]]:
-    """Yield buffers that are not persistent and attributes with tensors, by full name."""
+def _candidates(task: nn.Module, dropped: Collection[str]) -> Iterator[tuple[str, _Candidate]]:
+    """Yield the buffers that the state dict drops and attributes with tensors, by full name."""
     own = {id(each) for each in task.parameters()}
     for prefix, module in modules_of(task):
-        for name in module._non_persistent_buffers_set:
-            if (buffer := module._buffers.get(name)) is not None:
-                yield clean_name(prefix + name), _Candidate({None: buffer}, by_value=True)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (full := clean_name(prefix + name)) in dropped:
+                yield full, _Candidate({None: buffer}, by_value=True)
         for name, value in attributes_of(module):
             tensors = _tensors(value, own)
             # torch's weight_norm, spectral_norm and pruning compute the tensor in each forward.
