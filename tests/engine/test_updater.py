@@ -190,6 +190,7 @@ def test_refusals_of_configure_optimizers(tmp_path: Path) -> None:
     cases: dict[str, tuple[Any, ...]] = {
         "built early": (fit(early), "too early", "lambda params: torch.optim.SGD(params"),
         "nothing": (fit({}), "empty mapping"),
+        "no return": (fit(None), "is a `return` missing"),
         "a text by name": (fit({"line": "adamw"}), "'line'", "OptimizerConfig"),
         "plateau": (fit(made(ReduceLROnPlateau)), "schedule='reduce_on_plateau'"),
         "no such submodule": (fit(misspelt), "'generater'"),

@@ -269,8 +269,9 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
         return specs
     if isinstance(configured, OptimizerConfig) or callable(configured):
         return {DEFAULT: configured}
+    given = "nothing (is a `return` missing?)" if configured is None else f"a {type(configured).__name__}"
     raise ConfigError(
-        f"configure_optimizers returned a {type(configured).__name__}; allowed are an OptimizerConfig, a"
+        f"configure_optimizers returned {given}; allowed are an OptimizerConfig, a"
         " mapping of names to them, or a function of the parameters that returns an optimizer or"
         " (optimizer, scheduler), the scheduler stepped once per update, or a TorchSchedule"
     )

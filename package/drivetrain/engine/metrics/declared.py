@@ -50,6 +50,8 @@ def declared_by(task: Any) -> Any:
     Raises:
         ConfigError: It returns neither None nor a mapping.
     """
+    if isinstance(getattr(type(task), "metrics", None), property):
+        raise ConfigError("metrics is a method: write `def metrics(self)` without @property")
     metrics = task.metrics()
     items: Any = getattr(metrics, "items", None)
     if isinstance(metrics, torch.nn.Module) and callable(items):
