@@ -197,7 +197,7 @@ class SplitSource(Source):
         """Refuse parts that are divided for this job on all ranks but rank 0, which has the whole."""
         whole, *parts = lengths
         size = len(lengths)
-        if whole > max(parts) and all(abs(size * each - whole) <= size for each in parts):
+        if parts and whole > max(parts) and all(abs(size * each - whole) <= size for each in parts):
             self._refuse(f"rank 0 has {whole} batches of it, and the other ranks have {parts[0]} each")
 
     def _refuse(self, found: str) -> None:
