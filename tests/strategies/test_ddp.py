@@ -94,6 +94,10 @@ def test_parameters_without_a_gradient_are_listed_by_name() -> None:
     assert "no gradient: idle.weight, idle.bias. Freeze them" in text
     assert "DDPConfig(find_unused_parameters=True)" in text
     assert "of 4 trainable parameters" in refused(lambda: fit(Partly(True), HALVES))  # late, not at the start
+    # The last window's last micro-batch leaves out what its first one used: an average would lack a part.
+    options: dict[str, Any] = {"max_epochs": 1, "devices": 2, "gradient_accumulation_steps": 2}
+    early = refused(lambda: quiet(strategy=ddp(2), **options).fit(Partly(True), HALVES))
+    assert "the last micro-batch of the window used 2 of 4 trainable parameters" in early
 
 
 def test_find_unused_parameters_lets_steps_leave_parameters_out() -> None:

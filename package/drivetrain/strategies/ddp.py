@@ -39,7 +39,7 @@ from drivetrain.strategies.sparse import (
     refuse_sparse,
     trained_sparsely,
 )
-from drivetrain.strategies.unused import check_used
+from drivetrain.strategies.unused import check_used, gradients_now
 from drivetrain.task.task import StepModule
 
 _BUFFERS = (
@@ -151,6 +151,7 @@ class DDP(Strategy):
         self._sparse: list[nn.Parameter] = []
         self._names: list[str] = []
         self._synchronized = True
+        self._has_earlier = False  # whether the window has had another micro-batch
         self._unlearned = self.config.static_graph
         self.refusals = {"micro_batch": _why_whole(self.config)}
         if device == "cpu" and self.config.sync_batchnorm:
@@ -274,6 +275,7 @@ class DDP(Strategy):
         # are averaged a second time, which does not change them.
         last = last or self._unlearned
         self._unlearned = False
+        self._has_earlier = self._has_earlier or not last
         if last != self._synchronized:  # setting an attribute of a module takes 3 us
             self._synchronized = last
             if self._wrapped is not None:
@@ -286,9 +288,13 @@ class DDP(Strategy):
         root = None
         if share is not None or self._scale is not None:
             loss, root = self._root(loss, share)
+        checks = inputs is None and self._synchronized and not self.config.find_unused_parameters
+        before = gradients_now(self._parameters) if checks and self._has_earlier else None
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
-        if inputs is None and self._synchronized and not self.config.find_unused_parameters:
-            check_used(self._names, self._parameters, "DDPConfig(find_unused_parameters=True)")
+        if checks:
+            check_used(self._names, self._parameters, "DDPConfig(find_unused_parameters=True)", before)
+        if self._synchronized:
+            self._has_earlier = False
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients that backward did not: those of a generator step's optimizers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,19 @@ def part_order(ranks: Ranks, needs_all: bool = False) -> CollectiveOrder:
     )
 
 
-def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: str) -> None:
-    """Check that every parameter has a gradient after a synchronised backward.
+Gradients: TypeAlias = "list[tuple[Tensor | None, int]]"
+"""The gradient of each parameter before a backward, and torch's count of its changes."""
+
+
+def gradients_now(parameters: Sequence[nn.Parameter]) -> Gradients:
+    """Return the gradients of parameters, to compare after a backward."""
+    return [(each.grad, 0 if each.grad is None else each.grad._version) for each in parameters]
+
+
+def check_used(
+    names: Sequence[str], parameters: Sequence[nn.Parameter], allow: str, before: Gradients | None = None
+) -> None:
+    """Check that a synchronised backward has given every parameter a gradient.
 
     A bucket that lacks a gradient is never averaged. torch reports that only at the next forward, if there is
     one.
@@ -51,11 +62,17 @@ def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: 
         names: The names of the parameters.
         parameters: The parameters that were trainable when the run started.
         allow: The option that allows unused parameters.
+        before: The gradients of the window's earlier micro-batches; None if there were none.
 
     Raises:
-        ConfigError: A parameter has no gradient; the message names it.
+        ConfigError: A parameter has no gradient, or only that of earlier micro-batches; names it.
     """
-    without = [index for index, each in enumerate(parameters) if each.grad is None]
+    if before is None:
+        without = [index for index, each in enumerate(parameters) if each.grad is None]
+    else:
+        now = gradients_now(parameters)
+        pairs = enumerate(zip(before, now, strict=True))
+        without = [at for at, (old, new) in pairs if old[0] is new[0] and old[1] == new[1]]
     if not without:
         return
     frozen = [names[index] for index in without if not parameters[index].requires_grad]
@@ -67,8 +84,9 @@ def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: 
     listed = ", ".join(names[index] for index in without[:8])
     more = f" and {len(without) - 8} more" if len(without) > 8 else ""
     raise ConfigError(
-        f"the step used {len(names) - len(without)} of {len(names)} trainable parameters; these got no"
-        f" gradient: {listed}{more}. Freeze them, use them, or give {allow}"
+        f"{'the step' if before is None else 'the last micro-batch of the window'} used"
+        f" {len(names) - len(without)} of {len(names)} trainable parameters; these got no gradient:"
+        f" {listed}{more}. Freeze them, use them, or give {allow}"
     )
 
 

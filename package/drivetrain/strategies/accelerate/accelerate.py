@@ -39,7 +39,7 @@ from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, r
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
-from drivetrain.strategies.unused import check_used
+from drivetrain.strategies.unused import check_used, gradients_now
 from drivetrain.task.task import StepModule
 
 _UNUSED = (
@@ -88,6 +88,7 @@ class Accelerate(Strategy):
         self._before: list[OriginalModules] = []
         self._order: ShardOrder | None = None
         self._synchronized = True
+        self._has_earlier = False  # whether the window has had another micro-batch
         self._unlearned = False
         self._may_leave_out = False
         self._has_buffers = self._has_run = False
@@ -268,6 +269,7 @@ class Accelerate(Strategy):
         # torch learns a static graph in the very first backward, which must be synchronised.
         last = last or self._unlearned
         self._unlearned = False
+        self._has_earlier = self._has_earlier or not last
         if last == self._synchronized:
             return
         self._synchronized = last
@@ -292,9 +294,14 @@ class Accelerate(Strategy):
         if self.sharded:
             self._backward_to_shards(loss, root, inputs)
             return
+        checks = inputs is None and self._synchronized and self._wrapped is not None
+        checks = checks and not self._may_leave_out
+        before = gradients_now(self._parameters) if checks and self._has_earlier else None
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
-        if inputs is None and self._synchronized and self._wrapped is not None and not self._may_leave_out:
-            check_used(self._names, self._parameters, _UNUSED)
+        if checks:
+            check_used(self._names, self._parameters, _UNUSED, before)
+        if self._synchronized:
+            self._has_earlier = False
 
     def _backward_to_shards(self, loss: Tensor, root: Tensor | None, inputs: Sequence[Tensor] | None) -> None:
         self._has_run = True
