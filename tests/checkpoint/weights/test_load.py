@@ -83,6 +83,20 @@ def test_of_a_run_the_newest_good_checkpoint_counts(run):
     assert value(run) == 3
 
 
+def test_a_checkpoint_without_a_manifest_to_verify_it_is_refused(run):
+    manifest = run / "checkpoints" / "update-00000002" / "manifest.json"
+    manifest.unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is missing, .*give the file"):
+        load_weights(manifest.parent)
+    makers = [lambda: manifest.symlink_to("nothing"), manifest.mkdir, lambda: os.mkfifo(manifest)]
+    for make_it, remove in zip(makers, (manifest.unlink, manifest.rmdir, manifest.unlink), strict=True):
+        make_it()
+        with pytest.raises(DamagedCheckpointError, match=r"manifest.json is no file"):
+            load_weights(manifest.parent)
+        remove()
+    assert value(manifest.parent / "model.safetensors") == 2
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no symbolic links here")
 def test_links_into_a_cache_of_models_are_followed(folder, tmp_path):
     (tmp_path / "blobs").mkdir()

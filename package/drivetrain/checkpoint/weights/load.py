@@ -15,6 +15,7 @@ from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.format.tensors import read_header, read_tensors, room_for
 from drivetrain.checkpoint.locate import CHECKPOINTS, foreign_hint, load_newest
+from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.storage.files import HashedReader
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
@@ -140,6 +141,12 @@ def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], mapped
     if io.exists(path) or io.list(files.join(path, CHECKPOINTS)) or io.list(path):
         snapshot = load_newest(path, ("model",))[1]
         return Found(snapshot.tensors["model"], frozen=snapshot.objects.get(FROZEN))
+    if MANIFEST in names or _is_listed(path, files):
+        is_there = "is no file" if MANIFEST in names else "is missing"
+        raise DamagedCheckpointError(
+            f"{path!r} is a checkpoint whose {MANIFEST} {is_there}, so nothing in it can be verified."
+            f" Take another checkpoint, or give the file {files.join(path, MODEL)!r} to take it unverified"
+        )
     for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as in other libraries
         if name in names:
             return Found(_from_file(files.join(path, name), files, mapped))
@@ -148,6 +155,15 @@ def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], mapped
         f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."
         f"{_others(path, files, sorted(names))}"
     )
+
+
+def _is_listed(path: str, files: FileSystem) -> bool:
+    """Return whether the index beside a folder lists it as a checkpoint."""
+    parent, name = files.split(path)
+    try:
+        return any(entry.name == name for entry in read_index(parent, files) or ())
+    except CheckpointError:  # an index of something else, or one that cannot be read
+        return False
 
 
 def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
