@@ -2,13 +2,14 @@
 
 import os
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from tests.strategies.conforming import conforms, refused
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,6 +99,18 @@ def test_parameters_without_a_gradient_are_listed_by_name() -> None:
     options: dict[str, Any] = {"max_epochs": 1, "devices": 2, "gradient_accumulation_steps": 2}
     early = refused(lambda: quiet(strategy=ddp(2), **options).fit(Partly(True), HALVES))
     assert "the last micro-batch of the window used 2 of 4 trainable parameters" in early
+
+
+class Swapped(Duel):  # rank 1 yields its two optimizers in the other order
+    def training_step(self, batch: Mapping[str, Tensor]) -> Iterator[Any]:
+        first, second = super().training_step(batch)
+        yield from ((second, first) if torch.distributed.get_rank() else (first, second))
+
+
+def test_ranks_that_yield_optimizers_in_another_order_are_told() -> None:
+    data = DataLoader(duels(8), batch_size=2)  # type: ignore[arg-type, var-annotated]
+    text = refused(lambda: quiet(strategy=ddp(2), devices=2, max_steps=1).fit(Swapped(), data))
+    assert "rank 0 steps optimizer 'discriminator'; rank 1 steps optimizer 'generator'" in text
 
 
 def test_find_unused_parameters_lets_steps_leave_parameters_out() -> None:

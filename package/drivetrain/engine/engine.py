@@ -25,12 +25,13 @@ from drivetrain.core.types import Batch
 from drivetrain.core.validation import by_name, check_no_class
 from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
 from drivetrain.data.consistency import check_data
+from drivetrain.distributed.collective_order import CollectiveOrder
 from drivetrain.distributed.failure.lifetime import ProgramChannel
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.launch.programs import join_job
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine.evaluation_precision import stored_in
-from drivetrain.engine.generator_step import advance, generator_step
+from drivetrain.engine.generator_step import advance, generator_step, optimizer_order
 from drivetrain.engine.memory import MemoryConfig, MemoryInUse
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import MetricBuffer, Row, refuse_nonfinite
@@ -130,6 +131,7 @@ class Engine:
         self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
         self._calls_microbatch = type(self.strategy).microbatch is not Strategy.microbatch
         self.placeholders = Placeholders()
+        self.order: CollectiveOrder | None = None
         self.passes = 0  # forwards and backwards so far, for watchdogs
         self.begins_again = False  # whether an update may be repeated; that must not update a metric twice
         self._window = OpenWindow(self.data_ranks)
@@ -176,6 +178,8 @@ class Engine:
         if training:
             self.memory.add(task)
         self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
+        if self.interleaved and not self._alone:
+            self.order = optimizer_order(self.ranks)
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
             return
@@ -437,6 +441,8 @@ class Engine:
             self._channel.leave(self._release)
 
     def _release(self) -> None:
+        if self.order is not None:
+            self.order.close()  # its thread uses the process group's store
         self.compilation.release()
         if sys.exc_info()[0] is None:  # after an error the other ranks may be gone
             self.strategy.restore()
