@@ -183,6 +183,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """A YAML loader that makes no Python objects and rejects duplicate names."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        if wrong := next((key for key, _ in node.value if not isinstance(key, yaml.ScalarNode)), None):
+            raise ConfigError(
+                f"line {wrong.start_mark.line + 1}: a setting's name is a text, not a list or mapping"
+            )
         _unique([(self.construct_object(key), None) for key, _ in node.value])
         return dict(super().construct_mapping(node, deep))
 
