@@ -20,6 +20,7 @@ from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from drivetrain.core.messages import handled_by
 from drivetrain.core.registry import Registry
+from drivetrain.distributed import processes
 from drivetrain.loggers.base import LOGGERS
 from drivetrain.strategies.precision.registry import PRECISIONS
 from drivetrain.strategies.registry import STRATEGIES
@@ -164,8 +165,10 @@ def warns_as_expected(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaks_nothing: None) -> None:
-    """Run in a directory of the test's own, so that a default run directory lands there."""
+    """Run in a directory of the test's own, and as a program that has not asked for its rank yet."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "_asked_alone", None)
+    monkeypatch.setattr(processes, "_asked_connected", None)
 
 
 @pytest.fixture

@@ -155,9 +155,16 @@ def test_on_nonfinite_stops_all_ranks_together_and_names_the_one(tmp_path: Path)
 @needs_gloo
 @pytest.mark.landing
 def test_weights_that_the_last_update_of_two_ranks_spoils_are_named() -> None:
-    def stopped() -> str:
-        options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "on_nonfinite": "stop"}
-        return trainer(None, **options).fit(Fragile(), data(GRADIENT, at=23, count=24)).stop_reason
+    def stopped() -> tuple[str, int, list[bool]]:
+        task, options = Fragile(), {"strategy": "ddp", "devices": 2, "on_nonfinite": "stop"}
+        result = trainer(None, **options).fit(task, data(GRADIENT, at=23, count=24))
+        return (
+            result.stop_reason,
+            result.progress.updates,
+            [bool(each.isfinite().all()) for each in task.parameters()],
+        )
 
-    for reason in on_two_ranks(stopped):
+    for reason, updates, finite in on_two_ranks(stopped):
+        assert updates == 12
+        assert not any(finite), reason
         assert re.match("NaN or infinite after update 11 on rank 0: the weights", reason)

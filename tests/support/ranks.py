@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed
 
+from drivetrain.distributed import processes
 from drivetrain.distributed.launch.children import environment_of
 from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.distributed.sockets import release_port, reserve_port
@@ -154,6 +155,7 @@ def _call(rank: int, work: bytes) -> tuple[bool, Any]:
         os.chdir(directory)
         os.environ.clear()
         os.environ.update({**environment, **environment_of(rank, 2, port, threads=None)})
+        processes._asked_alone = processes._asked_connected = None
         torch.set_rng_state(torchs)
         random.setstate(pythons)
         np.random.set_state(numpys)

@@ -14,8 +14,8 @@ from drivetrain.core.public import HOMES, package_with
 def exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package that loads each name on first use (PEP 562).
 
-    The names are those of the stub `__init__.pyi` beside the package's `__init__.py`, which type checkers
-    read in its place: `from module import Name as Name`.
+    The names are those of the stub `__init__.pyi` beside the package's `__init__.py`. Type checkers read the
+    stub instead: `from module import Name as Name`.
 
     Args:
         package: The package's `__name__`.

@@ -1,4 +1,4 @@
-"""What a task says of its model to parts that know no model: its blocks, its files, its collation."""
+"""A task's description of its model, for parts that know no model: its blocks, files and collation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SaveFinished = Callable[[str, Mapping[str, Tensor], Mapping[str, bytes], bool], 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a task says of its model, as `TaskModule.model_info` returns it.
+    """A task's description of its model; `TaskModule.model_info` returns it.
 
     Attributes:
         block_classes: The names of the classes that FSDP's `wrap="auto"` shards one at a time. Activation
@@ -40,11 +40,10 @@ class ModelInfo:
             `drivetrain.checkpoint.formats.FORMATS`; empty for plain safetensors. Checkpoints name it, so that
             a command can export them without the task.
         save_finished: Writes the weights of a finished fit in the format of another program, in place of
-            `model.safetensors`. All ranks call it together with the run directory or the address of the
-            checkpoints; the task's weights by their names in a checkpoint, with the parameters that
-            checkpoints leave out, those of a sharded task as `DTensor`s; the files beside the weights by
-            name, empty on ranks that do not write; and whether this rank writes. It returns the path of the
-            file or folder, or None if it has written nothing.
+            `model.safetensors`. All ranks call it together. Its arguments are the run directory or the
+            address of the checkpoints; all weights by their names in a checkpoint, sharded ones as
+            `DTensor`s; the files beside the weights by name, empty on ranks that do not write; and whether
+            this rank writes. It returns the path of the file or folder, or None if it has written nothing.
     """
 
     block_classes: Collection[str] = ()
