@@ -1,9 +1,9 @@
-"""Two checkouts of drivetrain, measured in pairs: whether a change has made an update slower.
+"""Two checkouts of drivetrain, measured in pairs: whether a change has made a step slower.
 
-    python benchmarks/before_after.py OLD NEW [--only TEXT ...] [--starts 10] [--rounds 3] [--updates 300]
+    python benchmarks/before_after.py OLD NEW [--only TEXT ...] [--starts 10] [--rounds 3] [--steps 300]
 
 Each checkout trains the rows of `rows.py` in processes of its own, started anew `--starts` times, because the
-layout of a process's memory changes a small update by some percent. In a round both checkouts take a turn,
+layout of a process's memory changes a small step by some percent. In a round both checkouts take a turn,
 and so does the hand-written loop beside each, in a random order. A row's figure is the median over all
 rounds of new / old, in time on the processor.
 """
@@ -41,9 +41,9 @@ class Checkout:
         assert self._process.stdout is not None
         self._questions, self._answers = self._process.stdin, self._process.stdout
 
-    def microseconds(self, name: str, row: Row, updates: int) -> float:
-        """Return the microseconds of an update in one turn of a contestant."""
-        question = {"ask": "turn", "name": name, "row": row.name, "updates": updates}
+    def microseconds(self, name: str, row: Row, steps: int) -> float:
+        """Return the microseconds of a step in one turn of a contestant."""
+        question = {"ask": "turn", "name": name, "row": row.name, "steps": steps}
         print(json.dumps(question), file=self._questions, flush=True)
         answer = self._answers.readline()
         if not answer:
@@ -67,7 +67,7 @@ def measure(roots: dict[str, Path], rows: list[Row], plan: Any) -> dict[str, lis
             for _ in range(plan.rounds):
                 turns = [(name, peer) for name in checkouts for peer in (HAND, OURS)]
                 spent = {
-                    turn: checkouts[turn[0]].microseconds(turn[1], row, plan.updates)
+                    turn: checkouts[turn[0]].microseconds(turn[1], row, plan.steps)
                     for turn in random.sample(turns, len(turns))
                 }
                 hand = statistics.mean(spent[name, HAND] for name in checkouts)
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=[], help="rows whose name has one of these texts")
     parser.add_argument("--starts", type=int, default=10, help="processes of each (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns in each process (default: %(default)s)")
-    parser.add_argument("--updates", type=int, default=300, help="timed in a turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="timed in a turn (default: %(default)s)")
     plan = parser.parse_args(argv)
     rows = [row for row in ROWS if any(text.lower() in row.name.lower() for text in plan.only)]
     rows = rows or [row for row in ROWS if row.table != MODELS]

@@ -1,10 +1,10 @@
-"""What each callback adds to an update.
+"""What each callback adds to a step.
 
-    python benchmarks/callbacks.py [--rounds 9] [--updates 300] [--only WeightAverage Freeze]
+    python benchmarks/callbacks.py [--rounds 9] [--steps 300] [--only WeightAverage Freeze]
 
 A network of 50 linear layers (100 parameters, 13,600 elements) trains on one CPU thread with AdamW, and logs
-every 50 updates. In each round every callback trains after or before a bare run, in an order drawn anew. The
-fastest 50 updates with their log point count, of all rounds with the callback and of all without it. Times
+every 50 steps. In each round every callback trains after or before a bare run, in an order drawn anew. The
+fastest 50 steps with their log point count, of all rounds with the callback and of all without it. Times
 are those of the thread, without what other programs take.
 """
 
@@ -63,19 +63,19 @@ class Deep(TaskModule):
         return lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def seconds_per_update(made: list[Callback], updates: int) -> float:
-    """Return the time of an update in the fastest part of a run, without the first ones."""
+def seconds_per_step(made: list[Callback], steps: int) -> float:
+    """Return the time of a step in the fastest part of a run, without the first ones."""
     torch.manual_seed(0)
     batches = [(torch.randn(32, WIDTH), torch.randn(32, WIDTH)) for _ in range(LOG_EVERY)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            max_steps=updates + LOG_EVERY, strategy="cpu", checkpoint=False, loggers=["tensorboard"],
+            max_steps=steps + LOG_EVERY, strategy="cpu", checkpoint=False, loggers=["tensorboard"],
             progress_bar=False, log_every=LOG_EVERY, callbacks=made, run_dir=Path(folder) / "run",
         )  # fmt: skip
         times = []
         gc.collect()
-        for step in trainer.steps(Deep(), batches):
-            if (step.update + 1) % LOG_EVERY == 0:
+        for result in trainer.steps(Deep(), batches):
+            if (result.step + 1) % LOG_EVERY == 0:
                 times.append(time.thread_time())
         return min(end - start for start, end in pairwise(times)) / LOG_EVERY
 
@@ -84,7 +84,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--updates", type=int, default=300, help="a multiple of 50")
+    parser.add_argument("--steps", type=int, default=300, help="a multiple of 50")
     parser.add_argument("--only", nargs="+", default=[""], help="callbacks whose name contains one of these")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -94,13 +94,13 @@ def main() -> None:
         draw = random.Random(number)
         for name in draw.sample(chosen, len(chosen)):
             pair = {
-                bare: seconds_per_update([] if bare else CALLBACKS[name](), options.updates)
+                bare: seconds_per_step([] if bare else CALLBACKS[name](), options.steps)
                 for bare in draw.sample([False, True], 2)
             }
             times[name].append(pair)
     bare = statistics.median(pair[True] for pairs in times.values() for pair in pairs)
     print(
-        f"A bare update takes {bare * 1e6:,.0f} us.\n\n| callback | added us | added |\n| --- | ---: | ---: |"
+        f"A bare step takes {bare * 1e6:,.0f} us.\n\n| callback | added us | added |\n| --- | ---: | ---: |"
     )
     for name, pairs in times.items():
         added = min(pair[False] for pair in pairs) - min(pair[True] for pair in pairs)

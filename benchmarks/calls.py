@@ -1,4 +1,4 @@
-"""Python and C calls of an update, as `sys.setprofile` counts them."""
+"""Python and C calls of a step, as `sys.setprofile` counts them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class CallCounter:
         elif event == "c_call":
             self._c += argument is not sys.setprofile
 
-    def per_update(self, start: int, count: int) -> dict[str, int]:
-        """The median update's calls, of those between two losses.
+    def per_step(self, start: int, count: int) -> dict[str, int]:
+        """The median step's calls, of those between two losses.
 
         Args:
             start: The first loss.
-            count: How many updates.
+            count: How many steps.
         """
         sys.setprofile(None)
         cuts = self.counts[start : start + count + 1]

@@ -174,10 +174,8 @@ def saves_behind(path: Path, groups: Groups) -> dict[str, float]:
     """The time until an asynchronous save returns, for the first three of a run."""
     manager = CheckpointManager(str(path), CheckpointConfig(best=0, asynchronous=True))
     found = {}
-    for update, name in enumerate(("first save", "second save", "third save"), start=1):
-        found[name] = seconds(
-            lambda update=update: manager.save(update, 0, {}, lambda: Snapshot(dict(groups)))
-        )
+    for step, name in enumerate(("first save", "second save", "third save"), start=1):
+        found[name] = seconds(lambda step=step: manager.save(step, 0, {}, lambda: Snapshot(dict(groups))))
         manager.wait()
     shutil.rmtree(path)
     return found
@@ -202,10 +200,10 @@ def slowdown(directory: Path, groups: Groups, rounds: int) -> list[Row]:
             count += 1
         return count / (perf_counter() - start)
 
-    for update in range(rounds):
+    for step in range(rounds):
         until = perf_counter() + 0.5
         alone.append(rate(lambda until=until: perf_counter() < until))
-        manager.save(update, 0, {}, lambda: Snapshot(dict(groups)))
+        manager.save(step, 0, {}, lambda: Snapshot(dict(groups)))
         behind.append(rate(lambda: manager.poll() is None))
     table = "training meanwhile, products per second"
     ratios = [one / other for one, other in zip(behind, alone, strict=True)]
@@ -217,10 +215,10 @@ def slowdown(directory: Path, groups: Groups, rounds: int) -> list[Row]:
 
 def listing(directory: Path, rounds: int) -> Iterator[Row]:
     """Finding out what is in a directory of many small checkpoints; seconds."""
-    names = [f"update-{number:08d}" for number in range(1, LISTED + 1)]
+    names = [f"step-{number:08d}" for number in range(1, LISTED + 1)]
     io_ = DirectoryCheckpointIO()
     io_.save(
-        str(directory / names[0]), Snapshot({"model": {"w": torch.ones(3)}}, {}, {"updates": 1, "epoch": 0})
+        str(directory / names[0]), Snapshot({"model": {"w": torch.ones(3)}}, {}, {"steps": 1, "epoch": 0})
     )
     for name in names[1:]:
         shutil.copytree(directory / names[0], directory / name)

@@ -2,9 +2,9 @@
 
 Two processes of this machine (gloo, one thread each) hold a hand-written loop, ours, and under DDP those of
 Fabric and Accelerate where they are installed (the other libraries' loops cannot be advanced by a single
-update), over the same model, data and optimizer, and make an update of each in turns, so that whatever else
-the machine does slows all. The figures are medians over the updates, in rank 0. The models that come out are
-compared. The last rows are the start of a script: from the command to its end with `devices=2`, an update
+step), over the same model, data and optimizer, and make a step of each in turns, so that whatever else
+the machine does slows all. The figures are medians over the steps, in rank 0. The models that come out are
+compared. The last rows are the start of a script: from the command to its end with `devices=2`, a step
 included, beside torchrun with a script that imports torch.
 
     python benchmarks/distributed.py [--processes 2] [--only TEXT] [--json FILE]
@@ -172,7 +172,7 @@ class Case:
         name: What it measures.
         work: What is trained.
         strategy: "ddp", "fsdp" or "zero1" to "zero3".
-        updates: How many are timed.
+        steps: How many are timed.
         goal: What is hoped for, as text.
         weighted: Whether the loss is a mean over tokens of which some do not count.
     """
@@ -180,7 +180,7 @@ class Case:
     name: str
     work: Work
     strategy: str
-    updates: int
+    steps: int
     goal: str = ""
     weighted: bool = False
 
@@ -197,15 +197,15 @@ CASES = [
 ]
 
 
-def in_turns(name: str, updates: int) -> dict[str, list[float]]:
-    """The seconds of each update, by contestant; in each process. A row goes there by its name."""
+def in_turns(name: str, steps: int) -> dict[str, list[float]]:
+    """The seconds of each step, by contestant; in each process. A row goes there by its name."""
     case = next(each for each in CASES if each.name == name)
-    made = contestants(case, (WARM_UP + updates + 1) * torch.distributed.get_world_size())
+    made = contestants(case, (WARM_UP + steps + 1) * torch.distributed.get_world_size())
     names = list(made)
     begun = {each: [p.detach().clone() for p in task.parameters()] for each, (task, _) in made.items()}
     spent: dict[str, list[float]] = {each: [] for each in names}
-    for update in range(WARM_UP + updates):
-        first = update % len(names)
+    for step in range(WARM_UP + steps):
+        first = step % len(names)
         for which in names[first:] + names[:first]:
             start = perf_counter()
             next(made[which][1])
@@ -244,11 +244,9 @@ def same_work(distances: dict[str, float]) -> None:
             )
 
 
-def measure(case: Case, processes: int, updates: int | None = None) -> dict[str, Any]:
+def measure(case: Case, processes: int, steps: int | None = None) -> dict[str, Any]:
     """One row's figures, in microseconds: medians, and of the difference to the hand-written loop."""
-    spent = run_distributed(in_turns, case.name, updates or case.updates, world_size=processes, timeout=1800)[
-        0
-    ]
+    spent = run_distributed(in_turns, case.name, steps or case.steps, world_size=processes, timeout=1800)[0]
     found: dict[str, Any] = {"row": case.name, "goal": case.goal, "contestants": {}}
     hand = spent[HAND]
     for name, times in spent.items():
@@ -315,7 +313,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args(argv)
     rows = []
-    print(f"{'microseconds per update':40}{'':20}{'us':>11}{'added':>9}{'ratio':>8}{'goal':>9}")
+    print(f"{'microseconds per step':40}{'':20}{'us':>11}{'added':>9}{'ratio':>8}{'goal':>9}")
     for case in CASES:
         if arguments.only in case.name:
             rows.append(row := measure(case, arguments.processes))

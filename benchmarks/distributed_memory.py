@@ -1,7 +1,7 @@
 """The memory that training state takes in each process: `python benchmarks/distributed_memory.py`.
 
-A GPT is trained for two updates by each strategy, and in the second, when all gradients are there and the
-update is about to be made, every tensor that is alive and was not before the run is counted once. That is
+A GPT is trained for two steps by each strategy, and in the second, when all gradients are there and the
+step is about to be made, every tensor that is alive and was not before the run is counted once. That is
 compared with the bytes for a parameter that the paper gives (Rajbhandari et al., "ZeRO: Memory Optimizations
 Toward Training Trillion Parameter Models", SC 2020, section 3): parameters and gradients in 16 bits, 2 each,
 and 12 for Adam's float32 weights and two moments; and with 4, 4 and 8 in float32, where a strategy keeps no
@@ -85,7 +85,7 @@ def measure(name: str, precision: str, width: int) -> tuple[float, int]:
     counted: list[int] = []
 
     def count(run: Any) -> None:
-        if run.progress.updates == 1:
+        if run.progress.steps == 1:
             counted.append(sum(size for place, size in alive().items() if place not in before))
 
     work = replace(GPT_10M, model=lambda: GPT(width=width, heads=width // 64))

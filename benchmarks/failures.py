@@ -24,7 +24,7 @@ FAULTS = {
     "makes another collective": "torch.distributed.all_reduce(torch.ones(1))",
     "waits where no other does": "torch.distributed.barrier(self.others)",
 }
-"""What rank 1 does after its third update."""
+"""What rank 1 does after its third step."""
 
 PROGRAM = """
 import os, signal, sys, time
@@ -64,7 +64,7 @@ class Acts(Callback):
         self.others = torch.distributed.new_group()
 
     def on_step_end(self, run):
-        if run.progress.updates == 3 and not BAD:
+        if run.progress.steps == 3 and not BAD:
             if rank() == 1:
                 note()
                 ACT

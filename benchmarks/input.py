@@ -1,10 +1,10 @@
-"""What waiting for data costs: until the first update, at the border of two epochs, and within an epoch.
+"""What waiting for data costs: until the first step, at the border of two epochs, and within an epoch.
 
 Samples are unpacked with zlib by two worker processes, which is work like that of decoding an image. The same
 fit is run, in turns, with workers that are started for every epoch, the first ones after the set-up
 (`DataLoader(..., num_workers=2)`, and a callback at the start of an epoch), and with workers that are started
 during the set-up, stay, and go on into the next epoch (a bare dataset with `Trainer(num_workers=2)`). Medians
-in microseconds; "first update" is from the call of `fit` to the end of the first update.
+in microseconds; "first step" is from the call of `fit` to the end of the first step.
 
     python benchmarks/input.py [--rounds 5] [--epochs 4]
 """
@@ -47,7 +47,7 @@ class Packed(Dataset[Tensor]):
 
 
 class Wide(TaskModule):
-    """Three layers, whose update takes about as long as two workers take for a batch."""
+    """Three layers, whose step takes about as long as two workers take for a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Wide(TaskModule):
 
 
 class Waits(Callback):
-    """Notes how long each update waited for its data."""
+    """Notes how long each step waited for its data."""
 
     def __init__(self) -> None:
         self.begun = perf_counter()
@@ -76,13 +76,13 @@ class Waits(Callback):
         self._before = 0.0
 
     def on_step_start(self, run: Any) -> None:
-        """The update's data is there."""
+        """The step's data is there."""
         waited, self._before = run.timing["data"] - self._before, run.timing["data"]
-        if run.progress.updates:
-            (self.within if run.progress.epoch_updates else self.borders).append(waited)
+        if run.progress.steps:
+            (self.within if run.progress.epoch_steps else self.borders).append(waited)
 
     def on_step_end(self, run: Any) -> None:
-        """The first update is made."""
+        """The first step is made."""
         self.first = self.first or perf_counter() - self.begun
 
 
@@ -124,7 +124,7 @@ def main() -> None:
     for _ in range(asked.rounds):
         for stays, all_waits in found.items():
             all_waits.append(measure(stays, asked.epochs, asked.times))
-    print(f"{'microseconds':32}{'first update':>14}{'border':>10}{'within':>10}")
+    print(f"{'microseconds':32}{'first step':>14}{'border':>10}{'within':>10}")
     for stays, all_waits in found.items():
         figures = (
             statistics.median(each.first for each in all_waits),

@@ -1,8 +1,8 @@
-"""The time that an update of a LightningModule takes through `as_task`, beside the same task of ours.
+"""The time that a step of a LightningModule takes through `as_task`, beside the same task of ours.
 
-    python benchmarks/lightning_adapter.py [updates]
+    python benchmarks/lightning_adapter.py [steps]
 
-Both train a small linear model on one CPU thread, and log the loss in every update. The two kinds of run
+Both train a small linear model on one CPU thread, and log the loss in every step. The two kinds of run
 alternate, and the median of the differences counts. Times are those of the thread, without what other
 programs take.
 """
@@ -53,30 +53,30 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def seconds_per_update(task: TaskModule, updates: int) -> float:
-    """Return the time of an update, without the first 50."""
+def seconds_per_step(task: TaskModule, steps: int) -> float:
+    """Return the time of a step, without the first 50."""
     batches = [(torch.randn(8, 32), torch.randn(8, 2)) for _ in range(50)]
     trainer = Trainer(
-        max_steps=updates + 50, strategy="cpu", checkpoint=False, loggers=(), progress_bar=False, log_every=50
+        max_steps=steps + 50, strategy="cpu", checkpoint=False, loggers=(), progress_bar=False, log_every=50
     )
     start = 0.0
-    for step in trainer.steps(task, batches):
-        if step.update == 49:
+    for result in trainer.steps(task, batches):
+        if result.step == 49:
             start = time.thread_time()
-    return (time.thread_time() - start) / updates
+    return (time.thread_time() - start) / steps
 
 
 def main() -> None:
     """Print the times of both and their difference."""
-    updates = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
     torch.set_num_threads(1)
     native, adapted = [], []
     for _ in range(9):
-        native.append(seconds_per_update(Native(), updates))
-        adapted.append(seconds_per_update(as_task(Module()), updates))
+        native.append(seconds_per_step(Native(), steps))
+        adapted.append(seconds_per_step(as_task(Module()), steps))
     differences = [second - first for first, second in zip(native, adapted, strict=True)]
-    print(f"native task {statistics.median(native) * 1e6:.1f} us per update")
-    print(f"as_task     {statistics.median(adapted) * 1e6:.1f} us per update")
+    print(f"native task {statistics.median(native) * 1e6:.1f} us per step")
+    print(f"as_task     {statistics.median(adapted) * 1e6:.1f} us per step")
     print(f"difference  {statistics.median(differences) * 1e6:.1f} us (at most 30)")
 
 

@@ -114,7 +114,7 @@ def manifest_of(plan: WritePlan) -> Manifest:
         writers = (record.writers((0,) * len(record.shape), record.shape) for record in set(records.values()))
         for number in sorted(set().union(*writers)):
             files[file_name(group, number, plan.processes)] = FileRecord(1 << 27, "0" * 32)
-    return Manifest(files, plan.records, {"updates": 1}, {}, processes=plan.processes)
+    return Manifest(files, plan.records, {"steps": 1}, {}, processes=plan.processes)
 
 
 def planned_reads(manifest: Manifest, tensors: dict[str, dict[str, Tensor]]) -> dict[str, int]:

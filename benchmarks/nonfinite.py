@@ -1,6 +1,6 @@
-"""What looking for NaN in every update costs: `python benchmarks/nonfinite.py`.
+"""What looking for NaN in every step costs: `python benchmarks/nonfinite.py`.
 
-An update of a perceptron under "raise", under "skip", under `LossSpike("skip")` and with `NonFiniteDetector`,
+A step of a perceptron under "raise", under "skip", under `LossSpike("skip")` and with `NonFiniteDetector`,
 on this machine's first GPU or its CPU. Runs take turns, and the best of each counts.
 """
 
@@ -41,7 +41,7 @@ class Clock(Callback):
     """Seconds from the end of the warm-up to the end."""
 
     def on_step_end(self, run: Run) -> None:
-        if run.progress.updates == WARM_UP:
+        if run.progress.steps == WARM_UP:
             self.start = self._now(run)
 
     def on_fit_end(self, run: Run) -> None:
@@ -61,14 +61,14 @@ CASES: dict[str, tuple[str, list[type[Callback]]]] = {
 }
 
 
-def seconds(case: str, width: int, layers: int, batch: int, updates: int) -> float:
-    """What an update takes."""
+def seconds(case: str, width: int, layers: int, batch: int, steps: int) -> float:
+    """What a step takes."""
     choice, callbacks = CASES[case]
     clock = Clock()
     spike = {"action": "skip", "sync": True, "threshold": 1e6}
     made = [each(**(spike if each is LossSpike else {})) for each in callbacks]
     trainer = Trainer(
-        max_steps=updates + WARM_UP,
+        max_steps=steps + WARM_UP,
         on_nonfinite=choice,
         callbacks=[*made, clock],
         checkpoint=False,
@@ -77,19 +77,19 @@ def seconds(case: str, width: int, layers: int, batch: int, updates: int) -> flo
     )
     torch.manual_seed(0)
     trainer.fit(Perceptron(width, layers), [{"x": torch.randn(batch, width)} for _ in range(10)])
-    return clock.seconds / updates
+    return clock.seconds / steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
     for width, layers, batch in ((64, 4, 32), (512, 8, 64)):
         best = dict.fromkeys(CASES, float("inf"))
         for _ in range(arguments.rounds):
             for case in CASES:
-                best[case] = min(best[case], seconds(case, width, layers, batch, arguments.updates))
+                best[case] = min(best[case], seconds(case, width, layers, batch, arguments.steps))
         print(f"{layers} layers of {width}, {batch} samples")
         for case, each in best.items():
             print(f"  {case:20} {1e6 * each:9.0f} us  {each / best['raise'] - 1:+.1%}")

@@ -1,4 +1,4 @@
-"""Where the time of an update goes: the hand-written loop's and ours, part by part.
+"""Where the time of a step goes: the hand-written loop's and ours, part by part.
 
 The functions of either loop are replaced by ones that read a clock and charge what has passed to the
 innermost part that is open, so that parts are disjoint and sum up to the whole. What such a function itself
@@ -32,7 +32,7 @@ from rows import Row
 from turns import silenced, turn
 from workloads import Clock, Job, Tiny
 
-TITLE = "Where the time of an update goes"
+TITLE = "Where the time of a step goes"
 
 WINDOW = "the next batch, counted, in its window"
 SEED = "seeding torch's generator"
@@ -42,17 +42,17 @@ READ = "taking apart what was returned"
 BACKWARD = "backward"
 OPTIMIZER = "the optimizer's step"
 ZERO = "gradients to None"
-UPDATE = "the rest of the update: shares, counts, its result; gradients to None"
+UPDATE = "the rest of the step: shares, counts, its result; gradients to None"
 LOOP = "the loop: clocks, hooks, what is due, rows for the log"
 
 PARTS = (WINDOW, SEED, STEP, MODEL, READ, BACKWARD, OPTIMIZER, ZERO, UPDATE, LOOP)
-"""In the order of an update."""
+"""In the order of a step."""
 
 
 class Parts:
     """Charges time to the innermost part that is open; at first that is the loop.
 
-    Also a job's clock: it hears of each loss, and so knows where the blocks of updates begin.
+    Also a job's clock: it hears of each loss, and so knows where the blocks of steps begin.
 
     Args:
         warm_up: Losses before the first block.
@@ -153,7 +153,7 @@ def _of_ours(parts: Parts) -> Iterator[Any]:
     yield patch.object(Feed, "windows", timed)
     yield patch.object(engine, "read_output", parts.timed(READ, engine.read_output))
     for owner, name, part in (
-        (Streams, "seed_update", SEED),
+        (Streams, "seed_step", SEED),
         (TaskModule, "training_step", STEP),
         (SingleDevice, "backward", BACKWARD),
         (SingleDevice, "optimizer_step", OPTIMIZER),
@@ -187,10 +187,10 @@ def _nothing() -> None:
     pass
 
 
-def measure(row: Row, peer: Peer, updates: int) -> dict[str, float]:
-    """Seconds of each part of an update, in the block of updates whose sum is the lowest."""
+def measure(row: Row, peer: Peer, steps: int) -> dict[str, float]:
+    """Seconds of each part of a step, in the block of steps whose sum is the lowest."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as directory, silenced():
-        job = row.job(updates, Path(directory))
+        job = row.job(steps, Path(directory))
         parts = Parts(job.warm_up, job.block, *_prices())
         job.clock = parts
         patches = _of_hand(job, parts) if isinstance(peer, Hand) else _of_ours(parts)
@@ -202,7 +202,7 @@ def measure(row: Row, peer: Peer, updates: int) -> dict[str, float]:
     return {part: seconds / job.block for part, seconds in fastest.items()}
 
 
-def table(row: Row, rounds: int, updates: int) -> Table:
+def table(row: Row, rounds: int, steps: int) -> Table:
     """The parts of the hand-written loop and of ours, in turns; the medians of some rounds."""
     peers = {name: load(name) for name in (HAND, OURS)}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
@@ -210,11 +210,11 @@ def table(row: Row, rounds: int, updates: int) -> Table:
     for _ in range(rounds):
         for name, peer in peers.items():
             gc.collect()
-            parts[name].append(measure(row, peer, updates))
-            whole[name].append(turn(peer, row, updates).seconds)
+            parts[name].append(measure(row, peer, steps))
+            whole[name].append(turn(peer, row, steps).seconds)
     made = Table(
         TITLE,
-        f"Microseconds of an update, {row.name}: each part without the parts within it; medians of {rounds}"
+        f"Microseconds of a step, {row.name}: each part without the parts within it; medians of {rounds}"
         " rounds.",
         "",
         [HAND, OURS, "more"],
@@ -223,7 +223,7 @@ def table(row: Row, rounds: int, updates: int) -> Table:
         made.rows.append((part, _cells(*([each[part] for each in parts[name]] for name in peers))))
     sums = ([sum(each.values()) for each in parts[name]] for name in peers)
     made.rows.append(("all parts", _cells(*sums)))
-    made.rows.append(("an update without clocks in it", _cells(whole[HAND], whole[OURS])))
+    made.rows.append(("a step without clocks in it", _cells(whole[HAND], whole[OURS])))
     return made
 
 

@@ -5,7 +5,7 @@ goals are printed beside the figures; this program judges nothing but that all d
 
     make bench [BENCH="--quick"]
     python benchmarks/run.py [--quick] [--only TEXT ...] [--contestants NAME ...] [--rounds 9]
-                             [--updates 500] [--clock cpu] [--output DIRECTORY] [--list]
+                             [--steps 500] [--clock cpu] [--output DIRECTORY] [--list]
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     """What the command line asks for."""
     made = Plan(installed(arguments.contestants), arguments.only)
     if arguments.quick:
-        made = replace(made, rounds=3, updates=100, starts=1, gigabytes=0.1, saves=2, several=(200, 4))
+        made = replace(made, rounds=3, steps=100, starts=1, gigabytes=0.1, saves=2, several=(200, 4))
     if arguments.rounds:
         made = replace(made, rounds=arguments.rounds)
     made = replace(made, clock=arguments.clock)
-    return replace(made, updates=arguments.updates) if arguments.updates else made
+    return replace(made, steps=arguments.steps) if arguments.steps else made
 
 
 def list_rows() -> None:
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--contestants", nargs="+", help="only these, and the hand-written loop")
     parser.add_argument("--rounds", type=int, help="turns of each contestant in a row")
-    parser.add_argument("--updates", type=int, help="of the smallest models in a turn")
+    parser.add_argument("--steps", type=int, help="of the smallest models in a turn")
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: on a machine that others use too"
     )

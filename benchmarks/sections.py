@@ -28,18 +28,18 @@ class Plan:
         names: The contestants.
         only: Texts; a row is measured if one of them is in its table's title or its name. None for all.
         rounds: Turns of each contestant in a row.
-        updates: Of the smallest models in a turn.
+        steps: Of the smallest models in a turn.
         starts: Interpreters of each contestant.
         gigabytes: Of a checkpoint.
         saves: How often each way of saving is measured.
-        several: Updates of two processes, of the smallest model and of the GPT.
+        several: Steps of two processes, of the smallest model and of the GPT.
         clock: "wall", or "cpu" for the time on a processor in rows in which each contestant runs alone.
     """
 
     names: list[str]
     only: list[str]
     rounds: int = 9
-    updates: int = 500
+    steps: int = 500
     starts: int = 5
     gigabytes: float = 1.2
     saves: int = 5
@@ -53,10 +53,10 @@ class Plan:
 
 
 WORDS = {
-    UPDATE: "Microseconds that an update adds to the hand-written loop's",
-    GROWTH: "Microseconds that an update adds to the hand-written loop's",
+    UPDATE: "Microseconds that a step adds to the hand-written loop's",
+    GROWTH: "Microseconds that a step adds to the hand-written loop's",
     EVALUATION: "Microseconds that a batch adds to the hand-written loop's",
-    MODELS: "Times the hand-written loop's update",
+    MODELS: "Times the hand-written loop's step",
 }
 
 
@@ -83,7 +83,7 @@ def _table(there: Turns, plan: Plan, title: str, rows: list[Row]) -> Table:
         [*plan.names, "goal for ours"],
     )
     for row in rows:
-        figures = {each.name: each for each in there.measure(row, plan.rounds, plan.updates)}
+        figures = {each.name: each for each in there.measure(row, plan.rounds, plan.steps)}
         cells = [_cell(row, figures[name]) if name in figures else NONE for name in plan.names]
         table.rows.append((row.name, [*cells, Cell(row.goal)]))
         note = lowest(row.name, {name: each.added for name, each in figures.items()})
@@ -118,17 +118,17 @@ _COUNTED = ["in memory, bare", "DataLoader, bare", "in memory, everything on"]
 
 
 def where(plan: Plan) -> Iterator[Table]:
-    """An update's parts; see `parts.py`."""
+    """A step's parts; see `parts.py`."""
     for name in _TAKEN_APART if OURS in plan.names else ():
         if plan.wants(parts.TITLE, name):
-            yield parts.table(BY_NAME[name], plan.rounds, plan.updates)
+            yield parts.table(BY_NAME[name], plan.rounds, plan.steps)
 
 
 def _calls(there: Turns, names: list[str]) -> Table:
     table = Table(
         CALLS,
-        "Python calls and C calls of an update, the user's and torch's own included, as `sys.setprofile`"
-        " counts them: the median update of 20.",
+        "Python calls and C calls of a step, the user's and torch's own included, as `sys.setprofile`"
+        " counts them: the median step of 20.",
         "",
         list(there.names),
     )
@@ -148,25 +148,25 @@ def _calls(there: Turns, names: list[str]) -> Table:
 
 
 STARTS = "Start"
-_STARTED = "import, first update, memory"
+_STARTED = "import, first step, memory"
 
 
 def first_steps(plan: Plan) -> Iterator[Table]:
-    """Imports, the first update, memory."""
+    """Imports, the first step, memory."""
     if not plan.wants(STARTS, _STARTED):
         return
     found = starts(plan.names, plan.starts, plan.clock == "cpu")
     hand = found[HAND]
     table = Table(
         STARTS,
-        f"From the command to the end of the first update, and the memory then, in interpreters of their own:"
+        f"From the command to the end of the first step, and the memory then, in interpreters of their own:"
         f" medians of {plan.starts}.",
         "",
         [*plan.names, "goal for ours"],
     )
     columns: list[tuple[str, str, Callable[[Start], float | None]]] = [
         ("imports over torch's, seconds", f"at most {IMPORT_GOAL}", lambda each: each.imports - hand.imports),
-        ("first update, seconds", f"{hand.first + GOAL:.2f} (+{GOAL})", lambda each: each.first),
+        ("first step, seconds", f"{hand.first + GOAL:.2f} (+{GOAL})", lambda each: each.first),
         ("memory, MiB", "", lambda each: each.memory),
     ]
     for name, goal, get in columns:
@@ -228,14 +228,14 @@ def several(plan: Plan) -> Iterator[Table]:
     names = [each for each in plan.names if each in (HAND, OURS, "Lightning Fabric", "Accelerate")]
     table = Table(
         SEVERAL,
-        "An update on two processes of this machine, gloo: microseconds that are added, and times the"
+        "A step on two processes of this machine, gloo: microseconds that are added, and times the"
         " hand-written loop's.",
         "",
         [*names, "goal for ours"],
     )
     for case in cases:
-        updates = plan.several[0 if "Linear" in case.name else 1]
-        found = distributed.measure(case, 2, updates)["contestants"]
+        steps = plan.several[0 if "Linear" in case.name else 1]
+        found = distributed.measure(case, 2, steps)["contestants"]
         cells = [Cell(f"{found[HAND]['us']:,.0f} us")]
         for name in names[1:]:
             each = found.get(name)

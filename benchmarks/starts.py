@@ -1,8 +1,8 @@
-"""Imports, the first update and the memory then, each in a fresh interpreter; contestants in turns.
+"""Imports, the first step and the memory then, each in a fresh interpreter; contestants in turns.
 
     python benchmarks/starts.py CONTESTANT START
 
-is one such interpreter: it trains the smallest model and prints, when the first update is made, the seconds
+is one such interpreter: it trains the smallest model and prints, when the first step is made, the seconds
 that the imports took, those since START (a reading of `time.perf_counter`, which all processes of a machine
 share; or "cpu", for what it had on a processor), and its memory.
 """
@@ -24,7 +24,7 @@ import torch  # what follows is beside it
 _TORCH = (perf_counter(), process_time())
 
 GOAL = 0.3
-"""The most seconds that our first update may come after a hand-written script's."""
+"""The most seconds that our first step may come after a hand-written script's."""
 
 IMPORT_GOAL = 0.15
 """The most seconds that our import may take beside torch's."""
@@ -36,7 +36,7 @@ class Start:
 
     Attributes:
         imports: Seconds that the contestant's imports took after torch's.
-        first: Seconds from the command to the end of the first update.
+        first: Seconds from the command to the end of the first step.
         memory: MiB that the process held then; None where the system does not say.
     """
 
@@ -61,7 +61,7 @@ def start(name: str, cpu: bool = False) -> Start:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=kept)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"imports"')]
     if not lines:
-        raise RuntimeError(f"{name} ended before its first update:\n{done.stderr}")
+        raise RuntimeError(f"{name} ended before its first step:\n{done.stderr}")
     return Start(**json.loads(lines[-1]))
 
 
@@ -97,7 +97,7 @@ def main(name: str, began: str) -> None:
     imports = process_time() - _TORCH[1] if cpu else perf_counter() - _TORCH[0]
 
     class Reporter:
-        """A clock that reports when the second loss is computed: the first update is made."""
+        """A clock that reports when the second loss is computed: the first step is made."""
 
         losses = -peer.losses_before
 
@@ -109,7 +109,7 @@ def main(name: str, began: str) -> None:
                 print(json.dumps(made), file=sys.__stdout__, flush=True)
                 os._exit(0)
 
-    peer.train(Job(TINY, updates=4, warm_up=0, block=1, clock=Reporter()))
+    peer.train(Job(TINY, steps=4, warm_up=0, block=1, clock=Reporter()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """All rows under pytest-benchmark: `pytest benchmarks --benchmark-only`.
 
-The time is that of an update, as `run.py` takes it: by the clock that hears of every loss, so that building a
+The time is that of a step, as `run.py` takes it: by the clock that hears of every loss, so that building a
 trainer is in no figure. A row of a group is a contestant. They are figures, not tests: nothing here asserts a
 time.
 
@@ -19,7 +19,7 @@ from peers import ROSTER, Peer, installed, load
 from rows import ROWS, Row
 from turns import turn
 
-UPDATES = 100
+STEPS = 100
 ROUNDS = 5
 
 
@@ -31,7 +31,7 @@ class Spent:
 
     def run(self, peer: Peer, row: Row) -> None:
         """Let a contestant take a turn."""
-        self.seconds += turn(peer, row, UPDATES).seconds
+        self.seconds += turn(peer, row, STEPS).seconds
 
 
 SPENT = Spent()

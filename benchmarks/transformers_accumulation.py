@@ -1,4 +1,4 @@
-"""The loss and the gradient of one update over two micro-batches: by hand, by transformers' Trainer, by ours.
+"""The loss and the gradient of one step over two micro-batches: by hand, by transformers' Trainer, by ours.
 
     PYTHONPATH=package .venv/bin/python benchmarks/transformers_accumulation.py
 
@@ -54,7 +54,7 @@ class Data(torch.utils.data.Dataset):
 
 
 def by_hand(net: Any, family: str) -> float:
-    """Make the update with one batch."""
+    """Make the step with one batch."""
     loss = net.train()(**padded(rows(family, COUNT))).loss
     loss.backward()
     with torch.no_grad():
@@ -65,7 +65,7 @@ def by_hand(net: Any, family: str) -> float:
 
 
 def by_transformers(net: Any, family: str) -> float:
-    """Make the update with transformers' Trainer."""
+    """Make the step with transformers' Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder, max_steps=1, per_device_train_batch_size=SIZE,
@@ -83,7 +83,7 @@ def by_transformers(net: Any, family: str) -> float:
 
 
 def by_ours(net: Any, family: str) -> float:
-    """Make the update with our Trainer."""
+    """Make the step with our Trainer."""
     data: Any = rows(family, COUNT)
     trainer = Trainer(
         max_steps=1, gradient_accumulation_steps=COUNT // SIZE, checkpoint=False, loggers=(), log_every=1,
@@ -94,7 +94,7 @@ def by_ours(net: Any, family: str) -> float:
 
 
 def update(make: Callable[[Any, str], float], family: str) -> tuple[float, float]:
-    """Return the loss and the norm of the gradient of an update."""
+    """Return the loss and the norm of the gradient of a step."""
     net = model(family)
     before = [each.detach().clone() for each in net.parameters()]
     loss = make(net, family)

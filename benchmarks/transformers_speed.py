@@ -1,10 +1,10 @@
 """Small models of transformers trained by a hand-written loop, by transformers' Trainer and by ours.
 
-    PYTHONPATH=package .venv/bin/python benchmarks/transformers_speed.py [--rounds 9] [--updates 200]
+    PYTHONPATH=package .venv/bin/python benchmarks/transformers_speed.py [--rounds 9] [--steps 200]
 
 All train the same model on the same batches in memory with torch's AdamW, without clipping, schedules, logs
 or evaluation. In each round every Trainer trains once, in another order each time, in one process. After
-every 25 updates of a Trainer the hand-written loop trains a model of its own on the same batches, so that a
+every 25 steps of a Trainer the hand-written loop trains a model of its own on the same batches, so that a
 machine that is slow for a while is slow for both. The added time is the median difference of the two. Starts
 are measured in an interpreter each. The clock is the time on a processor, which other programs of a machine
 change least; `--clock wall` takes the wall's. Prints tables in Markdown.
@@ -49,7 +49,7 @@ RATE = 1e-3
 
 
 class Head(transformers.BertForSequenceClassification):
-    """A BERT without its layers: an update is nearly all overhead."""
+    """A BERT without its layers: a step is nearly all overhead."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -82,7 +82,7 @@ class Job:
     def __init__(
         self,
         family: str,
-        updates: int,
+        steps: int,
         folder: Path,
         read: Callable[[], Any],
         make: Callable[[], Any] | None = None,
@@ -93,13 +93,13 @@ class Job:
             family, make = "bert, classes", head
         self.net = model(family) if make is None else make()
         samples = rows(family, 8)
-        self.batches = [padded(samples[n % 4 : n % 4 + 4]) for n in range(updates + 1)]
+        self.batches = [padded(samples[n % 4 : n % 4 + 4]) for n in range(steps + 1)]
         self.times: list[Any] = []
         self.begun = 0
         self.net.register_forward_pre_hook(self.begin)
 
     def begin(self, *_: Any) -> None:
-        """Note that an update begins; first the hand-written loop trains the other job on the last block."""
+        """Note that a step begins; first the hand-written loop trains the other job on the last block."""
         if self.by_hand is not None and self.begun and self.begun % BLOCK == 0:
             self.times.append(None)
             self.by_hand.train(slice(self.begun - BLOCK, self.begun))
@@ -125,7 +125,7 @@ class Job:
             optimizer.zero_grad()
 
     def blocks(self) -> list[tuple[float, float]]:
-        """Microseconds of an update of this job, and of the hand-written loop right after, by block."""
+        """Microseconds of a step of this job, and of the hand-written loop right after, by block."""
         assert self.by_hand is not None
         both = (microseconds(job.times) for job in (self, self.by_hand))
         return list(zip(*both, strict=True))[WARM_UP // BLOCK :]
@@ -137,7 +137,7 @@ class Job:
 
 
 def microseconds(times: list[Any]) -> list[float]:
-    """Microseconds of an update, by block; None in the times ends one."""
+    """Microseconds of a step, by block; None in the times ends one."""
     blocks = [list(block) for ended, block in groupby(times, lambda each: each is None) if not ended]
     return [1e6 * (each[-1] - each[0]) / (len(each) - 1) for each in blocks if len(each) == BLOCK]
 
@@ -199,9 +199,9 @@ def theirs(job: Job, saves: int | None, module: Any = transformers, callbacks: A
 CONTESTANTS = {"hand-written": hand, "TransformersTask": ours, "transformers Trainer": theirs}
 
 
-def updates_table(options: argparse.Namespace) -> None:
-    """Print the time of an update and the loss at the end."""
-    columns = ["model", "contestant", "us of an update", "updates a second", "added us", "ratio", "last loss"]
+def steps_table(options: argparse.Namespace) -> None:
+    """Print the time of a step and the loss at the end."""
+    columns = ["model", "contestant", "us of a step", "steps a second", "added us", "ratio", "last loss"]
     print(f"| {' | '.join(columns)} |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     trainers = {name: run for name, run in CONTESTANTS.items() if run is not hand}
@@ -225,7 +225,7 @@ def updates_table(options: argparse.Namespace) -> None:
 def turn(name: str, family: str, options: argparse.Namespace) -> tuple[Job, Job]:
     """Let a Trainer train, and the hand-written loop beside it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        common = (family, options.updates + WARM_UP, Path(folder), CLOCKS[options.clock])
+        common = (family, options.steps + WARM_UP, Path(folder), CLOCKS[options.clock])
         by_hand = Job(*common)
         job = Job(*common, by_hand=by_hand)
         gc.collect()
@@ -245,8 +245,8 @@ def large() -> Any:
 def saves_table(options: argparse.Namespace) -> None:
     """Print what a checkpoint costs on the wall's clock, and what of it on the processor.
 
-    It is the time of some updates with a checkpoint among them less that of as many updates right after them,
-    so that what a checkpoint in the background takes from later updates counts too, and so that a machine
+    It is the time of some steps with a checkpoint among them less that of as many steps right after them,
+    so that what a checkpoint in the background takes from later steps counts too, and so that a machine
     that is slow for a while changes both. Of all checkpoints it is the median.
     """
     print("\n| model | contestant | ms of a checkpoint | ms of the processor |\n| --- | --- | ---: | ---: |")
@@ -269,10 +269,10 @@ SAVING: dict[str, Callable[[Job, int | None], None]] = {
 }
 
 
-def costs(name: str, make: Callable[[], Any] | None, updates: int, between: int) -> list[tuple[float, float]]:
+def costs(name: str, make: Callable[[], Any] | None, steps: int, between: int) -> list[tuple[float, float]]:
     """Return the seconds of each checkpoint on the wall's clock and on the processor."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        job = Job("bert, classes", updates, Path(folder), lambda: (perf_counter(), process_time()), make)
+        job = Job("bert, classes", steps, Path(folder), lambda: (perf_counter(), process_time()), make)
         gc.collect()
         with redirect_stdout(io.StringIO()):
             SAVING[name](job, between)
@@ -291,8 +291,8 @@ def resident() -> float:
     return int(next(each for each in lines if each.startswith("VmRSS")).split()[1]) / 1024
 
 
-def first_update(name: str, clock: str) -> None:
-    """Train until the first update is made, print the seconds and the memory, and end."""
+def first_step(name: str, clock: str) -> None:
+    """Train until the first step is made, print the seconds and the memory, and end."""
     read = process_time if clock == "cpu" else perf_counter
 
     class First(Job):
@@ -312,8 +312,8 @@ def first_update(name: str, clock: str) -> None:
 
 
 def starts_table(options: argparse.Namespace) -> None:
-    """Print the time to the first update, after torch and transformers are imported, and the memory then."""
-    print("\n| contestant | s from the imports of torch and transformers to the first update | MiB then |")
+    """Print the time to the first step, after torch and transformers are imported, and the memory then."""
+    print("\n| contestant | s from the imports of torch and transformers to the first step | MiB then |")
     print("| --- | ---: | ---: |")
     for name in CONTESTANTS:
         found = []
@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=9, help="turns of each contestant (default: %(default)s)"
     )
-    parser.add_argument("--updates", type=int, default=200, help="timed in a turn (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="timed in a turn (default: %(default)s)")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu")
     parser.add_argument("--first", choices=CONTESTANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -341,12 +341,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     if options.first:
-        first_update(options.first, "cpu")
+        first_step(options.first, "cpu")
         return
     load = os.getloadavg()[0]
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, {options.clock} time")
     print(f"load of the machine: {load:.1f}\n")
-    updates_table(options)
+    steps_table(options)
     saves_table(options)
     starts_table(options)
 

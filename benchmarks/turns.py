@@ -37,7 +37,7 @@ class Turn:
     """What one turn gave.
 
     Attributes:
-        seconds: Of an update, or of a batch.
+        seconds: Of a step, or of a batch.
         outcome: The loss that the trained model, or the evaluation, ends at; the sum of all predictions.
         before: The untrained model's loss.
     """
@@ -77,10 +77,10 @@ def act(peer: Peer, row: Row, job: Job) -> float:
     return float(torch.cat(list(peer.predict(job))).double().sum())
 
 
-def turn(peer: Peer, row: Row, updates: int) -> Turn:
+def turn(peer: Peer, row: Row, steps: int) -> Turn:
     """One turn of a contestant."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as directory, silenced():
-        job = row.job(updates, Path(directory))
+        job = row.job(steps, Path(directory))
         before = job.probed() if row.verb == "train" else 0.0
         gc.collect()
         outcome = act(peer, row, job)
@@ -88,11 +88,11 @@ def turn(peer: Peer, row: Row, updates: int) -> Turn:
 
 
 def counted(peer: Peer, row: Row) -> dict[str, int]:
-    """Python and C calls of an update, as the profiler counts them."""
+    """Python and C calls of a step, as the profiler counts them."""
     counter = CallCounter()
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as directory, silenced():
         act(peer, row, row.job(20, Path(directory), warm_up=10, clock=counter))
-    return counter.per_update(10, 20)
+    return counter.per_step(10, 20)
 
 
 class Place:
@@ -106,12 +106,12 @@ class Place:
         """What a contestant has no part for."""
         return dict(self.peers[name].lacks)
 
-    def turn(self, name: str, row: Row, updates: int) -> Turn:
+    def turn(self, name: str, row: Row, steps: int) -> Turn:
         """One turn."""
-        return turn(self.peers[name], row, updates)
+        return turn(self.peers[name], row, steps)
 
     def calls(self, name: str, row: Row) -> dict[str, int]:
-        """Calls of an update."""
+        """Calls of a step."""
         return counted(self.peers[name], row)
 
     def close(self) -> None:
@@ -147,12 +147,12 @@ class OtherPlace(Place):
         """What a contestant has no part for."""
         return dict(self._ask(ask="lacks", name=name))
 
-    def turn(self, name: str, row: Row, updates: int) -> Turn:
+    def turn(self, name: str, row: Row, steps: int) -> Turn:
         """One turn."""
-        return Turn(**self._ask(ask="turn", name=name, row=row.name, updates=updates))
+        return Turn(**self._ask(ask="turn", name=name, row=row.name, steps=steps))
 
     def calls(self, name: str, row: Row) -> dict[str, int]:
-        """Calls of an update."""
+        """Calls of a step."""
         return dict(self._ask(ask="calls", name=name, row=row.name))
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ def answer(place: Place, question: dict[str, Any], rows: dict[str, Row]) -> Any:
     row = rows[question["row"]]
     if question["ask"] == "calls":
         return place.calls(name, row)
-    return asdict(place.turn(name, row, question["updates"]))
+    return asdict(place.turn(name, row, question["steps"]))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Figure:
     Attributes:
         row: The row's name.
         name: The contestant's.
-        spent: Of an update, or a batch.
+        spent: Of a step, or a batch.
         added: To the hand-written loop of the same round.
         lowest: Of the differences.
         highest: Of the differences.
@@ -231,10 +231,10 @@ class Turns:
         return [name for name in self.names if not set(row.needs) & set(self.lacks[name])]
 
     def calls(self, row: Row) -> dict[str, dict[str, int]]:
-        """Python and C calls of an update, by contestant."""
+        """Python and C calls of a step, by contestant."""
         return {name: self.where[name].calls(name, row) for name in self.able(row)}
 
-    def measure(self, row: Row, rounds: int, updates: int) -> list[Figure]:
+    def measure(self, row: Row, rounds: int, steps: int) -> list[Figure]:
         """A row's figures.
 
         Raises:
@@ -247,7 +247,7 @@ class Turns:
                 if names == [HAND] and len(self.places) > 1 and place is not self.places[0]:
                     continue
                 order = random.Random(round_).sample(names, len(names))
-                turns = {name: place.turn(name, row, updates) for name in order}
+                turns = {name: place.turn(name, row, steps) for name in order}
                 for name, one in turns.items():
                     if not one.same_work(turns[HAND]):
                         raise RuntimeError(

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 WARM_UP = 60
-"""Updates before the first that is timed, for models that are nearly all overhead."""
+"""Steps before the first that is timed, for models that are nearly all overhead."""
 
 Batch = dict[str, Tensor]
 
 
 class Tiny(nn.Module):
-    """A `Linear(32, 2)`: an update is nearly all overhead."""
+    """A `Linear(32, 2)`: a step is nearly all overhead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,15 +245,15 @@ class Job:
 
     Attributes:
         work: What to train.
-        updates: How many are timed.
-        block: Over how many the time is taken together: what happens every so many updates is in it.
+        steps: How many are timed.
+        block: Over how many the time is taken together: what happens every so many steps is in it.
         warm_up: How many come before.
-        accumulation: Micro-batches of an update.
+        accumulation: Micro-batches of a step.
         clip: The global norm to clip to.
         loader: Whether the data is a DataLoader over rows instead of batches in memory.
         accuracy: Whether each step computes one metric beside the loss.
         returned: How many more scalars each step computes, whose means are wanted.
-        everything: Progress bar, TensorBoard and CSV every 50 updates, of the loss and of the metric.
+        everything: Progress bar, TensorBoard and CSV every 50 steps, of the loss and of the metric.
         callbacks: How many callbacks that override nothing are given.
         hooks: Whether those callbacks override the two hooks of every step and do nothing.
         device: Where: "cpu" or "cuda".
@@ -265,7 +265,7 @@ class Job:
     """
 
     work: Work
-    updates: int = 300
+    steps: int = 300
     block: int = 50
     warm_up: int = WARM_UP
     accumulation: int = 1
@@ -287,7 +287,7 @@ class Job:
         """Make the model and the data, so that no contestant's time contains it."""
         torch.manual_seed(0)
         self.net = self.work.model()
-        self.count = (self.warm_up + self.updates + 1) * self.accumulation
+        self.count = (self.warm_up + self.steps + 1) * self.accumulation
         made = self.work.batches(self.count, self.work.rows)
         if self.device == "cuda":
             made = pinned(made)
@@ -319,13 +319,13 @@ class Job:
         return found
 
     def blocks(self, times: list[float]) -> list[float]:
-        """Seconds of an update, of each block after the warm-up."""
+        """Seconds of a step, of each block after the warm-up."""
         step = self.block * self.accumulation
         cuts = times[self.warm_up * self.accumulation :: step]
         return [(end - start) / self.block for start, end in pairwise(cuts)]
 
     def seconds(self) -> float:
-        """Seconds of an update in the fastest block: whatever else a machine does only ever adds to it."""
+        """Seconds of a step in the fastest block: whatever else a machine does only ever adds to it."""
         assert isinstance(self.clock, Clock)
         return min(self.blocks(self.clock.times))
 

@@ -53,7 +53,7 @@ def blocks(texts: list[str], tokenizer: transformers.PreTrainedTokenizerFast) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="updates")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     steps = parser.parse_args().steps
     texts = docstrings()
     tokenizer = train_tokenizer(texts[20:])

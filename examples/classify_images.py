@@ -39,7 +39,7 @@ def accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="updates")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     steps = parser.parse_args().steps
     order = np.random.default_rng(0).permutation(1797)
     size = {"height": 8, "width": 8}

@@ -53,7 +53,7 @@ def accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=250, help="updates")
+    parser.add_argument("--steps", type=int, default=250, help="optimizer steps")
     steps = parser.parse_args().steps
     texts = docstrings()
     tokenizer = train_tokenizer([text for text, _ in texts[400:]])

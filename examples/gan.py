@@ -22,7 +22,7 @@ from drivetrain import OptimizerConfig, TaskModule, Trainer
 
 MODES = 8
 SPREAD = 0.05  # the standard deviation of each Gaussian; their centres lie on the unit circle
-UPDATES = 2000
+STEPS = 2000
 
 
 def network(inputs: int, outputs: int, hidden: int) -> nn.Module:
@@ -46,7 +46,7 @@ class RingGAN(TaskModule):
         scores = [self.discriminator(each) for each in points]
         slopes = torch.autograd.grad(scores[0].sum() + scores[1].sum(), points, create_graph=True)
         steepness = sum(slope.square().sum(dim=1).mean() for slope in slopes)
-        # Each yield is one optimizer's update; the body then continues with the updated discriminator.
+        # Each yield is one optimizer's step; the body then continues with the updated discriminator.
         yield "discriminator", F.softplus(scores[1] - scores[0]).mean() + self.penalty * steepness
         yield "generator", F.softplus(self.discriminator(real) - self.discriminator(fake)).mean()
 
@@ -87,7 +87,7 @@ def quality(points: torch.Tensor) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=UPDATES, help="updates of each optimizer")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each optimizer")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -110,7 +110,7 @@ def main() -> None:
     report("before training")
     trainer.fit(task, DataLoader(ring(20_000), batch_size=128, shuffle=True))
     share, modes = report("after training")
-    if options.steps >= UPDATES and (share < 0.7 or modes < MODES):
+    if options.steps >= STEPS and (share < 0.7 or modes < MODES):
         raise SystemExit("the generator has not learned the ring: 70 % and all the modes were expected")
 
 

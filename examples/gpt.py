@@ -5,7 +5,7 @@
 The text is 10 MB of the interpreter's .py files; 250 kB of other files are kept for validation.
 
 Two minutes on 2 cores (OMP_NUM_THREADS=2) reach 1.96 bits per byte on the validation text, after 1.6 MB read
-in 1,593 updates at 17,000 bytes per second.
+in 1,593 steps at 17,000 bytes per second.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def standard_library(training: int = 10_000_000, validation: int = 250_000) -> t
     return bytes(texts["training"]), bytes(texts["validation"])
 
 
-def updates_in(minutes: float, task: TaskModule, data: DataLoader, **arguments) -> int:
-    """Measure how many updates fit into the time, so that the schedule ends just before it does."""
+def steps_in(minutes: float, task: TaskModule, data: DataLoader, **arguments) -> int:
+    """Measure how many steps fit into the time, so that the schedule ends just before it does."""
     trial = Trainer(max_steps=40, checkpoint=False, loggers=(), progress_bar=False, **arguments)
     for number, _ in enumerate(trial.steps(copy.deepcopy(task), data)):
         if number == 9:
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="time to train")
     parser.add_argument(
-        "--steps", type=int, help="updates; default: as many as fit into the minutes, measured first"
+        "--steps", type=int, help="steps; default: as many as fit into the minutes, measured first"
     )
     parser.add_argument("--megabytes", type=float, default=10.0, help="size of the training text")
     parser.add_argument("--width", type=int, default=128, help="the model's width; a multiple of 8")
@@ -188,7 +188,7 @@ def main() -> None:
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 1.0,
     }
-    steps = options.steps or updates_in(options.minutes, task, train_data, **how)
+    steps = options.steps or steps_in(options.minutes, task, train_data, **how)
     trainer = Trainer(
         max_steps=steps,
         max_time=f"{options.minutes} minutes",

@@ -43,7 +43,7 @@ def blocks(text: bytes) -> Dataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150, help="updates of each of the two trainings")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each of the two trainings")
     steps = parser.parse_args().steps
     words, code = texts()
     test = blocks(code[:10_000])

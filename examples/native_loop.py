@@ -35,7 +35,7 @@ def train(directory: Path, until: int, resume: Path | None = None) -> Path:
     model, optimizer, schedule = build(engine)
     if resume is not None:
         engine.load(str(resume), model=model, optimizer=optimizer, schedule=schedule)
-        print(f"resumed at epoch {engine.progress.epoch}, update {engine.progress.updates}")
+        print(f"resumed at epoch {engine.progress.epoch}, step {engine.progress.steps}")
     digits = DigitsData()
     batches = engine.prepare_data(digits.train_data())
     while engine.progress.epoch < until:

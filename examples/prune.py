@@ -38,9 +38,9 @@ class GradualPruning(Callback):
 
     Args:
         sparsity: The share of zeros at the end.
-        start: The update from which on weights are zeroed.
-        until: The update at which `sparsity` is reached; the weights that are left train on after it.
-        every: The number of updates between two changes of the masks.
+        start: The step from which on weights are zeroed.
+        until: The step at which `sparsity` is reached; the weights that are left train on after it.
+        every: The number of steps between two changes of the masks.
     """
 
     def __init__(self, sparsity: float = 0.9, start: int = 100, until: int = 600, every: int = 20):
@@ -48,11 +48,11 @@ class GradualPruning(Callback):
 
     @torch.no_grad()
     def on_step_end(self, run):
-        updates = run.progress.updates
-        is_due = (updates - self.start) % self.every == 0 or updates == self.until
-        if not is_due or not self.start <= updates <= self.until:
+        steps = run.progress.steps
+        is_due = (steps - self.start) % self.every == 0 or steps == self.until
+        if not is_due or not self.start <= steps <= self.until:
             return
-        left = (self.until - updates) / (self.until - self.start)
+        left = (self.until - steps) / (self.until - self.start)
         share = self.sparsity * (1 - left**3)
         for layer in run.task.layers():
             size = run.full_tensor(layer.weight_orig).abs()  # whole, under every strategy
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, help="where the runs go; by default they are deleted")
     given = parser.parse_args()
     data = DigitsData()
-    updates = 38 * given.epochs
+    steps = 38 * given.epochs
     with tempfile.TemporaryDirectory() as temporary:
         runs = given.run_dir or Path(temporary)
 
@@ -93,7 +93,7 @@ def main() -> None:
         torch.manual_seed(0)
         fit("dense", Digits(hidden=256, learning_rate=3e-3))
         torch.manual_seed(0)
-        fit("pruned", Pruned(), GradualPruning(start=updates // 10, until=updates // 2))
+        fit("pruned", Pruned(), GradualPruning(start=steps // 10, until=steps // 2))
 
         # For use without masks: multiply them into the weights, and take them away.
         task = Pruned.from_checkpoint(runs / "pruned")

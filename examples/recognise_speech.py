@@ -55,7 +55,7 @@ def numbers(prediction: transformers.EvalPrediction) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=450, help="updates")
+    parser.add_argument("--steps", type=int, default=450, help="optimizer steps")
     steps = parser.parse_args().steps
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(

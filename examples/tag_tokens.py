@@ -51,7 +51,7 @@ def accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="updates")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     steps = parser.parse_args().steps
     tagged = lines()
     tokenizer = Tokenizer(models.WordLevel(unk_token="<rare>"))

@@ -43,7 +43,7 @@ def letters(pairs: list[tuple[str, str]]) -> transformers.PreTrainedTokenizerFas
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400, help="updates")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     steps = parser.parse_args().steps
     pairs = syllables()
     tokenizer = letters(pairs)

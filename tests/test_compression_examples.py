@@ -104,7 +104,7 @@ def teacher(tmp_path: Path, examples: None) -> str:  # the run of a teacher
     return str(tmp_path / "teacher")
 
 
-# Rounding is no continuous function: after some updates the last bit of a weight may decide a whole step.
+# Rounding is no continuous function: after some steps the last bit of a weight may decide a whole step.
 STEPS = {"distill": 10, "prune": 10, "quantize": 3}
 
 
@@ -132,7 +132,7 @@ def test_a_run_stopped_between_two_masks_resumes_bitwise(kind: str, teacher: str
         task, callbacks = task_of(kind, teacher)
 
         def stop_there(run: Any) -> None:
-            if run.progress.updates == stop:
+            if run.progress.steps == stop:
                 run.stop("there")
 
         callbacks.append(LambdaCallback(on_step_end=stop_there))

@@ -55,7 +55,7 @@ def test_digits_of_make_demo_reaches_97_percent_resumes_and_names_its_files(tmp_
     assert len(predicted) == len(true) == 20
     assert sum(p == t for p, t in zip(predicted, true, strict=True)) >= 18
     parts = found(r"(?s)== train, and stop half way(.*)== resume(.*)== test", printed).groups()
-    first, second = ([int(each) for each in re.findall(r"update (\d+)/", part)] for part in parts)
+    first, second = ([int(each) for each in re.findall(r"step (\d+)/", part)] for part in parts)
     assert first[-1] < second[0] <= first[-1] + 50, "the second fit begins where the first ended"
     run_dir = tmp_path / found(r"(?m)^== files in (.+)$", printed)[1]
     assert run_dir == tmp_path / "runs" / "digits-2"
@@ -118,7 +118,7 @@ train(Path(sys.argv[2]), until=4)
 def test_the_native_loop_resumes_from_its_checkpoint_with_the_same_weights(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "native_loop.py", "--epochs", 10, cwd=tmp_path)
     first, second = (float(each) for each in re.findall(r"test accuracy (\S+)%", printed))
-    assert found(r"resumed at epoch (\d+), update (\d+)", printed).groups() == ("5", "190")
+    assert found(r"resumed at epoch (\d+), step (\d+)", printed).groups() == ("5", "190")
     assert second > first > 60
     resumed, whole = tmp_path / "resumed", tmp_path / "whole"
     run("-c", RESUMED, resumed, whole, cwd=EXAMPLES)

@@ -26,7 +26,7 @@ STORED = PAGE.with_suffix(".json")
 README = ROOT / "README.md"
 
 GOAL = 1.01
-"""Our update's time over that of the hand-written loop compiled in the same way."""
+"""Our step's time over that of the hand-written loop compiled in the same way."""
 
 Rows = list[dict[str, Any]]
 Report = dict[str, Any]
@@ -137,7 +137,7 @@ def _part(part: dict[str, Any]) -> list[str]:
         sizes = ", ".join(f"{name} {_gib(size) or 'unknown'}" for name, size in row["memory"].items())
         found += ["", f"`plan` forecasts, in GiB: {sizes}. Activations are not in it."]
     for row in kinds.get("waits", []):
-        found += ["", f"{row['work']}: {row['watched']} of {row['updates']} updates with waits as errors."]
+        found += ["", f"{row['work']}: {row['watched']} of {row['steps']} steps with waits as errors."]
     notes = [
         f"- {row['contestant']}, {row['work']}: left out, {row['why']}" for row in kinds.get("left out", [])
     ]
@@ -181,12 +181,12 @@ def _turns(rows: Rows) -> list[str]:
             f"{median(ratios):.3f}" if ratios else "",
             f"{rate:,.0f} {first['unit']}/s",
             f"{first['flops'] / seconds / first['peak_flops']:.1%}" if known else "",
-            f"{max(row['first_update'] for row in rounds.values()):.1f} s",
+            f"{max(row['first_step'] for row in rounds.values()):.1f} s",
             _gib(first["allocated"]),
             _gib(first["reserved"]),
             f"{first['loss'][0]:.4g} to {first['loss'][1]:.4g}",
         ])  # fmt: skip
-    heads = ("contestant", "update", "times the loop beside it", "rate", "utilisation", "first update",
+    heads = ("contestant", "step", "times the loop beside it", "rate", "utilisation", "first step",
              "peak GiB", "held GiB", "loss")  # fmt: skip
     return _table(heads, lines)
 
@@ -199,11 +199,11 @@ def _saves(rows: Rows) -> list[str]:
     plain = next((row["seconds"] for row in rows if not row["saves"]), None)
     lines = []
     for row in rows:
-        cost = (row["seconds"] - (plain or 0)) * row["updates"] / (row["saves"] or 1)
+        cost = (row["seconds"] - (plain or 0)) * row["steps"] / (row["saves"] or 1)
         added = _time(cost) if row["saves"] and plain is not None else ""
         gaps = (_time(row["median_gap"]), _time(row["longest_gap"]))
         lines.append([row["policy"], str(row["saves"]), _time(row["seconds"]), added, *gaps])
-    return _table(("saves", "number", "update", "added by a save", "median gap", "longest gap"), lines)
+    return _table(("saves", "number", "step", "added by a save", "median gap", "longest gap"), lines)
 
 
 def _memory(rows: Rows) -> list[str]:
@@ -215,7 +215,7 @@ def _memory(rows: Rows) -> list[str]:
             ("", "", "") if failed else (_time(row["seconds"]), _gib(row["allocated"]), _gib(row["reserved"]))
         )
         lines.append([row["case"], str(row["rows"]), found, *others])
-    return _table(("batch", "rows", "micro-batch, or the error", "update", "peak GiB", "held GiB"), lines)
+    return _table(("batch", "rows", "micro-batch, or the error", "step", "peak GiB", "held GiB"), lines)
 
 
 def _profile(rows: Rows) -> list[str]:
@@ -224,7 +224,7 @@ def _profile(rows: Rows) -> list[str]:
         name = f"{row['work']}, {row['micro_batches']} micro-batches, {row['contestant']}"
         idle = "" if row["idle"] is None else f"{row['idle']:.1%}"
         lines.append([name, idle, *(f"{row[each]:,.4g}" for each in ("kernels", "waits", "pageable"))])
-    return _table(("updates of", "GPU idle", "kernels of an update", "waits", "pageable copies"), lines)
+    return _table(("steps of", "GPU idle", "kernels of a step", "waits", "pageable copies"), lines)
 
 
 _TABLES = {"fact": _facts, "turn": _turns, "saves": _saves, "memory": _memory, "profile": _profile}

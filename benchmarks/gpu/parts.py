@@ -119,8 +119,8 @@ def saves(journal: Journal, size: Size, device: str) -> None:
 
     There is one save, in the middle: a second one would wait until the disk has the first.
     """
-    work, whole = size.gpt.work(), replace(size.long, block=size.long.updates)
-    middle = whole.warm_up + whole.updates // 2
+    work, whole = size.gpt.work(), replace(size.long, block=size.long.steps)
+    middle = whole.warm_up + whole.steps // 2
     policies: dict[str, Any] = {"none": False}
     for name in ("synchronous", "in the background"):
         background = name != "synchronous"
@@ -136,7 +136,7 @@ def saves(journal: Journal, size: Size, device: str) -> None:
                 "saves",
                 policy=name,
                 saves=int(policy is not False),
-                updates=whole.updates,
+                steps=whole.steps,
                 seconds=seconds,
                 median_gap=statistics.median(gaps),
                 longest_gap=max(gaps),
@@ -169,7 +169,7 @@ def out_of_memory(journal: Journal, size: Size, device: str) -> None:
     The process gets a little more memory than a batch of the size that fits has used.
     """
     fits, more = size.fits, 4
-    amount = replace(size.long, block=size.long.updates)
+    amount = replace(size.long, block=size.long.steps)
     one = with_rows(size.gpt.work(), fits)
     big = with_rows(one, fits * more)
 
@@ -181,10 +181,10 @@ def out_of_memory(journal: Journal, size: Size, device: str) -> None:
         with silenced():
             trainer(job, **options).fit(Task(job), job.data)
         found: Any = job.clock
-        # An update has as many losses as it has micro-batches, so only the last ones are sure.
+        # A step has as many losses as it has micro-batches, so only the last ones are sure.
         parts = max(1, job.work.rows * job.accumulation // seen[-1])
-        ticks = parts * job.updates
-        seconds = (found.times[-1] - found.times[-1 - ticks]) / job.updates
+        ticks = parts * job.steps
+        seconds = (found.times[-1] - found.times[-1 - ticks]) / job.steps
         journal.write("memory", case=case, rows=job.work.rows * job.accumulation, micro_batch=seen[-1],
                       seconds=seconds, **memory(device))  # fmt: skip
 
@@ -222,7 +222,7 @@ def out_of_memory(journal: Journal, size: Size, device: str) -> None:
 
 
 class _WaitingClock(Clock):
-    """Waits for the device before it notes the time; it serves updates of unknown micro-batches.
+    """Waits for the device before it notes the time; it serves steps of unknown micro-batches.
 
     Args:
         wait: Waits for the device.
@@ -239,32 +239,32 @@ class _WaitingClock(Clock):
 
 
 def profiled(journal: Journal, size: Size, device: str) -> None:
-    """What the GPU does in some updates of an MLP and of GPT-2; and waits for it as errors."""
+    """What the GPU does in some steps of an MLP and of GPT-2; and waits for it as errors."""
     gpt, count = size.gpt.work(), size.profiled
     cases: list[tuple[Any, Amount, Iterable[Way], str]] = [
-        *((work, replace(amount, updates=count, block=count), BARE, "32") for work, amount in size.tiny[:3]),
-        (gpt, replace(size.long, updates=count, block=count), GPT_WAYS[:2], "bf16"),
+        *((work, replace(amount, steps=count, block=count), BARE, "32") for work, amount in size.tiny[:3]),
+        (gpt, replace(size.long, steps=count, block=count), GPT_WAYS[:2], "bf16"),
     ]
     for work, amount, ways, precision in cases:
         for way in ways:
             k = amount.accumulation
             what = f"{work.name}, {k} micro-batches: {way.name}"
             with journal.attempt(what), prepared(work, amount, size, device, precision) as job:
-                clock = ProfilingClock(amount.warm_up * k, amount.updates * k, device, waits_for(device))
+                clock = ProfilingClock(amount.warm_up * k, amount.steps * k, device, waits_for(device))
                 job.clock = clock
                 try:
                     with silenced():
                         way.train(job)
                 finally:
                     clock.stop()
-                found = summary(clock.trace(job.directory), amount.updates)
+                found = summary(clock.trace(job.directory), amount.steps)
                 names = {"work": work.name, "micro_batches": k, "contestant": way.name}
                 journal.write("profile", **names, **found)
     set_mode: Callable[[str], Any] = torch.cuda.set_sync_debug_mode if device == "cuda" else lambda mode: None
     with journal.attempt("waits as errors"), prepared(gpt, size.long, size, device, "bf16") as job:
         job.clock, job.compiled = Clock(), CompileConfig(backend=size.backend)
         watched = without_waiting(job, set_mode, size.every)
-        journal.write("waits", work=gpt.name, watched=watched, updates=job.count)
+        journal.write("waits", work=gpt.name, watched=watched, steps=job.count)
 
 
 def fp8(journal: Journal, size: Size, device: str) -> None:

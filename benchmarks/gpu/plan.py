@@ -39,7 +39,7 @@ PLAN = (
     Planned("resnet", 30, "ResNet-50, bf16, channels last, batches of 256 images"),
     Planned("saves", 30, "GPT-2 with synchronous saves and with saves in the background"),
     Planned("memory", 25, "GPT-2 with a batch that does not fit: the error, and `micro_batch='auto'`"),
-    Planned("profile", 30, "kernels, idle share and waits of an update; waits of GPT-2 as errors"),
+    Planned("profile", 30, "kernels, idle share and waits of a step; waits of GPT-2 as errors"),
     Planned("precisions", 40, "tests of every precision", True),
     Planned("fp8", 25, "GPT-2 in float8 beside bf16, where torchao is installed"),
 )

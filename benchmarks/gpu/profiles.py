@@ -1,4 +1,4 @@
-"""What the GPU does in some updates, from the trace of torch's profiler."""
+"""What the GPU does in some steps, from the trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class ProfilingClock(Clock):
         return found
 
 
-def summary(events: list[dict[str, Any]], updates: int) -> dict[str, float | None]:
-    """Return what a trace says about an update.
+def summary(events: list[dict[str, Any]], steps: int) -> dict[str, float | None]:
+    """Return what a trace says about a step.
 
     Args:
         events: Of Chrome's format; times are microseconds.
-        updates: How many the trace has.
+        steps: How many the trace has.
 
     Returns:
         "kernels", "waits" (the host's for the device) and "pageable" (copies from or to memory that is not
-        pinned) of an update, and "idle", the share of the time from the first kernel to the last in which the
+        pinned) of a step, and "idle", the share of the time from the first kernel to the last in which the
         device did nothing; None without a device.
     """
     spans = [(e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("cat") in _ON_DEVICE]
@@ -85,4 +85,4 @@ def summary(events: list[dict[str, Any]], updates: int) -> dict[str, float | Non
         whole = reached - min(start for start, _ in spans)
         idle = 1 - busy / whole if whole else 0.0
     counts = {"kernels": kernels, "waits": waits, "pageable": pageable}
-    return {**{name: count / updates for name, count in counts.items()}, "idle": idle}
+    return {**{name: count / steps for name, count in counts.items()}, "idle": idle}

@@ -14,27 +14,27 @@ from workloads import Job
 class NoWaiting(Callback):
     """From one log point to the next, whatever waits for the device is an error, the data's way there too.
 
-    The last update is not watched: after it the fit reads its means, and there is no update that would end
+    The last step is not watched: after it the fit reads its means, and there is no step that would end
     the watch.
 
     Args:
-        every: Updates between log points.
-        updates: Of the fit.
+        every: Steps between log points.
+        steps: Of the fit.
         set_mode: `torch.cuda.set_sync_debug_mode`.
-        warm_up: Updates that may wait: what they compile and look up is done once.
+        warm_up: Steps that may wait: what they compile and look up is done once.
     """
 
-    def __init__(self, every: int, updates: int, set_mode: Callable[[str], Any], warm_up: int = 3) -> None:
+    def __init__(self, every: int, steps: int, set_mode: Callable[[str], Any], warm_up: int = 3) -> None:
         self.every = every
-        self.updates = updates
+        self.steps = steps
         self.set_mode = set_mode
         self.warm_up = warm_up
         self.watched = 0
 
     def on_step_start(self, run: Any) -> None:
-        """Watch an update that neither warms up nor logs nor is the last."""
-        update = run.progress.updates + 1
-        watched = self.warm_up < update < self.updates and update % self.every != 0
+        """Watch a step that neither warms up nor logs nor is the last."""
+        step = run.progress.steps + 1
+        watched = self.warm_up < step < self.steps and step % self.every != 0
         self.watched += watched
         self.set_mode("error" if watched else "default")
 
@@ -43,7 +43,7 @@ def without_waiting(job: Job, set_mode: Callable[[str], Any], every: int = 10) -
     """Run our loop with `NoWaiting`.
 
     Returns:
-        How many updates were watched.
+        How many steps were watched.
 
     Raises:
         RuntimeError: torch's, from the operation that waited.

@@ -129,7 +129,7 @@ def prepared(work: Work, amount: Amount, size: Size, device: str, precision: str
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as directory:
         k = amount.accumulation
         job = Job(
-            work, amount.updates, amount.block, amount.warm_up, k, device=device, precision=precision,
+            work, amount.steps, amount.block, amount.warm_up, k, device=device, precision=precision,
             backend=size.backend, directory=Path(directory),
             clock=SynchronisedClock(amount.warm_up * k, amount.block * k, waits_for(device)),
         )  # fmt: skip
@@ -160,7 +160,7 @@ def turn(way: Way, work: Work, amount: Amount, size: Size, device: str, precisio
     """Train once.
 
     Returns:
-        Seconds of an update in each block, seconds to the end of the first update (compilation is in it), the
+        Seconds of a step in each block, seconds to the end of the first step (compilation is in it), the
         loss before and after, and the peak of the memory.
     """
     with prepared(work, amount, size, device, precision) as job:
@@ -175,7 +175,7 @@ def turn(way: Way, work: Work, amount: Amount, size: Size, device: str, precisio
         used = memory(device)
         return {
             "seconds": job.blocks(clock.times),
-            "first_update": first,
+            "first_step": first,
             "loss": [before, probed(job)],
             **used,
         }

@@ -152,13 +152,13 @@ class Amount:
     """How long something is trained.
 
     Attributes:
-        updates: That are timed.
-        block: Updates whose time is taken together.
-        warm_up: Updates before them.
-        accumulation: Micro-batches of an update.
+        steps: That are timed.
+        block: Steps whose time is taken together.
+        warm_up: Steps before them.
+        accumulation: Micro-batches of a step.
     """
 
-    updates: int
+    steps: int
     block: int
     warm_up: int = 5
     accumulation: int = 1
@@ -171,13 +171,13 @@ class Size:
     Attributes:
         gpt: The GPT.
         resnet: The network of images.
-        long: The updates of the GPT.
-        images: The updates of the ResNet.
-        tiny: Models of nearly nothing but overhead, with the updates of each.
+        long: The steps of the GPT.
+        images: The steps of the ResNet.
+        tiny: Models of nearly nothing but overhead, with the steps of each.
         rounds: How often the contestants take turns.
         fits: Rows of the GPT for which there is memory in the part that runs out of it.
-        every: Updates from log point to log point where waits are errors.
-        profiled: Updates under the profiler.
+        every: Steps from log point to log point where waits are errors.
+        profiled: Steps under the profiler.
         backend: What compiles.
         fp8_emulated: Whether float8 is emulated.
     """

@@ -62,7 +62,7 @@ class Model(ComposerModel):
             return {"accuracy": self.accuracy} if self.job.accuracy else {}
         return {"loss": self.mean}
 
-    def update_metric(self, batch: dict[str, Tensor], outputs: Tensor, metric: Any) -> None:
+    def step_metric(self, batch: dict[str, Tensor], outputs: Tensor, metric: Any) -> None:
         """Add a batch."""
         if metric is self.mean or isinstance(metric, MeanMetric):
             metric.update(self.job.loss(outputs, batch["label"]), weight=len(batch["label"]))
@@ -81,7 +81,7 @@ class HooksInTheStep(Callback):
 
 
 def specified(job: Job) -> DataSpec:
-    """The data; each batch of the loader is one update's, which Composer cuts into micro-batches itself."""
+    """The data; each batch of the loader is one step's, which Composer cuts into micro-batches itself."""
     data: Any = job.data
     if job.accumulation > 1:
         columns = zip(*[iter(data)] * job.accumulation, strict=True)

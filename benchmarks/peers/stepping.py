@@ -1,4 +1,4 @@
-"""Loops of Fabric and Accelerate under DDP that give way after each update, for `distributed.py`."""
+"""Loops of Fabric and Accelerate under DDP that give way after each step, for `distributed.py`."""
 
 from __future__ import annotations
 

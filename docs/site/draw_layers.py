@@ -21,7 +21,7 @@ LAYERS = {
     "callbacks": "what watches or steers a run",
     "run": "one fit or evaluation in progress",
     "loggers": "where numbers go",
-    "engine": "one update; metrics/",
+    "engine": "one step; metrics/",
     "strategies": "where a step runs; precision/, transforms/",
     "task": "what the user writes; optim/",
     "data": "from a user's data to micro-batches; workers/",

@@ -1,4 +1,4 @@
-"""The picture of what a library adds to an update: `python docs/site/draw_overhead.py` writes it.
+"""The picture of what a library adds to a step: `python docs/site/draw_overhead.py` writes it.
 
 It shows docs/explanation/overhead.json, which has the form of the results.json of `make bench`. With --table
 it prints the rows of the first table of docs/explanation/benchmarks.md, which has the same numbers.
@@ -36,7 +36,7 @@ def source() -> str:
 
 
 def added() -> dict[str, dict[str, float]]:
-    """Return the microseconds that a library adds to the hand-written loop's update, by library and row."""
+    """Return the microseconds that a library adds to the hand-written loop's step, by library and row."""
     (table,) = stored()["tables"]
     found: dict[str, dict[str, float]] = {}
     for row in table["rows"]:
@@ -83,7 +83,7 @@ def draw() -> str:
     spoken = "; ".join(f"{name} {whole(found[name][BARE])} and {whole(found[name][FULL])}" for name in order)
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"
   width="{WIDTH}" height="{height}" role="img" aria-labelledby="title description">
-<title id="title">Microseconds that each library adds to an update of a hand-written loop</title>
+<title id="title">Microseconds that each library adds to a step of a hand-written loop</title>
 <desc id="description">Bare, and with everything on: {escape(spoken)}. {escape(source())}.</desc>
 <style>
   text {{ font: 13px system-ui, sans-serif; fill: #1f2330; }}
@@ -109,7 +109,7 @@ def draw() -> str:
   }}
 </style>
 <rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="6" class="page"/>
-<text x="16" y="28" class="head">Microseconds added to a hand-written loop's update</text>
+<text x="16" y="28" class="head">Microseconds added to a hand-written loop's step</text>
 <text x="16" y="48">Linear(32, 2), batches of 8 from a DataLoader, CPU; less is better</text>
 <rect x="16" y="63" width="12" height="{BAR}" class="other bare"/>
 <text x="34" y="73">bare</text>

@@ -105,7 +105,7 @@ class AllReduce(Strategy):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def optimizer_step(self, optimizer) -> bool:
-        """Make the update, then copy rank 0's buffers."""
+        """Make the step, then copy rank 0's buffers."""
         applied = super().optimizer_step(optimizer)
         broadcast_buffers(self._module, self.world_size)
         return applied

@@ -1,4 +1,4 @@
-"""Local SGD: each process makes its own updates, and every few updates the processes average their weights.
+"""Local SGD: each process makes its own steps, and every few steps the processes average their weights.
 
 Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. Optimizer states are averaged too.
 """
@@ -24,7 +24,7 @@ class LocalSGDConfig:
     """Options of strategy "local_sgd".
 
     Attributes:
-        period: Updates between two averages.
+        period: Steps between two averages.
     """
 
     period: int = 8
@@ -35,7 +35,7 @@ class LocalSGDConfig:
 
 
 class LocalSGD(Strategy):
-    """One copy of the model per process, with updates of its own between two averages.
+    """One copy of the model per process, with steps of its own between two averages.
 
     Args:
         config: The options.
@@ -102,7 +102,7 @@ class LocalSGD(Strategy):
         return self._mean(norm)
 
     def optimizer_step(self, optimizer) -> bool:
-        """Make the local update; average after the last update of a period."""
+        """Make the local step; average after the last step of a period."""
         applied = super().optimizer_step(optimizer)
         self._steps += 1
         if self._steps % self._period == 0:
@@ -153,7 +153,7 @@ class LocalSGD(Strategy):
 
     @property
     def _period(self) -> int:
-        return self.config.period * len(self._optimizers)  # each optimizer steps once in an update
+        return self.config.period * len(self._optimizers)  # each optimizer is stepped once in a step
 
     def _weights(self) -> list[Tensor]:
         """Return the trained parameters and the buffers, which differ between the processes."""

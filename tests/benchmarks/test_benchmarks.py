@@ -1,4 +1,4 @@
-"""The command and its tables, the parts of an update, the works, and stored figures."""
+"""The command and its tables, the parts of a step, the works, and stored figures."""
 
 import json
 from pathlib import Path
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.nightly  # and before the benchmarks themselves, by `ma
 def test_a_run_writes_a_page_and_data_and_refuses_unknown_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only = ["--only", "clipping, acc", "--contestants", OURS, "--rounds", "1", "--updates", "5"]
+    only = ["--only", "clipping, acc", "--contestants", OURS, "--rounds", "1", "--steps", "5"]
     main([*only, "--output", str(tmp_path)])
     page = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "| clipping, accumulation 4 |" in page
     assert "in memory, bare" not in page
-    assert page[page.index("## An update") :].strip() in capsys.readouterr().out
+    assert page[page.index("## A step") :].strip() in capsys.readouterr().out
     found = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert isinstance(found["tables"][0]["rows"][0][OURS], float)
     assert found["versions"]["drivetrain"]
@@ -100,7 +100,7 @@ def test_each_loop_has_its_parts_and_is_left_as_it_was(name: str) -> None:
 
 
 def test_blocks_leave_the_warm_up_out_and_jobs_begin_alike() -> None:
-    job = Job(TINY, updates=6, block=3, warm_up=2, accumulation=2)
+    job = Job(TINY, steps=6, block=3, warm_up=2, accumulation=2)
     assert len(job.data) == (2 + 6 + 1) * 2
     Hand().train(job)
     assert len(job.clock.times) == len(job.data)  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ def test_blocks_leave_the_warm_up_out_and_jobs_begin_alike() -> None:
     for _ in range(6):
         counter()
         (lambda: (abs(-1), len([])))()
-    assert counter.per_update(1, 3) == {"python": 1, "c": 2}
+    assert counter.per_step(1, 3) == {"python": 1, "c": 2}
 
 
 def test_training_lowers_the_loss_of_every_work() -> None:
@@ -127,7 +127,7 @@ def test_training_lowers_the_loss_of_every_work() -> None:
                 "adamw",
                 1e-2,
             )
-        job = Job(small, updates=20, warm_up=3)
+        job = Job(small, steps=20, warm_up=3)
         before = job.probed()
         Hand().train(job)
         assert job.probed() < before * 0.98, work.name
@@ -143,6 +143,6 @@ def test_a_manifest_grows_by_a_few_bytes_a_file_and_what_rank_0_sends_not_at_all
     assert max(row["files_opened"], row["files_opened_by_the_last"]) <= 4
 
 
-def test_the_first_update_is_reported_by_an_interpreter_of_its_own() -> None:
+def test_the_first_step_is_reported_by_an_interpreter_of_its_own() -> None:
     ours = starts([OURS], 1)[OURS]
     assert 0 < ours.imports < ours.first

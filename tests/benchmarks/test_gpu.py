@@ -109,7 +109,7 @@ def test_ratios_are_medians_to_the_loop_of_the_same_round() -> None:
     def row(contestant: str, round_: int, *seconds: float) -> dict[str, Any]:
         named = {"kind": "turn", "work": "GPT", "micro_batches": 1, "contestant": contestant, "beside": HAND}
         told = {"round": round_, "unit": "tokens", "units": 100, "flops": 4e12, "peak_flops": 1e13}
-        rest = {"first_update": 9.0, "loss": [2.0, 1.0], "allocated": 2**30, "reserved": 2**31}
+        rest = {"first_step": 9.0, "loss": [2.0, 1.0], "allocated": 2**30, "reserved": 2**31}
         return {**named, **told, **rest, "seconds": seconds}
 
     rows = [row(HAND, 0, 1.1, 1.0), row("ours", 0, 1.2), row(HAND, 1, 2.0), row("ours", 1, 2.2)]
@@ -168,7 +168,7 @@ class Reading(torch.nn.Module):  # A model that reads a number in each forward
 
 def test_waits_are_errors_between_log_points_only() -> None:
     with watched() as (job, reads):
-        # 26 updates, of which 3 warm up, 2 log, and after the last one the means are read.
+        # 26 steps, of which 3 warm up, 2 log, and after the last one the means are read.
         assert without_waiting(job, reads.set) == 20
         assert reads.mode == "default"
     with watched(Reading) as (job, reads):

@@ -12,7 +12,7 @@ from rows import BY_NAME, MODELS, ROWS, Row
 from turns import OtherPlace, Place, Turn, Turns, turn
 
 pytestmark = pytest.mark.nightly  # and before the benchmarks themselves, by `make bench`
-UPDATES = 4
+STEPS = 4
 SMALL = [row for row in ROWS if row.table != MODELS and row.name != "200 parameters"]
 HERE = [name for name in installed() if not ROSTER[name].apart]
 
@@ -27,7 +27,7 @@ def place() -> Iterator[OtherPlace]:  # A process of its own: contestants change
 def same_work(place: OtherPlace, rows: list[Row]) -> None:
     lacks = {name: place.lacks(name) for name in place.names}
     for row in rows:
-        turns = {n: place.turn(n, row, UPDATES) for n in place.names if not set(row.needs) & set(lacks[n])}
+        turns = {n: place.turn(n, row, STEPS) for n in place.names if not set(row.needs) & set(lacks[n])}
         assert {HAND, OURS} <= set(turns), row.name
         for name, one in turns.items():
             assert one.same_work(turns[HAND]), (row.name, name, one, turns[HAND])
@@ -35,7 +35,7 @@ def same_work(place: OtherPlace, rows: list[Row]) -> None:
 
 def test_ours_does_the_work_of_the_hand_written_loop_in_every_row(place: OtherPlace) -> None:
     same_work(place, SMALL)
-    bare, clipped = (turn(Hand(), BY_NAME[name], UPDATES).outcome for name in ("in memory, bare", "clipping"))
+    bare, clipped = (turn(Hand(), BY_NAME[name], STEPS).outcome for name in ("in memory, bare", "clipping"))
     assert bare != clipped, "a wish reaches the contestants"
 
 
@@ -64,7 +64,7 @@ def test_a_contestant_that_does_other_work_is_refused_and_a_process_that_ends_is
     with Turns([HAND, OURS]) as there:
         there.places[0].peers[OURS] = Careless()
         with pytest.raises(RuntimeError, match=r"drivetrain ends at .* did not do the same work"):
-            there.measure(BY_NAME["in memory, bare"], 1, UPDATES)
+            there.measure(BY_NAME["in memory, bare"], 1, STEPS)
     ending = OtherPlace([HAND])
     ending.process.kill()
     ending.process.wait()
@@ -81,12 +81,12 @@ def test_a_figure_is_the_difference_to_the_hand_written_loop_of_its_round() -> N
     told = {HAND: [Turn(a, 0.5, 1.0) for a, _ in rounds], OURS: [Turn(b, 0.5, 1.0) for _, b in rounds]}
 
     class Told(Place):
-        def turn(self, name: str, row: Row, updates: int) -> Turn:
+        def turn(self, name: str, row: Row, steps: int) -> Turn:
             return told[name].pop(0)
 
     with Turns([HAND, OURS]) as there:
         there.places[0].__class__ = Told
-        hand, ours = there.measure(BY_NAME["in memory, bare"], 3, UPDATES)
+        hand, ours = there.measure(BY_NAME["in memory, bare"], 3, STEPS)
     assert (hand.spent, hand.added, hand.ratio) == (5e6, 0.0, 1.0)
     assert (ours.spent, ours.added, ours.lowest, ours.highest) == (5.5e6, 2e6, 0.5e6, 3e6)
     assert ours.ratio == pytest.approx(1.3)

@@ -46,7 +46,7 @@ class Drive:  # one task, its data and the Trainer's arguments
         self,
         *callbacks: Any,
         epochs: int = 1,
-        updates_per_epoch: int = 4,
+        steps_per_epoch: int = 4,
         log_every: int = 2,
         results: Sequence[Mapping[str, float]] | None = None,  # what each validation gives, one an epoch
         run_dir: Path | None = None,
@@ -56,7 +56,7 @@ class Drive:  # one task, its data and the Trainer's arguments
         on_nonfinite: str = "raise",
     ) -> None:
         self.task: Any = Line(net, results, step)
-        self.train_data = batches(updates_per_epoch)
+        self.train_data = batches(steps_per_epoch)
         self.validation_data = None if results is None else batches(1, seed=2)
         self.history: list[dict[str, float]] = []  # what was logged at each log point
         self.run: Any = None

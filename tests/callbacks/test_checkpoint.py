@@ -15,20 +15,20 @@ from drivetrain.checkpoint.saving.index import read_index
 NAN, INF = math.nan, math.inf
 
 
-def saved(run_dir: Path) -> list[int]:  # the updates of the checkpoints that are there
-    return sorted(int(path.name.split("-")[1]) for path in (run_dir / "checkpoints").glob("update-*"))
+def saved(run_dir: Path) -> list[int]:  # the steps of the checkpoints that are there
+    return sorted(int(path.name.split("-")[1]) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
 def kept(run_dir: Path) -> dict[str, list[int]]:
-    """The updates of the resume points and of the keepers, as the index tells them."""
+    """The steps of the resume points and of the keepers, as the index tells them."""
     entries = read_index(str(run_dir / "checkpoints")) or []
     return {
-        "resume points": [entry.update for entry in entries if entry.resume],
-        "keepers": [entry.update for entry in entries if entry.keeper],
+        "resume points": [entry.step for entry in entries if entry.resume],
+        "keepers": [entry.step for entry in entries if entry.keeper],
     }
 
 
-# A run of 5 updates an epoch; `losses` are those of its validations.
+# A run of 5 steps an epoch; `losses` are those of its validations.
 def run(run_dir: Path, policy: Any, losses: Any = (), resume: str | None = None, **options: Any) -> Any:
     left = list(losses)
     task = variant(validation_step=lambda self, batch: torch.tensor(left.pop(0)))()
@@ -37,7 +37,7 @@ def run(run_dir: Path, policy: Any, losses: Any = (), resume: str | None = None,
 
 
 def counted(run_dir: Path, policy: CheckpointConfig, *callbacks: Any, resume: str | None = None) -> None:
-    """A run of ten updates in two epochs, each of 1000 seconds; after those of one, 2, 4, 6, 8, 9 samples."""
+    """A run of ten steps in two epochs, each of 1000 seconds; after those of one, 2, 4, 6, 8, 9 samples."""
 
     def pass_time(run: Any) -> None:
         run.origin -= 1000
@@ -65,7 +65,7 @@ def test_every_saves_when_the_interval_ends_also_after_a_resume(every: Any, due:
     assert kept(tmp_path) == {"resume points": saved(tmp_path), "keepers": []}
     for at in (4, 5):
         folder = tmp_path / str(at)
-        stop = LambdaCallback(on_step_end=lambda run, at=at: at == run.progress.updates and run.stop("now"))
+        stop = LambdaCallback(on_step_end=lambda run, at=at: at == run.progress.steps and run.stop("now"))
         counted(folder, policy, stop)
         assert saved(folder) == sorted({*(each for each in due if each < at), at})
         counted(folder, policy, resume="auto")
@@ -81,7 +81,7 @@ def test_keep_last_keeps_as_many_resume_points_and_at_least_the_newest(tmp_path:
         result = run(folder, policy, callbacks=[note])
         assert saved(folder) == there
         assert kept(folder)["resume points"] == there[len(there) - keep_last :]
-        assert [Path(each).name for each in addresses] == [f"update-{at:08d}" for at in (3, 6, 9, 10)]
+        assert [Path(each).name for each in addresses] == [f"step-{at:08d}" for at in (3, 6, 9, 10)]
         assert result.last_checkpoint == addresses[-1]  # the end is saved too
 
 
@@ -102,13 +102,13 @@ def test_best_by_mode(best: int, mode: str, losses: Any, keepers: list[int], tmp
     result = run(tmp_path, policy, losses, max_epochs=4, on_nonfinite="skip")
     assert saved(tmp_path) == sorted({*(5 * epoch for epoch in keepers), 20})
     assert kept(tmp_path) == {"resume points": [20], "keepers": sorted(5 * epoch for epoch in keepers)}
-    path = tmp_path / "checkpoints" / f"update-{5 * keepers[-1]:08d}" if keepers else None
+    path = tmp_path / "checkpoints" / f"step-{5 * keepers[-1]:08d}" if keepers else None
     assert result.best_checkpoint == (path and str(path))
 
 
 def test_best_is_judged_after_each_validation_and_no_other_is_written(tmp_path: Path) -> None:
     written: list[int] = []
-    note = LambdaCallback(on_checkpoint_saved=lambda run: written.append(run.progress.updates))
+    note = LambdaCallback(on_checkpoint_saved=lambda run: written.append(run.progress.steps))
     policy = CheckpointConfig(every="1 epoch", keep_last=1, best=2)
     run(tmp_path, policy, (1.0, 5.0, 2.0, 4.0, 3.0), validate_every="2 steps", callbacks=[note])
     assert written == [2, 4, 5, 6, 10]
@@ -131,13 +131,13 @@ def test_by_a_metric_that_is_not_there_ends_the_run_saved(tmp_path: Path) -> Non
     listed = r"'val_loss'.*Did you mean 'validation/loss'\? Allowed: 'train/loss', 'validation/.*by=None"
     with pytest.raises(ConfigError, match=listed):
         run(tmp_path, CheckpointConfig(every="2 steps", by="val_loss"), (1.0, 2.0), log_every=1)
-    assert saved(tmp_path) == [4, 5]  # the validation was after the fifth update
+    assert saved(tmp_path) == [4, 5]  # the validation was after the fifth step
     policy = CheckpointConfig(every="2 steps", by="validation/loss")
-    assert run(tmp_path, policy, (1.0, 2.0), log_every=1, resume="auto").progress.updates == 10
+    assert run(tmp_path, policy, (1.0, 2.0), log_every=1, resume="auto").progress.steps == 10
 
 
 def learn(run_dir: Path, by: str, losses: list[float], **options: Any) -> Any:
-    """A run without validation, of 5 updates an epoch; `losses` are those of its updates."""
+    """A run without validation, of 5 steps an epoch; `losses` are those of its steps."""
     left = list(losses)
     task = variant(training_step=lambda self, batch: left.pop(0) + 0.0 * self(batch[0]).sum())()
     policy = CheckpointConfig(**{"every": None, "best": 1, "by": by, **options.pop("policy", {})})
@@ -147,7 +147,7 @@ def learn(run_dir: Path, by: str, losses: list[float], **options: Any) -> Any:
 def test_by_a_metric_of_training_ranks_at_each_log_point_and_the_end(tmp_path: Path) -> None:
     result = learn(tmp_path / "1", "train/loss", [5.0, 3.0, 1.0, 2.0, 4.0, 6.0], max_steps=6, log_every=1)
     assert kept(tmp_path / "1") == {"resume points": [6], "keepers": [3]}
-    assert Path(result.best_checkpoint).name == "update-00000003"
+    assert Path(result.best_checkpoint).name == "step-00000003"
     result = learn(tmp_path / "2", "train/loss", [5.0, 5.0, 1.0], max_steps=3, log_every=2)
     assert kept(tmp_path / "2") == {"resume points": [3], "keepers": [3]}
     assert result.best_checkpoint == result.last_checkpoint

@@ -40,8 +40,8 @@ def test_assets_are_made_once_and_are_in_every_checkpoint(asynchronous: bool, tm
     words, task, plain = Words("a b"), Regression(dropout=0.5), Regression(dropout=0.5)
     policy = often(asynchronous=asynchronous)
     quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path / "run", assets=[words]).fit(task, pairs())
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("update-*"))
-    assert names == ["update-00000002", "update-00000004", "update-00000005"]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert names == ["step-00000002", "step-00000004", "step-00000005"]
     for name in names:
         path = str(tmp_path / "run" / "checkpoints" / name)
         verify(path)
@@ -89,7 +89,7 @@ def test_assets_go_to_the_address_of_the_checkpoints(tmp_path: Path) -> None:
     trainer = quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path, assets={"text": Words("a b")})
     result = trainer.fit(Regression(), pairs())
     files = file_system(place)
-    assert set(files.entries(f"{place}/checkpoints")) == {"index.json", "update-00000005"}
+    assert set(files.entries(f"{place}/checkpoints")) == {"index.json", "step-00000005"}
     assert stored(result.last_checkpoint, tmp_path / "out") == {"text/words.txt": "a b"}
     assert set(files.entries(f"{place}/assets/text")) == {"words.txt"}
 
@@ -103,6 +103,6 @@ def on_ranks(directory: Path) -> int:
 
 def test_one_rank_makes_the_assets_of_all(tmp_path: Path) -> None:
     assert on_two_ranks(on_ranks, tmp_path / "run") == [1, 0]
-    verify(str(tmp_path / "run" / "checkpoints" / "update-00000004"))
+    verify(str(tmp_path / "run" / "checkpoints" / "step-00000004"))
     found = stored(tmp_path / "run", tmp_path / "out")
     assert set(found) == {"words.txt", "task/words.txt", "both/words.txt", "all/words.txt"}

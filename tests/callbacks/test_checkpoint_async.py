@@ -1,4 +1,4 @@
-"""`checkpoint="async"` in a fit: the same checkpoints, errors at the next update, nothing left unwritten."""
+"""`checkpoint="async"` in a fit: the same checkpoints, errors at the next step, nothing left unwritten."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def writer():  # the thread that is writing, if there is one
     return next((each for each in threading.enumerate() if each.name == "drivetrain-checkpoint"), None)
 
 
-WAIT = LambdaCallback(on_step_end=lambda run: let_writing_end())  # begun in the update before
+WAIT = LambdaCallback(on_step_end=lambda run: let_writing_end())  # begun in the step before
 
 
 def fit(run_dir, checkpoint, *callbacks, **options):
@@ -30,7 +30,7 @@ def fit(run_dir, checkpoint, *callbacks, **options):
 
 def weights_of(run_dir):
     found = {}
-    for path in sorted(Path(run_dir, "checkpoints").glob("update-*")):
+    for path in sorted(Path(run_dir, "checkpoints").glob("step-*")):
         groups = DirectoryCheckpointIO().load(str(path)).tensors
         tensors = {**groups["model"], **groups["optimizer"]}
         found[path.name] = {name: tensor.tolist() for name, tensor in tensors.items()}
@@ -54,9 +54,9 @@ def test_checkpoint_async_is_the_default_policy_in_the_background(tmp_path):
     task = Regression()
     result = quiet(max_epochs=2, run_dir=tmp_path, checkpoint="async").fit(task, pairs(), loaders)
     assert result.best_checkpoint is not None  # ranked by the first loader's loss
-    assert sorted(weights_of(tmp_path)) == ["update-00000005", "update-00000010"]
+    assert sorted(weights_of(tmp_path)) == ["step-00000005", "step-00000010"]
     again = quiet(max_epochs=3, run_dir=tmp_path, checkpoint="async")
-    assert again.fit(Regression(), pairs(), loaders, resume="auto").progress.updates == 15
+    assert again.fit(Regression(), pairs(), loaders, resume="auto").progress.steps == 15
 
 
 def test_on_checkpoint_saved_comes_once_for_each_checkpoint_when_it_is_there(tmp_path):
@@ -64,17 +64,17 @@ def test_on_checkpoint_saved_comes_once_for_each_checkpoint_when_it_is_there(tmp
 
     def note(run):
         verify(run.last_checkpoint)
-        told.append((os.path.basename(run.last_checkpoint), run.progress.updates))
+        told.append((os.path.basename(run.last_checkpoint), run.progress.steps))
 
     config = CheckpointConfig(every="2 steps", best=0, by=None, keep_last=20, asynchronous=True)
     fit(tmp_path, config, LambdaCallback(on_checkpoint_saved=note), WAIT, max_epochs=1)
-    # Told after the update that follows; the last by the end of the fit.
-    assert told == [("update-00000002", 3), ("update-00000004", 5), ("update-00000005", 5)]
+    # Told after the step that follows; the last by the end of the fit.
+    assert told == [("step-00000002", 3), ("step-00000004", 5), ("step-00000005", 5)]
 
 
-def test_a_failed_write_ends_the_run_at_the_next_update(tmp_path):
+def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path):
     def sabotage(run):
-        if run.progress.updates == 4:  # a file in the place of the directory: nobody can write there
+        if run.progress.steps == 4:  # a file in the place of the directory: nobody can write there
             shutil.rmtree(tmp_path / "checkpoints")
             (tmp_path / "checkpoints").write_text("", encoding="ascii")
 
@@ -82,31 +82,31 @@ def test_a_failed_write_ends_the_run_at_the_next_update(tmp_path):
     callbacks = [LambdaCallback(on_step_end=sabotage), WAIT]
     trainer = quiet(max_epochs=9, run_dir=tmp_path, checkpoint=config, callbacks=callbacks)
     with (
-        warned(r"are missing from .*: update-00000002\."),
-        pytest.raises(CheckpointError, match=r"checkpoints.*update-00000004") as caught,
+        warned(r"are missing from .*: step-00000002\."),
+        pytest.raises(CheckpointError, match=r"checkpoints.*step-00000004") as caught,
     ):
         trainer.fit(Regression(), pairs())
-    assert any("after update 5," in note for note in caught.value.__notes__)
+    assert any("after step 5," in note for note in caught.value.__notes__)
     assert writer() is None
 
 
 def test_a_run_that_fails_or_is_left_still_commits_what_was_being_written(tmp_path):
     def fail(run):
-        if run.progress.updates == 3:
+        if run.progress.steps == 3:
             raise RuntimeError("the user's own")
 
     config = CheckpointConfig(every="2 steps", best=0, by=None, asynchronous=True)
     with pytest.raises(RuntimeError, match="the user's own") as caught:
         fit(tmp_path, config, LambdaCallback(on_step_end=fail))
-    assert any("update-00000002" in note for note in caught.value.__notes__)
-    assert list(weights_of(tmp_path)) == ["update-00000002"]
+    assert any("step-00000002" in note for note in caught.value.__notes__)
+    assert list(weights_of(tmp_path)) == ["step-00000002"]
     assert writer() is None
     late = CheckpointConfig(every="50 steps", best=0, by=None, asynchronous=True)
     steps = quiet(max_epochs=3, run_dir=tmp_path / "left", checkpoint=late).steps(Regression(), pairs())
     for _ in range(4):
         next(steps)
     steps.close()
-    assert list(weights_of(tmp_path / "left")) == ["update-00000004"]
+    assert list(weights_of(tmp_path / "left")) == ["step-00000004"]
     assert writer() is None
 
 

@@ -35,19 +35,19 @@ ACCURACIES = (0.5, 0.2, 0.9, 0.1, 0.7, 0.3)
 
 class Planted(Regression):  # validations with known values, by the epoch
     def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        epoch = self.progress.updates // 5 - 1
+        epoch = self.progress.steps // 5 - 1
         return {"loss": torch.tensor(LOSSES[epoch]), "accuracy": torch.tensor(ACCURACIES[epoch])}
 
 
 def fit(run_dir: Path, policies: Any, resume: str | None = None, **options: Any) -> Any:
-    """A run of 5 updates an epoch, 6 epochs, with a validation after each."""
+    """A run of 5 steps an epoch, 6 epochs, with a validation after each."""
     trainer = quiet(**{"max_epochs": 6, **options}, checkpoint=policies, run_dir=run_dir)
     return trainer.fit(Planted(), pairs(10), pairs(4), resume=resume)
 
 
 def kept(run_dir: Path) -> dict[int, tuple[set[str], set[str]]]:
     entries = read_index(str(run_dir / "checkpoints")) or []
-    return {entry.update: (set(entry.resume), set(entry.keeper)) for entry in entries}
+    return {entry.step: (set(entry.resume), set(entry.keeper)) for entry in entries}
 
 
 KEPT = {  # what the four policies keep of the whole run
@@ -74,9 +74,9 @@ def test_each_policy_keeps_its_own(tmp_path: Path, asynchronous: bool, monkeypat
     result = fit(tmp_path, policies)
     assert kept(tmp_path) == KEPT
     assert saved(tmp_path) == [*KEPT]
-    assert len(written) == len(set(written)), "an update was written twice"
+    assert len(written) == len(set(written)), "a step was written twice"
     assert [int(name.split("-")[1]) for name in written] == sorted({*range(3, 31, 3), 5, 10, 15, 20, 25})
-    path = {number: str(tmp_path / "checkpoints" / f"update-{number:08d}") for number in KEPT}
+    path = {number: str(tmp_path / "checkpoints" / f"step-{number:08d}") for number in KEPT}
     assert result.best_checkpoints == {ACCURACY: path[15], LOSS: path[10]}
     assert result.best_checkpoint == path[15]
 
@@ -124,7 +124,7 @@ def fit_and_die(run_dir: Path, policies: Any, moment: str, name: str) -> None:
 def test_resume_of_a_process_that_died_in_a_save(asynchronous: bool, tmp_path: Path) -> None:
     policies = [dataclasses.replace(each, asynchronous=asynchronous) for each in ALL]
     fit(tmp_path / "straight", policies)
-    # Update 10 is for three policies at once; 5 is the best by the loss until then.
+    # Step 10 is for three policies at once; 5 is the best by the loss until then.
     for moment, name in (("commit", "00000010"), ("remove", "00000005"), ("commit", "00000027")):
         fit_and_die(tmp_path / "parts", policies, moment, name)
     fit(tmp_path / "parts", policies, resume="auto")
@@ -187,16 +187,16 @@ def test_names_have_values_and_nothing_is_looked_up_by_them(tmp_path: Path) -> N
     name = "epoch={epoch:02d}-{validation/loss:.3f}"
     named = CheckpointConfig(every="5 steps", keep_last=None, best=1, by=LOSS, name=name)
     result = fit(tmp_path, named, max_epochs=3)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("update-*"))
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     values = ("05-epoch=01-5.000", "10-epoch=02-1.000", "15-epoch=03-3.000")
-    assert names == [f"update-000000{each}" for each in values]
+    assert names == [f"step-000000{each}" for each in values]
     assert Path(result.best_checkpoint).name == names[1]
-    assert fit(tmp_path, named, max_epochs=4, resume="auto").progress.updates == 20
+    assert fit(tmp_path, named, max_epochs=4, resume="auto").progress.steps == 20
     (tmp_path / "checkpoints" / names[1]).rename(tmp_path / "checkpoints" / "my-favourite")  # by a user
     with heard() as told:
         found = CheckpointManager(str(tmp_path / "checkpoints"), named)
         assert found.best() == str(tmp_path / "checkpoints" / "my-favourite")
-        assert str(found.latest()).endswith("update-00000020-epoch=04-2.000")
+        assert str(found.latest()).endswith("step-00000020-epoch=04-2.000")
     assert [text for text in told if "is in the index, but not on the disk" in text]
 
 

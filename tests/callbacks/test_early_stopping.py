@@ -16,13 +16,13 @@ def losses(*values):
 
 
 def fit(drive, stopping, *values, **arguments):
-    """A fit of one update an epoch; the values are the losses of its validations, or all their metrics."""
+    """A fit of one step an epoch; the values are the losses of its validations, or all their metrics."""
     results = values if isinstance(values[0], dict) else losses(*values)
-    return drive(stopping, epochs=len(values), updates_per_epoch=1, results=results, **arguments).fit()
+    return drive(stopping, epochs=len(values), steps_per_epoch=1, results=results, **arguments).fit()
 
 
 def train(drive, stopping, losses, **arguments):
-    """A fit without validation; `losses` are those of its updates."""
+    """A fit without validation; `losses` are those of its steps."""
     left = list(losses)
     step = lambda task, batch: left.pop(0) + 0.0 * task(batch).sum()  # noqa: E731
     return drive(stopping, step=step, **arguments).fit()
@@ -68,8 +68,8 @@ def test_a_metric_that_is_not_finite_ends_the_fit_as_on_nonfinite_and_check_fini
     values = [{"loss": 1.0, "f1": each} for each in (0.5, NAN, INF, 0.7)]
     stopping = EarlyStopping("validation/f1", patience=3)
     run = fit(drive, stopping, *values, on_nonfinite="stop")
-    assert (run.progress.epoch, run.stopped_early) == (2, "'validation/f1' is nan after update 2")
-    with pytest.raises(NonFiniteError, match="'validation/f1' is inf after update 1"):
+    assert (run.progress.epoch, run.stopped_early) == (2, "'validation/f1' is nan after step 2")
+    with pytest.raises(NonFiniteError, match="'validation/f1' is inf after step 1"):
         fit(drive, stopping, *values[2:])
     options = {"mode": "max", "patience": 2, "check_finite": False, "stop_at": 0.9}
     assert fit(drive, EarlyStopping("validation/f1", **options), *values).progress.epoch == 3
@@ -93,7 +93,7 @@ def test_stop_at_and_diverged_at_stop_at_once(drive, tmp_path):
     # A run that diverged stays stopped when it is resumed.
     given = {"patience": 9, "diverged_at": 5.0}
     fit(drive, EarlyStopping(**given), 0.5, 6.0, 0.1, run_dir=tmp_path)
-    run = drive(EarlyStopping(**given), epochs=9, updates_per_epoch=1, results=losses(0.1), run_dir=tmp_path)
+    run = drive(EarlyStopping(**given), epochs=9, steps_per_epoch=1, results=losses(0.1), run_dir=tmp_path)
     assert run.fit(resume="auto").progress.epoch == 2
 
 
@@ -104,12 +104,12 @@ def test_resumed_fit_stops_where_the_undisturbed_one_does_with_the_same_weights(
         stopping = [EarlyStopping("train/loss", patience=4)]
         trainer = quiet(**options, run_dir=tmp_path / name, callbacks=stopping)
         result = trainer.fit(task, pairs(), resume="auto")
-        return result.progress.updates, result.stop_reason, weights(task)
+        return result.progress.steps, result.stop_reason, weights(task)
 
     straight = stopped("straight")
     assert "did not improve" in straight[1]
-    for updates in range(3, straight[0], 4):
-        stopped("parts", max_steps=updates)
+    for steps in range(3, straight[0], 4):
+        stopped("parts", max_steps=steps)
     assert stopped("parts") == straight
 
 
@@ -124,7 +124,7 @@ def test_a_second_fit_begins_anew_and_a_validation_outside_a_fit_changes_nothing
 
 
 def test_a_metric_that_is_not_logged_is_refused_at_the_first_evaluation_with_the_nearest(drive):
-    run = drive(EarlyStopping("validation/los"), epochs=2, updates_per_epoch=1, results=losses(0.5, 0.4))
+    run = drive(EarlyStopping("validation/los"), epochs=2, steps_per_epoch=1, results=losses(0.5, 0.4))
     with pytest.raises(ConfigError, match=r"'validation/los', .*Did you mean 'validation/loss'"):
         run.fit()
     assert run.progress.epoch == 1
@@ -133,16 +133,16 @@ def test_a_metric_that_is_not_logged_is_refused_at_the_first_evaluation_with_the
     run = drive(EarlyStopping())
     with pytest.raises(ConfigError, match=r"this fit never validates\. Give `fit` validation_data"):
         run.fit()
-    assert run.progress.updates == 0
+    assert run.progress.steps == 0
 
 
 def test_a_metric_of_training_is_judged_at_log_points_and_at_the_end_of_long_epochs(drive):
     stopping = EarlyStopping("train/loss", patience=2)
-    run = train(drive, stopping, [0.5, 0.3, 0.4, 0.35, 0.1, 0.1], updates_per_epoch=6, log_every=1)
-    assert run.progress.updates == 4
+    run = train(drive, stopping, [0.5, 0.3, 0.4, 0.35, 0.1, 0.1], steps_per_epoch=6, log_every=1)
+    assert run.progress.steps == 4
     assert run.stopped_early == "early stopping: train/loss did not improve on 0.3 for 2 log points"
     values = [3.0, 1.0, 1.0, 2.0, 1.0, 2.0, 9.0, 9.0]  # means of an epoch: 2, 1.5, 1.5, 9
     stopping = EarlyStopping("train/loss", patience=1)
-    run = train(drive, stopping, values, epochs=4, updates_per_epoch=2, log_every=50)
+    run = train(drive, stopping, values, epochs=4, steps_per_epoch=2, log_every=50)
     assert run.progress.epoch == 3
     assert run.stopped_early == "early stopping: train/loss did not improve on 1.5 for 1 log point"

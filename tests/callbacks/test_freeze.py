@@ -51,7 +51,7 @@ NORM, HEAD = ("encoder.1.weight", "encoder.1.bias"), ("head.weight", "head.bias"
 ALL = {*FIRST, *NORM, *SECOND, *HEAD}
 
 
-class Seen(Callback):  # the weights after each update, and the norms of the gradients
+class Seen(Callback):  # the weights after each step, and the norms of the gradients
     def __init__(self) -> None:
         self.after: list[dict[str, Tensor]] = []
         self.norms: list[float] = []
@@ -63,7 +63,7 @@ class Seen(Callback):  # the weights after each update, and the norms of the gra
         if run.result.grad_norm is not None:
             self.norms.append(float(run.result.grad_norm))
 
-    def movers(self) -> list[set[str]]:  # the names that each update but the first has changed
+    def movers(self) -> list[set[str]]:  # the names that each step but the first has changed
         steps = pairwise(self.after)
         return [{name for name in now if not torch.equal(now[name], old[name])} for old, now in steps]
 
@@ -88,18 +88,18 @@ def test_frozen_parameters_move_from_their_point_on(name: str) -> None:
         assert seen.movers()[frozen - 1 :] == [ALL] * (30 - frozen)
 
 
-def by_hand(points: Mapping[str, int], name: str, updates: int) -> tuple[Net, list[float]]:
+def by_hand(points: Mapping[str, int], name: str, steps: int) -> tuple[Net, list[float]]:
     """Train as torch's users do: one optimizer over all, and `requires_grad` set by hand."""
     task = Net(name)
     kind, options = (torch.optim.SGD, {"momentum": 0.9}) if name == "sgd" else (torch.optim.AdamW, {})
     groups = [{"params": task.encoder.parameters(), "lr": 0.01}, {"params": task.head.parameters()}]
     optimizer = kind(groups, lr=0.02, weight_decay=0.1, **options)
     norms, batches = [], list(pairs(20))
-    for update in range(updates):
+    for step in range(steps):
         for parameter_name, each in task.named_parameters():
-            frozen = any(parameter_name.startswith(p) and update < until for p, until in points.items())
+            frozen = any(parameter_name.startswith(p) and step < until for p, until in points.items())
             each.requires_grad_(not frozen)
-        batch = batches[update % 10]
+        batch = batches[step % 10]
         optimizer.zero_grad()
         task.loss(task(batch[0]), batch).backward()
         norms.append(float(nn.utils.clip_grad_norm_(task.parameters(), 0.5)))
@@ -122,7 +122,7 @@ def test_what_is_frozen_for_the_whole_fit_is_in_no_optimizer(until: str | None) 
     found: dict[str, set[str]] = {}
 
     def look(run: Run) -> None:
-        if run.progress.updates == 5:
+        if run.progress.steps == 5:
             names = {each: name for name, each in run.task.named_parameters()}
             (updater,) = run.engine.updaters.values()
             groups = updater.optimizer.param_groups
@@ -168,7 +168,7 @@ def test_after_a_fit_or_an_error_all_is_as_before() -> None:
     assert weights(task.encoder[3]) == start
 
     def fail(run: Run) -> None:
-        if run.progress.updates == 3:
+        if run.progress.steps == 3:
             raise ValueError("broken")
 
     for until in (None, "1 epoch"):
@@ -225,13 +225,13 @@ def resumable(folder: Path, stop: int = 13, resume: str | None = None) -> Any:
 def test_resume_before_at_and_after_an_unfreezing_is_bitwise(tmp_path: Path) -> None:
     straight = resumable(tmp_path / "straight")
     whole = outcome(tmp_path / "straight")
-    for updates in (3, 5, 8, 9):
-        folder = tmp_path / str(updates)
-        resumable(folder, updates)
+    for steps in (3, 5, 8, 9):
+        folder = tmp_path / str(steps)
+        resumable(folder, steps)
         # A checkpoint has the state of what has trained.
         names = {each.removesuffix("/exp_avg") for each in outcome(folder)["optimizer"] if "exp_avg" in each}
         names = {each for each in names if "/" not in each}
-        assert names == ({*HEAD} if updates < 6 else ALL - {*FIRST} if updates < 9 else ALL)
+        assert names == ({*HEAD} if steps < 6 else ALL - {*FIRST} if steps < 9 else ALL)
         assert resumable(folder, resume="auto") == straight
         found = outcome(folder)
         for part in ("weights", "optimizer", "progress", "model.safetensors"):
@@ -273,7 +273,7 @@ def test_checkpoint_of_trainable_parameters_has_none_that_are_frozen(tmp_path: P
     assert torch.equal(task.head.weight, load_weights(result.model_path)["head.weight"])
 
 
-def test_frozen_parameters_stay_with_every_kind_of_update() -> None:
+def test_frozen_parameters_stay_with_every_kind_of_step() -> None:
     freeze = Freeze({"encoder.0": "5 steps", "encoder": "2 steps"})
     for options in (
         {"micro_batch": 1},

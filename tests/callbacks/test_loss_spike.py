@@ -55,7 +55,7 @@ def test_skip_leaves_out_a_spike_whole_once_the_window_is_full(caplog: pytest.Lo
         result = trainer.fit(task(), data(15, 22))
     assert watch.changed == {15: [], 22: []}
     assert (result.progress.skipped, result.metrics["spikes"]) == (2, 2)
-    assert caplog.messages[0].startswith("update 15 was not made: loss is ")
+    assert caplog.messages[0].startswith("step 15 was not made: loss is ")
     assert "deviations above the median" in caplog.messages[0]
     watch = LeftBehind()
     quiet(max_epochs=1, callbacks=[spike("skip", window=20), watch]).fit(task(), data(15, 25))
@@ -64,7 +64,7 @@ def test_skip_leaves_out_a_spike_whole_once_the_window_is_full(caplog: pytest.Lo
     quiet(max_epochs=1, log_every="2 steps", callbacks=by_name).fit(Duel(), duels())
     # A run whose level does not come back ends.
     trainer = quiet(max_epochs=1, callbacks=[spike("skip", max_in_a_row=3)])
-    with pytest.raises(DivergenceError, match="4 updates in a row, number 12 each time"):
+    with pytest.raises(DivergenceError, match="4 steps in a row, number 12 each time"):
         trainer.fit(task(), data(*range(12, 30)))
 
 
@@ -84,20 +84,20 @@ def test_rollback_equals_a_run_without_the_data(bad, mark, back, seen, options, 
     rolling(tmp_path / "without", **options).fit(found[1], without(range(back, seen), data(bad)))
     assert weights(found[0]) == weights(found[1])
     progress = result.progress
-    assert (progress.updates, progress.skipped) == (COUNT - (seen - back), seen - back)
+    assert (progress.steps, progress.skipped) == (COUNT - (seen - back), seen - back)
     assert progress.samples == COUNT * SIZE
-    assert f"update-{back:08d}. The data of {seen - back} update(s) are passed over" in caplog.messages[0]
+    assert f"step-{back:08d}. The data of {seen - back} step(s) are passed over" in caplog.messages[0]
     if mark == LARGE:
         assert result.metrics["spikes"] == 1
-        assert f"a spike at update {bad}: loss is " in caplog.messages[0]
+        assert f"a spike at step {bad}: loss is " in caplog.messages[0]
 
 
-def test_rollback_in_a_run_by_steps_makes_up_for_the_updates(tmp_path: Path) -> None:
+def test_rollback_in_a_run_by_steps_makes_up_for_the_steps(tmp_path: Path) -> None:
     result = rolling(tmp_path / "last", max_epochs=None, max_steps=20).fit(task(), data(19))
-    assert result.progress.updates == 20
-    assert result.progress.samples == 24 * SIZE, "the spike came in the last update, which was not the last"
+    assert result.progress.steps == 20
+    assert result.progress.samples == 24 * SIZE, "the spike came in the last step, which was not the last"
     validated: list[int] = []
-    note = LambdaCallback(on_evaluation_end=lambda run: validated.append(run.progress.updates))
+    note = LambdaCallback(on_evaluation_end=lambda run: validated.append(run.progress.steps))
     options: Any = {"max_epochs": None, "max_steps": 20, "validate_every": "2 steps"}
     rolling(tmp_path, note, **options).fit(task(), data(13), data(count=2))  # from 14 back to 12
     assert {*validated} == {*range(2, 21, 2)}
@@ -105,7 +105,7 @@ def test_rollback_in_a_run_by_steps_makes_up_for_the_updates(tmp_path: Path) -> 
 
 
 def two_epochs(run_dir: Path, dies_at: int = -1) -> None:
-    """Fit; the process may end at once, when the data of so many updates are used."""
+    """Fit; the process may end at once, when the data of so many steps are used."""
 
     def die(run: Any) -> None:
         if run.progress.micro_batches == dies_at:
@@ -130,7 +130,7 @@ def test_resume_of_a_process_that_died_around_a_rollback_is_exact(tmp_path: Path
 
 def test_rollback_saves_at_once_what_it_went_back_to(tmp_path: Path) -> None:
     # Found at a log point, and before a save.
-    for bad, found, name in ((13, 14, "update-00000012"), (17, 20, "update-00000016")):
+    for bad, found, name in ((13, 14, "step-00000012"), (17, 20, "step-00000016")):
 
         def fail(run: Any, found: int = found) -> None:
             if run.progress.micro_batches == found:
@@ -151,18 +151,18 @@ def test_rollback_has_limits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         result = rolling(tmp_path / "late", checkpoint=late).fit(task(), data(15))
-    assert result.progress.updates == COUNT
+    assert result.progress.steps == COUNT
     assert caplog.messages[0].endswith("there is no checkpoint from before it")
 
 
 def on_ranks(strategy: str, run_dir: Path) -> Any:
-    whole = data(31, count=44)  # the second rank's in the sixteenth update
+    whole = data(31, count=44)  # the second rank's in the sixteenth step
     kept = [*range(12 * 2 * SIZE), *range(16 * 2 * SIZE, 44 * SIZE)]
     found = []
     for name, given in (("spike", whole), ("without", DataLoader(Subset(whole.dataset, kept), SIZE))):
         model = task()
         result = rolling(run_dir / name, strategy=strategy, devices=2).fit(model, given)
-        found.append((weights(model), result.progress.updates, result.progress.skipped))
+        found.append((weights(model), result.progress.steps, result.progress.skipped))
     return found
 
 

@@ -17,7 +17,7 @@ from drivetrain.engine.memory_profile import MemoryUse
 
 SIZE, BLOCKS = 64, 4
 ELEMENTS = 2 * BLOCKS * SIZE * SIZE
-COUNTERS = 2 * BLOCKS * 4  # bytes: AdamW counts the updates of each parameter
+COUNTERS = 2 * BLOCKS * 4  # bytes: AdamW counts the steps of each parameter
 MANY = 4096
 RESULT = 4 * MANY * SIZE  # the bytes of a layer's result for that many samples
 
@@ -113,8 +113,8 @@ def test_memory_report_comes_once_and_leaves_nothing_also_after_an_error() -> No
 def test_empty_cache_empties_the_devices_cache_at_its_interval(drive: Any, monkeypatch: Any) -> None:
     emptied: list[int] = []
     step = LambdaCallback(on_step_end=EmptyCache(every=3).on_step_end)  # as with a GPU
-    run = drive(step, updates_per_epoch=7)
-    module = SimpleNamespace(empty_cache=lambda: emptied.append(run.progress.updates))
+    run = drive(step, steps_per_epoch=7)
+    module = SimpleNamespace(empty_cache=lambda: emptied.append(run.progress.steps))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     run.fit()
     assert emptied == [3, 6]

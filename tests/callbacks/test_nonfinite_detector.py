@@ -26,7 +26,7 @@ class BreaksBackward(nn.Module):
         return x + ((x * 0).square().sum().sqrt() if self.breaks else 0)
 
 
-class Deep(TaskModule):  # layers, of which one of a kind breaks from a given update on
+class Deep(TaskModule):  # layers, of which one of a kind breaks from a given step on
     def __init__(self, kind: type[nn.Module] | None, at: int = 3) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -74,7 +74,7 @@ def message(
 def test_the_forward_that_broke_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     where = "first in the forward of 'middle.1.1' (BreaksForward)."
     text = message(Deep(BreaksForward))
-    assert text.startswith(f"NaN or infinite at update 3 on rank 0: 'loss' (from update 3); {where}")
+    assert text.startswith(f"NaN or infinite at step 3 on rank 0: 'loss' (from step 3); {where}")
     # A module whose outputs may be infinite, such as a mask, is left out.
     assert "first in the forward of 'middle.1.2' (Linear)" in message(Deep(BreaksForward), ignore=["mid*.1"])
     monkeypatch.setattr("drivetrain.callbacks.nonfinite_detector._KEPT", 2)
@@ -82,23 +82,23 @@ def test_the_forward_that_broke_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(Deep, "validation_step", lambda self, batch: torch.zeros(()), raising=False)
         assert where in message(Deep(BreaksForward), validation=BATCHES, validate_every="1 steps")
     text = message(Deep(BreaksForward), log_every="8 steps")  # a long interval keeps the first bad place
-    assert "at update 3 on rank 0" in text
+    assert "at step 3 on rank 0" in text
     assert where in text
 
 
 def test_the_backward_that_broke_is_named_although_its_loss_was_finite() -> None:
     text = message(Deep(BreaksBackward))
-    assert "at update 4 " in text, "the loss is NaN one update later"
-    assert "first in the backward of 'middle.1.1' (BreaksBackward), at update 3." in text
+    assert "at step 4 " in text, "the loss is NaN one step later"
+    assert "first in the backward of 'middle.1.1' (BreaksBackward), at step 3." in text
 
 
 def test_a_batch_or_a_loss_that_broke_is_told_from_a_module() -> None:
     features = torch.randn(16, FEATURES)
     features[6, 1] = torch.nan
     data = [(features[i : i + 2], features[i : i + 2].sum(1, keepdim=True)) for i in range(0, 16, 2)]
-    assert "first in batch 0 of the update's data" in message(Deep(None), data)
+    assert "first in batch 0 of the step's data" in message(Deep(None), data)
     assert "first in the gradient of the output of 'net.5' (Linear)" in message(Fragile(), batches(6, NAN))
-    # Where a loss scale has skipped the update, and some before.
+    # Where a loss scale has skipped the step, and some before.
     text = message(Fragile(), batches(6), precision="16-mixed")
     assert "; first in the forward of 'net.0' (Linear)." in text
 
@@ -111,9 +111,9 @@ def test_the_module_is_named_with_skip_and_stop(caplog: pytest.LogCaptureFixture
         with caplog.at_level(logging.WARNING):
             found.append(trainer.fit(Fragile(), batches(6)).stop_reason)
     assert caplog.messages == [
-        "update 3 was not made: NaN or infinite on rank 0: 'loss'; first in the forward of 'net.0' (Linear)"
+        "step 3 was not made: NaN or infinite on rank 0: 'loss'; first in the forward of 'net.0' (Linear)"
     ]
-    assert "'loss' (from update 3); first in the forward of 'net.0' (Linear); " in found[1]
+    assert "'loss' (from step 3); first in the forward of 'net.0' (Linear); " in found[1]
 
 
 def test_history_has_the_magnitudes_of_the_last_calls(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,12 +138,12 @@ def test_history_has_the_magnitudes_of_the_last_calls(caplog: pytest.LogCaptureF
 def on_ranks(strategy: str) -> str:
     detect: dict[str, Any] = {"callbacks": [NonFiniteDetector()], "on_nonfinite": "stop"}
     trainer = quiet(max_epochs=1, log_every="4 steps", strategy=strategy, devices=2, **detect)
-    return trainer.fit(Fragile(), batches(14)).stop_reason  # the second rank's in its fourth update
+    return trainer.fit(Fragile(), batches(14)).stop_reason  # the second rank's in its fourth step
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_of_several_ranks_the_one_that_broke_names_its_module(strategy: str) -> None:
     first, second = on_two_ranks(on_ranks, strategy)
-    what = "NaN or infinite at update 3 on rank 1: 'loss' (from update 3)"
+    what = "NaN or infinite at step 3 on rank 1: 'loss' (from step 3)"
     assert first == second
     assert first.startswith(f"{what}; first in the forward of 'net.0' (Linear); ")

@@ -1,4 +1,4 @@
-"""Profiles are read back: their updates, phases and files; and training goes on as without them."""
+"""Profiles are read back: their steps, phases and files; and training goes on as without them."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import EarlyStopping, LambdaCallback, Profile
 
-ONE = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}  # a schedule of the update 2 alone
+ONE = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}  # a schedule of the step 2 alone
 
 
 def names(path: Path) -> Counter[str]:  # the ranges of a trace, by name
@@ -25,7 +25,7 @@ def names(path: Path) -> Counter[str]:  # the ranges of a trace, by name
     return Counter(each["name"] for each in events if each.get("cat") == "user_annotation")
 
 
-def updates(path: Path) -> list[str]:
+def steps(path: Path) -> list[str]:
     return sorted(name.partition("#")[2] for name in names(path) if name.startswith("ProfilerStep#"))
 
 
@@ -38,54 +38,54 @@ def calls(folder: Path) -> dict[str, int]:
     return {each["name"]: each["calls"] for each in table(folder)["phases"]}
 
 
-def fitted(profile: Profile | None, updates: int = 8, **options: Any) -> Regression:
+def fitted(profile: Profile | None, steps: int = 8, **options: Any) -> Regression:
     task = Regression(dropout=0.2)
     resume = options.pop("resume", None)
     callbacks = [*options.pop("callbacks", ()), *([profile] if profile else [])]
-    quiet(max_steps=updates, callbacks=callbacks, **options).fit(task, pairs(), resume=resume)
+    quiet(max_steps=steps, callbacks=callbacks, **options).fit(task, pairs(), resume=resume)
     return task
 
 
-def test_trace_has_the_chosen_updates_alone_with_every_phase_by_name(tmp_path: Path) -> None:
+def test_trace_has_the_chosen_steps_alone_with_every_phase_by_name(tmp_path: Path) -> None:
     profile = Profile(kinds="trace")
     callbacks = [EarlyStopping("validation/loss", patience=9), profile]
     options: dict[str, Any] = {"max_epochs": 3, "run_dir": tmp_path, "checkpoint": True, "loggers": "csv"}
     quiet(**options, max_grad_norm=1.0, callbacks=callbacks).fit(Regression(), pairs(), pairs(4))
     (trace,) = profile.files
-    assert trace == tmp_path / "profile" / "trace-updates-10-12-rank-0.json.gz"
+    assert trace == tmp_path / "profile" / "trace-steps-10-12-rank-0.json.gz"
     found = names(trace)
-    # Update 14 ends the third epoch; 10 to 12 neither validate nor save.
-    assert updates(trace) == ["10", "11", "12"]
+    # Step 14 ends the third epoch; 10 to 12 neither validate nor save.
+    assert steps(trace) == ["10", "11", "12"]
     phases = ("step", "forward", "backward", "clip", "optimizer", "CheckpointSaver.on_save")
     assert {name: found[name] for name in phases} == dict.fromkeys(phases, 3)
-    assert found["data"] == 1 + 3  # update 10 begins an epoch
+    assert found["data"] == 1 + 3  # step 10 begins an epoch
     assert not {"validation", "profiling"} & found.keys()
 
 
-def test_resumed_run_counts_on_from_its_update_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_resumed_run_counts_on_from_its_step_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     schedule = {"wait": 4, "warmup": 1, "active": 4, "repeat": 1}
     straight = fitted(None, 12)
     fitted(Profile(schedule), 7, run_dir=tmp_path, checkpoint=True)
     resumed = fitted(Profile(schedule), 12, run_dir=tmp_path, checkpoint=True, resume="auto")
     assert weights(resumed) == weights(straight)
     folder = tmp_path / "profile"
-    expected = {"trace-updates-5-6", "trace-updates-7-8", "table-updates-0-6", "table-updates-7-11"}
+    expected = {"trace-steps-5-6", "trace-steps-7-8", "table-steps-0-6", "table-steps-7-11"}
     assert {path.name.partition("-rank-0")[0] for path in folder.iterdir()} == expected
-    assert updates(folder / "trace-updates-7-8-rank-0.json.gz") == ["7", "8"]
+    assert steps(folder / "trace-steps-7-8-rank-0.json.gz") == ["7", "8"]
 
 
-def test_memory_and_python_list_the_operators_and_functions_of_their_updates(tmp_path: Path) -> None:
+def test_memory_and_python_list_the_operators_and_functions_of_their_steps(tmp_path: Path) -> None:
     memory = Profile(ONE, "memory", folder=tmp_path)
     fitted(memory)
     (path,) = memory.files
-    assert path.name == "memory-updates-2-2-rank-0.txt"
+    assert path.name == "memory-steps-2-2-rank-0.txt"
     text = path.read_text(encoding="utf-8")
     assert "Self CPU Mem" in text
     assert "aten::addmm" in text
     python = Profile({**ONE, "active": 3}, "python", folder=tmp_path)
     fitted(python)
     stats, listed = python.files
-    assert (stats.name, listed.suffix) == ("python-updates-2-4-rank-0.prof", ".txt")
+    assert (stats.name, listed.suffix) == ("python-steps-2-4-rank-0.prof", ".txt")
     found = {key[2]: value[0] for key, value in pstats.Stats(str(stats)).stats.items()}  # type: ignore[attr-defined]
     assert found["mse_loss"] == 3
 
@@ -101,26 +101,26 @@ def test_table_counts_every_phase_and_hook(tmp_path: Path) -> None:
     other = LambdaCallback(on_epoch_end=note("other"))
     options: dict[str, Any] = {"max_epochs": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
     callbacks = [watch, Profile(kinds="table", folder=tmp_path), other]
-    with heard("profile of updates", level=20) as told:
+    with heard("profile of steps", level=20) as told:
         trainer = quiet(**options, log_every="2 steps", callbacks=callbacks)
         trainer.fit(Regression(), pairs(), pairs(6))
     found = calls(tmp_path)
     of_micro_batch = dict.fromkeys(("data", "forward", "backward"), 3 * 5)
-    of_update = dict.fromkeys(("step", "clip", "optimizer"), 3 * 3)
+    of_step = dict.fromkeys(("step", "clip", "optimizer"), 3 * 3)
     evaluation = {"validation": 3, "validation data": 9, "validation step": 9}
     rest = {"restoring": 1, "log point": 5, "profiling": 1}
-    expected = {**of_micro_batch, **of_update, **evaluation, **rest}
+    expected = {**of_micro_batch, **of_step, **evaluation, **rest}
     assert {name: found[name] for name in found if "." not in name} == expected
     assert {name: found[f"LambdaCallback.{name}"] for name in hooks} == {name: seen[name] for name in hooks}
     assert found["LambdaCallback 2.on_epoch_end"] == seen["other"] == 3
     content = table(tmp_path)
-    assert (content["updates"], content["rank"], content["device"]) == ([0, 8], 0, "cpu")
+    assert (content["steps"], content["rank"], content["device"]) == ([0, 8], 0, "cpu")
     assert 0 < sum(each["own_seconds"] for each in content["phases"]) <= content["seconds"]
     by_name = {each["name"]: each for each in content["phases"]}
     inside = sum(by_name[name]["seconds"] for name in ("forward", "backward", "clip", "optimizer"))
     assert by_name["step"]["own_seconds"] <= by_name["step"]["seconds"] - inside + 1e-9
     (text,) = told
-    assert (tmp_path / "table-updates-0-8-rank-0.txt").read_text(encoding="utf-8") == f"{text}\n"
+    assert (tmp_path / "table-steps-0-8-rank-0.txt").read_text(encoding="utf-8") == f"{text}\n"
 
 
 def test_profiling_changes_no_weights_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_profiling_changes_no_weights_and_leaves_nothing_behind(tmp_path: Path) 
 
 def test_an_error_leaves_what_was_recorded(tmp_path: Path) -> None:
     def fail(self: Any, batch: Any) -> Any:
-        if self.progress.updates == 3:
+        if self.progress.steps == 3:
             raise ValueError("broken")
         return Regression.training_step(self, batch)
 
@@ -149,7 +149,7 @@ def test_an_error_leaves_what_was_recorded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="broken"):
         quiet(max_steps=8, run_dir=tmp_path, callbacks=[profile]).fit(variant(training_step=fail)(), pairs())
     (trace,) = tmp_path.glob("profile/trace-*")
-    assert trace.name == "trace-updates-2-3-rank-0.json.gz"
+    assert trace.name == "trace-steps-2-3-rank-0.json.gz"
     assert names(trace)["forward"] == 2
     assert calls(tmp_path / "profile")["forward"] == 4
     with torch.profiler.profile() as after:  # ours has ended
@@ -165,17 +165,17 @@ def on_a_rank(folder: Path, ranks: Any, strategy: str) -> list[str]:
 
 
 def of_rank(rank: int) -> list[str]:
-    table = f"table-updates-0-4-rank-{rank}"
-    return [f"{table}.json", f"{table}.txt", f"trace-updates-2-2-rank-{rank}.json.gz"]
+    table = f"table-steps-0-4-rank-{rank}"
+    return [f"{table}.json", f"{table}.txt", f"trace-steps-2-2-rank-{rank}.json.gz"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_write_files_of_their_own(strategy: str, tmp_path: Path) -> None:
     assert on_two_ranks(on_a_rank, tmp_path, "all", strategy) == [sorted(of_rank(0) + of_rank(1))] * 2
     for rank in (0, 1):
-        trace = names(tmp_path / "profile" / f"trace-updates-2-2-rank-{rank}.json.gz")
+        trace = names(tmp_path / "profile" / f"trace-steps-2-2-rank-{rank}.json.gz")
         assert (trace["forward"], trace["backward"], trace["optimizer"]) == (1, 1, 1)
-        content = json.loads((tmp_path / "profile" / f"table-updates-0-4-rank-{rank}.json").read_text())
+        content = json.loads((tmp_path / "profile" / f"table-steps-0-4-rank-{rank}.json").read_text())
         assert content["rank"] == rank
     if strategy == "ddp":
         assert on_two_ranks(on_a_rank, tmp_path / "second", [1], strategy) == [of_rank(1)] * 2

@@ -56,24 +56,24 @@ def lines_of(capsys):  # the lines in a file, without control characters
 
 
 def test_a_file_has_one_plain_line_per_interval(drive, capsys):
-    options = {"epochs": 2, "updates_per_epoch": 4}
+    options = {"epochs": 2, "steps_per_epoch": 4}
     run = drive(ProgressBar(), results=[{"loss": 0.5}] * 2, **options).fit()
     lines = lines_of(capsys)
-    assert [line.split(" | ")[1] for line in lines] == [f"update {number}/8" for number in (2, 4, 6, 8)]
-    assert lines[0] == f"epoch 1/2 | update 2/8 | train/loss {run.history[0]['train/loss']:.4g}"
-    assert lines[1].endswith(" | validation/loss 0.5"), "what the same update validated stands in its line"
+    assert [line.split(" | ")[1] for line in lines] == [f"step {number}/8" for number in (2, 4, 6, 8)]
+    assert lines[0] == f"epoch 1/2 | step 2/8 | train/loss {run.history[0]['train/loss']:.4g}"
+    assert lines[1].endswith(" | validation/loss 0.5"), "what the same step validated stands in its line"
     drive(ProgressBar(), log_every=3, results=[{"loss": 0.5}, {"loss": 0.25}], **options).fit()
     first, second, last = lines_of(capsys)  # what is between two lines stands in the next
-    assert first.startswith("epoch 1/2 | update 3/8 | train/loss ")
+    assert first.startswith("epoch 1/2 | step 3/8 | train/loss ")
     assert "validation" not in first
     assert second.endswith(" | validation/loss 0.5")
-    assert last.startswith("epoch 2/2 | update 8/8 | train/loss ")
+    assert last.startswith("epoch 2/2 | step 8/8 | train/loss ")
     assert last.endswith(" | validation/loss 0.25")
     run = drive(ProgressBar(), log_every=4).fit()
     assert len(lines_of(capsys)) == 1
     trainer = dataclasses.replace(run.trainer, max_epochs=None, max_time=0.01, log_every=1)
     trainer.fit(run.task, run.train_data)  # unknown totals are left out
-    assert lines_of(capsys)[0].startswith("epoch 1 | update 1 | train/loss ")
+    assert lines_of(capsys)[0].startswith("epoch 1 | step 1 | train/loss ")
 
 
 def test_metrics_are_those_that_are_named_or_four_of_each_stage(drive, capsys):
@@ -84,11 +84,11 @@ def test_metrics_are_those_that_are_named_or_four_of_each_stage(drive, capsys):
     assert line.count("validation/") == 4
     assert "throughput" not in line
     drive(extra, ProgressBar(metrics=["throughput/x", "missing"]), log_every=9, results=[values]).fit()
-    assert lines_of(capsys)[0] == "epoch 1/1 | update 4/4 | throughput/x 1"
+    assert lines_of(capsys)[0] == "epoch 1/1 | step 4/4 | throughput/x 1"
 
 
 def test_a_terminal_gets_a_bar_that_ends_full_and_goes_on_after_a_resume(drive, tmp_path):
-    options = {"updates_per_epoch": 4, "run_dir": tmp_path}
+    options = {"steps_per_epoch": 4, "run_dir": tmp_path}
     with terminal() as screen:
         drive(ProgressBar(), results=[{"loss": 0.25}], **options).fit()
     assert "validation: 100%" in screen.text
@@ -106,11 +106,11 @@ def test_a_terminal_gets_a_bar_that_ends_full_and_goes_on_after_a_resume(drive, 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_terminal_keeps_a_line_per_epoch_and_cuts_no_number(drive, columns):
     results = [{"loss": 0.12345, "accuracy": 0.98768}] * 2
-    with terminal(1e9, columns) as screen:  # no update but the first draws the bar
+    with terminal(1e9, columns) as screen:  # no step but the first draws the bar
         drive(ProgressBar(), epochs=2, results=results).fit()
     text = screen.text.replace("\r\n    ", " | ")  # a long line goes on in the next, indented
     for number in (1, 2):
-        line = text.split(f"epoch {number}/2 | update {4 * number}/8 | train/loss ")[1]
+        line = text.split(f"epoch {number}/2 | step {4 * number}/8 | train/loss ")[1]
         assert line.split("\r")[0].endswith(" | validation/loss 0.1235 | validation/accuracy 0.9877")
         below = next(part for part in line.split("\r")[1:] if "%" in part)
         assert f"epoch {number}/2: {50 * number:3}%" in below
@@ -128,7 +128,7 @@ def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatc
     before, during = set(threading.enumerate()), set()
     watch = LambdaCallback(on_step_end=lambda run: during.update(threading.enumerate()))
     with terminal(module._SECONDS_BETWEEN_DRAWINGS) as screen:
-        drive(ProgressBar(), watch, updates_per_epoch=200, log_every=500).fit()
+        drive(ProgressBar(), watch, steps_per_epoch=200, log_every=500).fit()
     assert 2 <= screen.text.count("/200") <= 100
     assert "200/200" in screen.text.split("\r")[-2]
     started = {each.name for each in during - before if "drain" not in each.name}

@@ -133,7 +133,7 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         "histograms": (
             fit(cb.WeightHistograms(patterns="lines.weight"), loggers="jsonl", run_dir=tmp_path / "logs"),
             "no parameter", "did you mean 'line.weight'"),
-        "profile": (fit(cb.Profile(lambda number: 3, folder=tmp_path)), "returned 3 for update 0"),
+        "profile": (fit(cb.Profile(lambda number: 3, folder=tmp_path)), "returned 3 for step 0"),
         "late assets": (
             fit(cb.LambdaCallback(on_step_end=lambda run: run.add_assets([])), **saves), "for on_fit_start"),
         "assets": (

@@ -37,7 +37,7 @@ def fitted(*callbacks: Any, resume: str | None = None, data: Any = None, **optio
     return task, trainer.fit(task, sequences() if data is None else data, resume=resume), seen
 
 
-def test_sequences_grow_with_the_updates_whatever_the_micro_batches() -> None:
+def test_sequences_grow_with_the_steps_whatever_the_micro_batches() -> None:
     _, _, seen = fitted(SequenceLength(LENGTHS))
     assert seen == [[(4, 3)], [(4, 3)], [(4, 5)], [(4, 5)], [(4, 9)], [(2, 9)]]
     _, _, seen = fitted(SequenceLength(LENGTHS), data=sequences(2), gradient_accumulation_steps=2)
@@ -72,7 +72,7 @@ def test_resume_next_to_each_change_is_bitwise(tmp_path: Path) -> None:
     policy = CheckpointConfig(every="1 step", keep_last=None, best=0, by=None)
     expected, _, whole = fitted(SequenceLength(LENGTHS), run_dir=tmp_path, checkpoint=policy, **options)
     for done in (1, 2, 3):
-        path = tmp_path / "checkpoints" / f"update-{done:08d}"
+        path = tmp_path / "checkpoints" / f"step-{done:08d}"
         task, _, seen = fitted(SequenceLength(LENGTHS), resume=str(path), **options)
         assert seen == whole[done:]
         assert weights(task) == weights(expected)

@@ -112,13 +112,13 @@ def sizes_on(strategy, devices="auto"):
 
 
 WEIGHTS = 4 * (4 * 100 + 100)
-STEPS = 2 * 4  # Adam's count of updates for each tensor
+STEPS = 2 * 4  # Adam's count of steps for each tensor
 
 
 def test_sizes_are_those_of_parameters_gradients_state_and_buffers_or_of_a_ranks_shards():
     with heard(level=logging.INFO) as texts:
         assert sizes_on("cpu") == (RankSizes(WEIGHTS, WEIGHTS, 2 * WEIGHTS + STEPS, 2 * 400 + 8),)
-    assert texts[1].splitlines()[0] == "sizes after the first update"
+    assert texts[1].splitlines()[0] == "sizes after the first step"
     assert " ".join(texts[1].splitlines()[-1].split()) == "0 2.0 kB 2.0 kB 4.0 kB 808 bytes"
     first, second = on_two_ranks(sizes_on, "fsdp", 2)
     assert first == second

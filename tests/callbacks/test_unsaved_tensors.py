@@ -18,7 +18,7 @@ from drivetrain import CheckpointConfig, CompileConfig, LambdaCallback, rank
 
 
 def told(task: Regression, run_dir: Path, every: str = "1 epoch", **options: Any) -> list[str]:
-    """The warnings of a fit of two epochs, of five updates each."""
+    """The warnings of a fit of two epochs, of five steps each."""
     policy, resume = CheckpointConfig(every=every, by=None), options.pop("resume", None)
     options = {"max_epochs": 2, "checkpoint": policy, "run_dir": run_dir, **options}
     with heard() as caught:

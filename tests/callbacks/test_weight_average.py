@@ -21,7 +21,7 @@ from drivetrain.core.errors import CheckpointError, ConfigError
 OF_KIND: dict[str, Any] = {"ema": {"decay": 0.9}, "swa": {}, "lawa": {"window": 2}}
 
 
-class Trajectory(Callback):  # the trained weights after each update, and what each validation had
+class Trajectory(Callback):  # the trained weights after each step, and what each validation had
     def __init__(self) -> None:
         self.after: list[Tensor] = []
         self.validated: list[Tensor] = []
@@ -96,11 +96,11 @@ def test_checkpoints_and_finished_weights_hold_the_average(tmp_path: Path) -> No
         torch.testing.assert_close(flat(task), average, rtol=1e-6, atol=1e-7)
 
 
-def fitted(folder: Path, kind: str, updates: int, resume: str | None = None, **more: Any) -> Any:
+def fitted(folder: Path, kind: str, steps: int, resume: str | None = None, **more: Any) -> Any:
     average = WeightAverage(kind, **{**OF_KIND[kind], "every": 2, **more})
     policy = CheckpointConfig(every="4 steps", keep_last=9, best=0, by=None, asynchronous=kind == "swa")
     task = Regression(OptimizerConfig("adamw", lr=0.05), dropout=0.2)
-    options: Any = {"max_steps": updates, "checkpoint": policy, "validate_every": "3 steps"}
+    options: Any = {"max_steps": steps, "checkpoint": policy, "validate_every": "3 steps"}
     quiet(**options, run_dir=folder, callbacks=[average]).fit(task, pairs(), pairs(4), resume=resume)
     return weights(task), average.averaged
 
@@ -108,11 +108,11 @@ def fitted(folder: Path, kind: str, updates: int, resume: str | None = None, **m
 @pytest.mark.parametrize(("kind", "save"), [("ema", True), ("ema", False), ("swa", True), ("lawa", True)])
 def test_resume_is_bitwise(kind: str, save: bool, tmp_path: Path) -> None:  # SWA in the background
     straight = fitted(tmp_path / "straight", kind, 13, save=save)
-    for updates in (1, 7):
+    for steps in (1, 7):
         with heard("nothing was averaged"):
-            fitted(tmp_path / str(updates), kind, updates, save=save)
-        assert fitted(tmp_path / str(updates), kind, 13, "auto", save=save) == straight
-    path = str(tmp_path / "straight" / "checkpoints" / "update-00000008")
+            fitted(tmp_path / str(steps), kind, steps, save=save)
+        assert fitted(tmp_path / str(steps), kind, 13, "auto", save=save) == straight
+    path = str(tmp_path / "straight" / "checkpoints" / "step-00000008")
     assert fitted(tmp_path / "from", kind, 13, path, save=save) == straight
 
 
@@ -137,10 +137,10 @@ def test_resume_with_other_averages_or_without_the_callback_is_refused(tmp_path:
     assert weights(task) == weights(plain)
 
 
-def on_ranks(folder: Path, kind: str, updates: int, resume: bool = False, **more: Any) -> Any:
+def on_ranks(folder: Path, kind: str, steps: int, resume: bool = False, **more: Any) -> Any:
     task = Regression(OptimizerConfig("adamw", lr=0.05))
     callbacks = [WeightAverage(kind, **OF_KIND[kind], every=2)]
-    options: Any = {"max_steps": updates, "checkpoint": True, "validate_every": "3 steps"}
+    options: Any = {"max_steps": steps, "checkpoint": True, "validate_every": "3 steps"}
     trainer = quiet(**options, run_dir=folder, callbacks=callbacks, **more)
     data = pairs(24, 4 // more.get("devices", 1))
     result = trainer.fit(task, data, pairs(4), resume="auto" if resume else None)

@@ -22,7 +22,7 @@ from torchmetrics import MeanAbsoluteError
 
 from drivetrain import Callback, CheckpointConfig, EarlyStopping, OptimizerConfig, Throughput, Trainer
 
-UPDATES, FITS = 5000, 20
+STEPS, FITS = 5000, 20
 ALLOWED = 0.01  # the relative growth that is allowed, from when all has been done once; memory may double
 _SAMPLES = 50  # how often a run is looked at
 _BLOCKS = 100_000  # what the growth of blocks is relative to, as Python's own caches take some hundreds late
@@ -102,13 +102,13 @@ class Course:  # what was measured, one after the other
         return "\n".join(lines)
 
 
-class Watch(Callback):  # every so many updates, a multiple of the log interval: values pile up
+class Watch(Callback):  # every so many steps, a multiple of the log interval: values pile up
     def __init__(self, every: int) -> None:
         self.every = every
         self.measures: list[Measure] = []
 
     def on_save(self, run: Any) -> None:
-        if run.progress.updates % self.every == 0:
+        if run.progress.steps % self.every == 0:
             self.measures.append(measure())
 
 
@@ -117,9 +117,9 @@ class Measured(Regression):
         return {"error": MeanAbsoluteError()}
 
 
-def _fit(folder: Path, updates: int, every: int, workers: int, asynchronous: bool, *callbacks: Any) -> None:
+def _fit(folder: Path, steps: int, every: int, workers: int, asynchronous: bool, *callbacks: Any) -> None:
     trainer = Trainer(
-        max_steps=updates,
+        max_steps=steps,
         strategy="cpu",
         log_every=f"{max(1, every // 10)} steps",
         validate_every=f"{every} steps",
@@ -133,14 +133,14 @@ def _fit(folder: Path, updates: int, every: int, workers: int, asynchronous: boo
     trainer.fit(task, pairs(400, 8, shuffle=True, num_workers=workers), pairs(400, 8))
 
 
-def long_run(directory: Path, updates: int = UPDATES, workers: int = 0, asynchronous: bool = False) -> Course:
-    """One run, which is looked at, validates and saves every fiftieth of its updates."""
-    every = max(1, updates // _SAMPLES)
+def long_run(directory: Path, steps: int = STEPS, workers: int = 0, asynchronous: bool = False) -> Course:
+    """One run, which is looked at, validates and saves every fiftieth of its steps."""
+    every = max(1, steps // _SAMPLES)
     watch = Watch(every)
     _fit(directory / "before", 100, 20, workers, asynchronous)
     with apart():
-        _fit(directory / "run", updates, every, workers, asynchronous, watch)
-    return Course(f"{updates} updates", watch.measures)
+        _fit(directory / "run", steps, every, workers, asynchronous, watch)
+    return Course(f"{steps} steps", watch.measures)
 
 
 def many_fits(directory: Path, fits: int = FITS, workers: int = 0, asynchronous: bool = False) -> Course:
@@ -159,7 +159,7 @@ def many_fits(directory: Path, fits: int = FITS, workers: int = 0, asynchronous:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train for long, and often, and see that nothing grows.")
-    parser.add_argument("--updates", type=int, default=UPDATES, help="of one long run; 0 for none")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of one long run; 0 for none")
     parser.add_argument("--fits", type=int, default=FITS, help="one after the other; 0 for none")
     parser.add_argument("--workers", type=int, default=0, help="worker processes of the data")
     parser.add_argument("--asynchronous", action="store_true", help="save in the background")
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     bad = False
     with tempfile.TemporaryDirectory() as directory:
-        for number, act in ((options.updates, long_run), (options.fits, many_fits)):
+        for number, act in ((options.steps, long_run), (options.fits, many_fits)):
             if number:
                 course = act(Path(directory) / act.__name__, number, options.workers, options.asynchronous)
                 sys.stdout.write(f"\n{course}\ngrown: {', '.join(course.grown) or 'nothing'}\n")

@@ -17,56 +17,56 @@ from drivetrain.checkpoint.storage.filesystem import FileSystem
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
 
-STOPS = (3, 5)  # the updates at which a process of the run ends, and the next one begins
+STOPS = (3, 5)  # the steps at which a process of the run ends, and the next one begins
 
 LOSSES = (0.5, 0.1, 0.4, 0.3, 0.05)
-"""What the updates, from 1, are ranked by: the second is best for long, and is kept while others go."""
+"""What the steps, from 1, are ranked by: the second is best for long, and is kept while others go."""
 
 _DAMAGE: frozenset[FaultKind] = frozenset(("flip", "lying write", "drop", "truncate"))
-_UPDATE = re.compile(r"update-(\d{8})")
+_UPDATE = re.compile(r"step-(\d{8})")
 
 
-def content(update: int) -> Snapshot:  # what is saved at an update
-    generator = torch.Generator().manual_seed(update)
+def content(step: int) -> Snapshot:  # what is saved at a step
+    generator = torch.Generator().manual_seed(step)
     weight = torch.randn(16, 16, generator=generator)
     bits = torch.randint(-(2**62), 2**62, (40,), generator=generator)
-    # One parameter with the first at every other update, and one of its own at those between.
-    output = weight if update % 2 else torch.randn(16, 16, generator=generator)
-    # Too large for the manifest at every other update.
-    words = "word " * (SMALL // 4 if update % 2 else 4)
+    # One parameter with the first at every other step, and one of its own at those between.
+    output = weight if step % 2 else torch.randn(16, 16, generator=generator)
+    # Too large for the manifest at every other step.
+    words = "word " * (SMALL // 4 if step % 2 else 4)
     return Snapshot(
         tensors={
             "model": {"weight": weight, "half": weight.bfloat16(), "output": output},
             "state": {"bits": bits},
         },
-        objects={"state": {"update": update, "text": f"after {update} updates"}, "words": words},
-        progress={"updates": update, "epoch": update // 3},
-        metrics={"loss": loss(update)},
+        objects={"state": {"step": step, "text": f"after {step} steps"}, "words": words},
+        progress={"steps": step, "epoch": step // 3},
+        metrics={"loss": loss(step)},
     )
 
 
-def loss(update: int) -> float:
-    return LOSSES[update - 1] if update <= len(LOSSES) else 1.0
+def loss(step: int) -> float:
+    return LOSSES[step - 1] if step <= len(LOSSES) else 1.0
 
 
 def differences(snapshot: Snapshot) -> str | None:
-    """What of a loaded snapshot is not what was saved at the update that it tells; None for nothing."""
-    update = snapshot.progress.get("updates")
-    if not isinstance(update, int):
+    """What of a loaded snapshot is not what was saved at the step that it tells; None for nothing."""
+    step = snapshot.progress.get("steps")
+    if not isinstance(step, int):
         return f"its progress is {snapshot.progress!r}"
-    saved = content(update)
+    saved = content(step)
     objects = {name: value for name, value in snapshot.objects.items() if name in saved.objects}
     if (objects, snapshot.progress, snapshot.metrics) != (saved.objects, saved.progress, saved.metrics):
-        return f"the objects, the progress or the metrics of update {update} differ"
+        return f"the objects, the progress or the metrics of step {step} differ"
     there, here = ({group: list(t) for group, t in each.tensors.items()} for each in (snapshot, saved))
     if there != here:
-        return f"update {update} has other tensors"
+        return f"step {step} has other tensors"
     for group, named in saved.tensors.items():
         for name, tensor in named.items():
             found = snapshot.tensors[group][name]
             same = found.dtype == tensor.dtype and found.shape == tensor.shape
             if not same or not torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)):
-                return f"the tensor {name!r} of update {update} differs"
+                return f"the tensor {name!r} of step {step} differs"
     return None
 
 
@@ -90,16 +90,16 @@ class Life:  # what happens to one directory of checkpoints: processes save and 
         return CheckpointConfig(keep_last=2, best=1, by="loss", asynchronous=self.asynchronous)
 
     def live(self, files: FaultyFileSystem) -> bool:
-        """Save and load until all updates are made, or the process is killed."""
+        """Save and load until all steps are made, or the process is killed."""
         expected: int | None = newest_complete(files.inner, self.directory, self)
         with heard(texts=self.warnings):
             try:
                 for stop in STOPS:
                     manager = CheckpointManager(self.directory, self.config, files=files, ranks=self.ranks)
-                    update = self._resume(manager, files, expected)
-                    while update < stop:
-                        update += 1
-                        self._save(manager, files, update)
+                    step = self._resume(manager, files, expected)
+                    while step < stop:
+                        step += 1
+                        self._save(manager, files, step)
                     expected = None
                 return True
             except Killed:
@@ -124,45 +124,45 @@ class Life:  # what happens to one directory of checkpoints: processes save and 
         difference = differences(snapshot)
         if difference is not None:
             self.wrong.append(f"{path!r}: {difference}")
-        return int(str(snapshot.progress.get("updates", 0)))
+        return int(str(snapshot.progress.get("steps", 0)))
 
-    def check_newest(self, update: int, expected: int | None, steps: list[Step], warned: list[str]) -> None:
+    def check_newest(self, step: int, expected: int | None, steps: list[Step], warned: list[str]) -> None:
         """Check that the newest was resumed from, and that a warning tells why one was passed over."""
         damaged = self.damaged(steps)
         newest = self.acknowledged if expected is None else expected
-        if update != newest and not (newest in damaged and update == newest - 1):
-            self.complaints.append(f"resumed from update {update}, not from {newest}")
-        if update < self.acknowledged:
+        if step != newest and not (newest in damaged and step == newest - 1):
+            self.complaints.append(f"resumed from step {step}, not from {newest}")
+        if step < self.acknowledged:
             self.passed_over += 1
             if self.acknowledged not in damaged:
-                self.complaints.append(f"update {self.acknowledged} was saved, and is lost without a cause")
-            name = f"update-{self.acknowledged:08d}"
+                self.complaints.append(f"step {self.acknowledged} was saved, and is lost without a cause")
+            name = f"step-{self.acknowledged:08d}"
             if not any(name in text and ("damaged" in text or "disk" in text) for text in warned):
                 self.complaints.append(f"nothing was said of {name}, which was passed over")
-        self.acknowledged = self.attempted = update
+        self.acknowledged = self.attempted = step
 
     def _resume(self, manager: CheckpointManager, files: FaultyFileSystem, expected: int | None) -> int:
         while True:
             try:
-                update = self.check_load(manager.load_latest())
+                loaded = self.check_load(manager.load_latest())
             except CheckpointError as error:
                 self._meet(error, files)
                 continue
             # Faults, and warnings, are those of one process; what comes of them concerns all.
             told = self.ranks.all_gather(([*self.steps, *files.struck()], self.warnings))
             steps = [step for each, _ in told for step in each]
-            self.check_newest(update, expected, steps, [text for _, texts in told for text in texts])
-            return update
+            self.check_newest(loaded, expected, steps, [text for _, texts in told for text in texts])
+            return loaded
 
-    def _save(self, manager: CheckpointManager, files: FaultyFileSystem, update: int) -> None:
-        self.attempted = update
+    def _save(self, manager: CheckpointManager, files: FaultyFileSystem, step: int) -> None:
+        self.attempted = step
         while True:
             try:
-                save(manager, update)
+                save(manager, step)
             except CheckpointError as error:
                 self._meet(error, files)
                 continue
-            self.acknowledged = update
+            self.acknowledged = step
             return
 
     def _meet(self, error: CheckpointError, files: FaultyFileSystem) -> None:
@@ -187,15 +187,15 @@ class Life:  # what happens to one directory of checkpoints: processes save and 
         expected = newest_complete(files, self.directory, self)
         with heard(texts=self.warnings):
             manager = CheckpointManager(self.directory, self.config, files=files)
-            update = self.check_load(manager.load_latest())
-            self.check_newest(update, expected, self.steps, self.warnings)
+            step = self.check_load(manager.load_latest())
+            self.check_newest(step, expected, self.steps, self.warnings)
             self._check_directory(manager, files, wanted)
-            save(manager, update + 1)
-            if self.check_load(manager.load_latest()) != update + 1:
+            save(manager, step + 1)
+            if self.check_load(manager.load_latest()) != step + 1:
                 self.complaints.append("what was saved next is not what is loaded")
         damaged = self.damaged(self.steps)
         for text in self.warnings:
-            named = any((f"update-{update:08d}" if update else INDEX) in text for update in damaged)
+            named = any((f"step-{step:08d}" if step else INDEX) in text for step in damaged)
             if not named and not (self.steps and "an old checkpoint could not be removed" in text):
                 self.complaints.append(f"a warning without a cause: {text}")
 
@@ -203,15 +203,15 @@ class Life:  # what happens to one directory of checkpoints: processes save and 
         damaged = self.damaged(self.steps)
         io = DirectoryCheckpointIO(files)
         listed = manager.entries()
-        lost = wanted - {entry.update for entry in listed} - damaged
+        lost = wanted - {entry.step for entry in listed} - damaged
         if lost:
-            self.complaints.append(f"updates {sorted(lost)} should have been kept")
+            self.complaints.append(f"steps {sorted(lost)} should have been kept")
         for entry in listed:
             path = files.join(self.directory, entry.name)
             try:
                 self.check_load((path, io.load(path)))
             except CheckpointError as error:
-                if entry.update not in damaged:
+                if entry.step not in damaged:
                     self.complaints.append(f"listed, but not whole: {error}")
         known = {entry.name for entry in listed}
         for name, kind in files.entries(self.directory).items():
@@ -224,17 +224,17 @@ class Life:  # what happens to one directory of checkpoints: processes save and 
             self.complaints.append(f"{name!r} was left behind")
 
 
-def _kept(update: int) -> set[int]:
-    """What the policy keeps once an update is saved: the last two, and the best."""
-    best = min(range(1, update + 1), key=loss, default=0)
-    return {each for each in (update, update - 1, best) if each > 0}
+def _kept(step: int) -> set[int]:
+    """What the policy keeps once a step is saved: the last two, and the best."""
+    best = min(range(1, step + 1), key=loss, default=0)
+    return {each for each in (step, step - 1, best) if each > 0}
 
 
-def save(manager: CheckpointManager, update: int) -> None:
-    """Save what belongs to an update, change it meanwhile, as training would, and wait for the end."""
-    snapshot = content(update)
+def save(manager: CheckpointManager, step: int) -> None:
+    """Save what belongs to a step, change it meanwhile, as training would, and wait for the end."""
+    snapshot = content(step)
     live = [tensor for named in snapshot.tensors.values() for tensor in named.values()]
-    manager.save(update, 0, {"loss": loss(update)}, lambda: snapshot, keeper=True)
+    manager.save(step, 0, {"loss": loss(step)}, lambda: snapshot, keeper=True)
     for tensor in live:
         tensor.zero_()
     manager.wait()
@@ -251,7 +251,7 @@ def unfinished(files: FileSystem, directory: str) -> list[str]:
 
 
 def newest_complete(files: FileSystem, directory: str, life: Life) -> int:
-    """The newest update of which the storage has all bytes, found without a manager; 0 for none."""
+    """The newest step of which the storage has all bytes, found without a manager; 0 for none."""
     io = DirectoryCheckpointIO(files)
     newest = 0
     for name in io.list(directory):

@@ -39,13 +39,13 @@ def _ended(life: Life, case: str) -> Outcome:  # check what is there after a lif
 def run_kills(number: int, seed: int, directory: str) -> list[Outcome]:
     """Kill processes that save into one directory, one after the other, and check after each."""
     chance, life, outcomes = random.Random(seed), Life(directory), []
-    updates, started = Path(f"{directory}.updates"), Path(f"{directory}.started")
+    steps, started = Path(f"{directory}.steps"), Path(f"{directory}.started")
     for each in range(number):
         life = Life(directory, each % 2 == 1, acknowledged=life.acknowledged)
-        code = _killed(life, updates, started, chance.uniform(0.002, 0.06))
+        code = _killed(life, steps, started, chance.uniform(0.002, 0.06))
         if code != -signal.SIGKILL:
             life.complaints.append(f"the process ended by itself, with {code}")
-        told = updates.read_text(encoding="ascii").split() if updates.exists() else []
+        told = steps.read_text(encoding="ascii").split() if steps.exists() else []
         life.acknowledged = max(life.acknowledged, *map(int, told[-1:]), 0)
         life.attempted = life.acknowledged + 1
         outcome = _ended(life, f"kill {each + 1} of --kills {number} --seed {seed}")
@@ -55,11 +55,11 @@ def run_kills(number: int, seed: int, directory: str) -> list[Outcome]:
     return outcomes
 
 
-def _killed(life: Life, updates: Path, started: Path, delay: float) -> int | None:
+def _killed(life: Life, steps: Path, started: Path, delay: float) -> int | None:
     """Let a process work for a while and kill it; its exit code."""
     started.unlink(missing_ok=True)
     context: Any = multiprocessing.get_context("fork")
-    process = context.Process(target=_work, args=(life, str(updates), str(started)))
+    process = context.Process(target=_work, args=(life, str(steps), str(started)))
     process.start()
     while process.is_alive() and not started.exists():
         time.sleep(0.001)
@@ -71,20 +71,20 @@ def _killed(life: Life, updates: Path, started: Path, delay: float) -> int | Non
     return code
 
 
-def _work(life: Life, updates: str, started: str) -> None:
+def _work(life: Life, steps: str, started: str) -> None:
     """Save without end, and write down what is surely saved."""
     torch.set_num_threads(1)
-    told = os.open(updates, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    told = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     Path(started).touch()
     manager = CheckpointManager(life.directory, life.config)
     with heard() as warnings:
-        update = life.check_load(manager.load_latest())
+        step = life.check_load(manager.load_latest())
     assert not warnings, "after a kill there is nothing to warn of"
     assert not life.wrong, life.wrong
     while True:
-        update += 1
-        save(manager, update)
-        os.write(told, b"%d\n" % update)
+        step += 1
+        save(manager, step)
+        os.write(told, b"%d\n" % step)
 
 
 def run_shards(number: int, seed: int, directory: str) -> list[Outcome]:

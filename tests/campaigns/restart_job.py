@@ -1,4 +1,4 @@
-"""The training that is interrupted: it writes down every update, and at its end a hash of the weights."""
+"""The training that is interrupted: it writes down every step, and at its end a hash of the weights."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, 
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.processes import rank
 
-SAMPLES, BATCH, EPOCHS = 160, 4, 3  # of the data, of an update over all processes, and of the run
+SAMPLES, BATCH, EPOCHS = 160, 4, 3  # of the data, of a step over all processes, and of the run
 
 
 class Noisy(TaskModule):  # two layers with dropout, so that the random streams matter, and a schedule
@@ -39,7 +39,7 @@ class Noisy(TaskModule):  # two layers with dropout, so that the random streams 
 
 
 class Witness(Callback):
-    """Writes down each update: its number, epoch, samples and time, in a file of this attempt and process."""
+    """Writes down each step: its number, epoch, samples and time, in a file of this attempt and process."""
 
     def __init__(self, directory: Path) -> None:
         self._file = self._directory = directory
@@ -47,11 +47,11 @@ class Witness(Callback):
     def on_fit_start(self, run: Any) -> None:
         attempt = run.engine.ranks.first(lambda: f"{time.time():.3f}")  # one name for all processes
         self._file = self._directory / f"witness-{attempt}-{run.engine.ranks.rank}.jsonl"
-        self._write(update=None, time=time.time())
+        self._write(step=None, time=time.time())
 
     def on_step_end(self, run: Any) -> None:
         samples = [each for micro in run.window.micro_batches for each in micro.batch[2].tolist()]
-        self._write(update=run.progress.updates, epoch=run.progress.epoch, samples=samples, time=time.time())
+        self._write(step=run.progress.steps, epoch=run.progress.epoch, samples=samples, time=time.time())
 
     def _write(self, **row: Any) -> None:
         with self._file.open("a", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ def train(directory: Path, strategy: str, every: str, workers: int) -> None:
         run_dir=directory / "run",
     )
     task = Noisy()
-    # One update is of as many samples, whatever the number of processes: the batch is that of all of them.
+    # One step is of as many samples, whatever the number of processes: the batch is that of all of them.
     loader = DataLoader(data, batch_size=BATCH // size, shuffle=True, num_workers=workers)
     trainer.fit(task, loader, resume="auto")
     if rank() == 0:

@@ -46,8 +46,8 @@ class Score:  # what was survived, and what it has cost
         lines = [
             f"runs completed: {self.runs}",
             f"faults survived: {self.faults.total()} ({kinds})",
-            f"work lost: {self.again} of {made} updates made again ({self.again / max(made, 1):.1%})",
-            f"goodput: {self.useful / max(self.wall, 1e-9):.1%} of {self.wall:.0f} s in updates that count",
+            f"work lost: {self.again} of {made} steps made again ({self.again / max(made, 1):.1%})",
+            f"goodput: {self.useful / max(self.wall, 1e-9):.1%} of {self.wall:.0f} s in steps that count",
             *(
                 f"{what}: median {statistics.median(s):.1f} s, longest {max(s):.1f} s"
                 for what, s in times.items()
@@ -94,23 +94,23 @@ class Job:  # one run, over all the programs that it takes
             found.setdefault(each.name.split("-")[1], []).append(rows)
         return [found[each] for each in sorted(found, key=float)]
 
-    def updates_since(self, moment: float) -> list[tuple[float, int]]:
-        """When which updates were made after a moment."""
+    def steps_since(self, moment: float) -> list[tuple[float, int]]:
+        """When which steps were made after a moment."""
         rows = [row for attempt in self.attempts() for each in attempt for row in each]
-        return sorted((row["time"], row["update"]) for row in rows if row["update"] and row["time"] > moment)
+        return sorted((row["time"], row["step"]) for row in rows if row["step"] and row["time"] > moment)
 
     def judge(self, score: Score) -> None:
-        """See that each sample was learned from once in every epoch; an update counts as last made."""
+        """See that each sample was learned from once in every epoch; a step counts as last made."""
         epochs: dict[int, tuple[int, list[int]]] = {}
         seconds: dict[int, float] = {}
         made = 0
         for attempt in self.attempts():
-            for number in {row["update"] for rows in attempt for row in rows} - {None}:
-                rows = [row for each in attempt for row in each if row["update"] == number]
+            for number in {row["step"] for rows in attempt for row in rows} - {None}:
+                rows = [row for each in attempt for row in each if row["step"] == number]
                 epochs[number] = rows[0]["epoch"], [sample for row in rows for sample in row["samples"]]
                 made += 1
             for before, row in zip(attempt[0], attempt[0][1:], strict=False):
-                seconds[row["update"]] = row["time"] - before["time"]
+                seconds[row["step"]] = row["time"] - before["time"]
         for epoch in range(EPOCHS):
             seen = Counter(each for of, samples in epochs.values() if of == epoch for each in samples)
             lost, twice = set(range(SAMPLES)) - seen.keys(), [each for each in seen if seen[each] > 1]
@@ -167,7 +167,7 @@ def _signal(job: Job, process: Process, chance: random.Random, score: Score) -> 
         return
     score.endings.append(time.time() - sent)
     right = -signal.SIGINT if number is signal.SIGINT else EXIT_REQUEUE
-    last = max((update for _, update in job.updates_since(0)), default=0)
+    last = max((step for _, step in job.steps_since(0)), default=0)
     if code != right and last != EPOCHS * SAMPLES // BATCH:  # a fit that is over leaves signals alone
         score.failures.append(f"{number.name} to {whom}: exit code {code} in place of {right}\n{job.output}")
 
@@ -175,7 +175,7 @@ def _signal(job: Job, process: Process, chance: random.Random, score: Score) -> 
 def _until_training(job: Job, process: Process, since: float, chance: random.Random) -> bool:
     """Wait for a random moment; return whether training had begun. One in six comes before."""
     deadline = since + (chance.uniform(0.0, 4.0) if chance.random() < 1 / 6 else _LONGEST)
-    while not job.updates_since(since) and process.poll() is None:
+    while not job.steps_since(since) and process.poll() is None:
         if time.time() > deadline:
             return False
         time.sleep(0.05)
@@ -214,7 +214,7 @@ def _kill(job: Job, process: Process, chance: random.Random, score: Score, numbe
     killed = time.time()
     while process.poll() is None:
         _until_training(job, process, killed, chance)
-        again = job.updates_since(killed)
+        again = job.steps_since(killed)
         if score.faults and again:
             score.recoveries.append(again[0][0] - killed)
         if score.faults.total() >= number:

@@ -53,8 +53,8 @@ def test_kills_lose_no_sample_and_no_second_of_the_ledger(number: int, tmp_path:
     assert ledger.seconds["waiting"] > 0
 
 
-LONG = "--updates 5000 --fits 20"
-MANY = tiers("--updates 500 --fits 5", LONG, f"{LONG} --workers 2", f"{LONG} --asynchronous")
+LONG = "--steps 5000 --fits 20"
+MANY = tiers("--steps 500 --fits 5", LONG, f"{LONG} --workers 2", f"{LONG} --asynchronous")
 
 
 @pytest.mark.parametrize("options", MANY)

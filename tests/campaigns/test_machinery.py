@@ -41,16 +41,16 @@ class Hoarder(MemoryDisk):  # deletes nothing
 
 class Swapper(MemoryDisk):  # the second checkpoint has the first's content: every hash is right
     def rename(self, old: str, new: str) -> None:
-        if new.endswith("update-00000002"):
+        if new.endswith("step-00000002"):
             for name in self.entries(old):
                 self.delete(f"{old}/{name}")
-                write_bytes(self, f"{old}/{name}", read_bytes(self, f"/trial/update-00000001/{name}"))
+                write_bytes(self, f"{old}/{name}", read_bytes(self, f"/trial/step-00000001/{name}"))
         super().rename(old, new)
 
 
 def test_a_bad_disk_is_found_out_by_a_trial_that_its_text_repeats() -> None:
     text = "disk/foreground/55:kill:0"
-    for files, complaint in ((Hoarder(), "was left behind"), (Swapper(), "update 2 was saved, and is lost")):
+    for files, complaint in ((Hoarder(), "was left behind"), (Swapper(), "step 2 was saved, and is lost")):
         score = Score()
         score.add(run_case(Case.parse(text), "/trial", files))
         assert f"FAILED: {text}" in str(score)
@@ -63,7 +63,7 @@ def test_a_bad_disk_is_found_out_by_a_trial_that_its_text_repeats() -> None:
 
 def test_what_grows_in_a_run_is_noticed() -> None:
     kept: list[Any] = []
-    watch, hoard = Watch(20), LambdaCallback(on_step_end=lambda run: kept.append([run.progress.updates]))
+    watch, hoard = Watch(20), LambdaCallback(on_step_end=lambda run: kept.append([run.progress.steps]))
     with apart():
         quiet(max_steps=200, log_every="20 steps", callbacks=[hoard, watch]).fit(Regression(), pairs(20))
     course = Course("hoarding", watch.measures)
@@ -77,29 +77,29 @@ def test_what_grows_in_a_run_is_noticed() -> None:
 
 
 def test_samples_that_restarts_lose_or_repeat_are_found(tmp_path: Path) -> None:
-    job, updates = Job(tmp_path, "ddp"), EPOCHS * SAMPLES // 4
+    job, steps = Job(tmp_path, "ddp"), EPOCHS * SAMPLES // 4
 
     def judge(*attempts: tuple[int, int, int], **change: Any) -> RestartScore:
-        """Write down what two processes do in each attempt: updates of four samples."""
+        """Write down what two processes do in each attempt: steps of four samples."""
         for attempt, first, until in attempts:
             for rank in range(2):
-                rows = [{"update": None, "time": float(attempt)}]
-                for update in range(first, until):
-                    start = update % (SAMPLES // 4) * 4 + 2 * rank
+                rows = [{"step": None, "time": float(attempt)}]
+                for step in range(first, until):
+                    start = step % (SAMPLES // 4) * 4 + 2 * rank
                     row = {
-                        "update": update + 1,
-                        "epoch": update * 4 // SAMPLES,
+                        "step": step + 1,
+                        "epoch": step * 4 // SAMPLES,
                         "samples": [start, start + 1],
                     }
-                    rows.append({**row, "time": attempt + 0.01 * (update - first + 1), **change})
+                    rows.append({**row, "time": attempt + 0.01 * (step - first + 1), **change})
                 file = tmp_path / f"witness-{attempt}.000-{rank}.jsonl"
                 file.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
         score = RestartScore()
         job.judge(score)
         return score
 
-    score = judge((100, 0, 50), (200, 40, updates))
-    assert (score.failures, score.counted, score.again) == ([], updates, 10)
-    assert score.useful == pytest.approx(0.01 * updates)
-    assert "lost {120, 121, 122, 123}, repeated []" in judge((100, 0, 30), (200, 31, updates)).failures[0]
+    score = judge((100, 0, 50), (200, 40, steps))
+    assert (score.failures, score.counted, score.again) == ([], steps, 10)
+    assert score.useful == pytest.approx(0.01 * steps)
+    assert "lost {120, 121, 122, 123}, repeated []" in judge((100, 0, 30), (200, 31, steps)).failures[0]
     assert "lost {120, 122, 123}, repeated [0, 121]" in judge((150, 30, 31), samples=[0, 121]).failures[0]

@@ -34,7 +34,7 @@ def make_snapshot(value=1.0, size=8):  # a small snapshot whose content tells `v
             "state": tensors,
         },
         objects={"state": state, "hparams": {"hidden": 3}},
-        progress={"updates": int(value), "epoch": 0},
+        progress={"steps": int(value), "epoch": 0},
         metrics={"validation/loss": 0.5, "train/loss": float("nan")},
         task="Digits",
     )
@@ -63,6 +63,6 @@ def helpers():  # the functions above, since a test module cannot import its con
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    path = tmp_path / "checkpoints" / "update-00000001"
+    path = tmp_path / "checkpoints" / "step-00000001"
     DirectoryCheckpointIO().save(str(path), make_snapshot())
     return path

@@ -58,7 +58,7 @@ def sharded(path: str) -> None:  # what each rank does for a sharded checkpoint
     }
     state, state_tensors = pack(tree())
     groups = {"model": tensors, "state": state_tensors}
-    snapshot = Snapshot(groups, {"state": state}, {"updates": 3, "epoch": 1})
+    snapshot = Snapshot(groups, {"state": state}, {"steps": 3, "epoch": 1})
     DirectoryCheckpointIO(ranks=ranks).save(path, snapshot)
 
 

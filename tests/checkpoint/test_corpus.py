@@ -49,7 +49,7 @@ def test_a_run_resumes_from_every_version(version, tmp_path):
     trainer = quiet(max_epochs=3, run_dir=run_dir, checkpoint=config, max_grad_norm=1.0)
     task = Regression.from_checkpoint(run_dir)
     result = trainer.fit(task, pairs(), pairs(4, seed=1), resume="auto")
-    assert result.progress.updates == 15
+    assert result.progress.steps == 15
     straight = Regression()
     quiet(max_epochs=3, max_grad_norm=1.0).fit(straight, pairs(), pairs(4, seed=1))
     for mine, theirs in zip(task.parameters(), straight.parameters(), strict=True):

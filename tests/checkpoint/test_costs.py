@@ -97,7 +97,7 @@ def test_a_list_asks_one_question_of_each_checkpoint_and_opens_none(tmp_path, mo
     monkeypatch.setattr(schemes, "LOCAL", files := Counting())
     questions = []
     for count in (2, 12):
-        names = [f"update-{number:08d}" for number in range(count)]
+        names = [f"step-{number:08d}" for number in range(count)]
         for name in names:
             DirectoryCheckpointIO().save(str(tmp_path / f"{count}" / name), snapshot_of(1))
         write_index(f"{tmp_path}/{count}", [Entry(name, n, n, 0) for n, name in enumerate(names)])

@@ -53,22 +53,22 @@ def test_a_fault_of_one_process_of_two_does_no_harm(tmp_path):
 def save_assets(disk):
     snapshot = content(2)
     snapshot.assets = {"config.json": b"{}", "words/vocabulary.txt": b"a b"}
-    DirectoryCheckpointIO(disk).save("/run/update-2", snapshot)
+    DirectoryCheckpointIO(disk).save("/run/step-2", snapshot)
 
 
 @pytest.mark.parametrize(
     ("act", "expected"),
     [
-        (save_assets, ["update-1", "update-2"]),
-        (lambda disk: DirectoryCheckpointIO(disk).remove("/run/update-1"), []),
-        (lambda disk: write_atomically("/run/index", [b"content"], disk), ["index", "update-1"]),
+        (save_assets, ["step-1", "step-2"]),
+        (lambda disk: DirectoryCheckpointIO(disk).remove("/run/step-1"), []),
+        (lambda disk: write_atomically("/run/index", [b"content"], disk), ["index", "step-1"]),
     ],
 )
 def test_what_has_returned_survives_a_power_cut_at_once(act, expected):
     for seed in range(30):
         disk = MemoryDisk()
         io = DirectoryCheckpointIO(disk)
-        io.save("/run/update-1", content(1))
+        io.save("/run/step-1", content(1))
         act(disk)
         disk.cut_power(random.Random(seed))
         assert sorted(disk.entries("/run")) == expected
@@ -84,8 +84,8 @@ def two(monkeypatch):  # a disk with two checkpoints, with every object in a fil
     monkeypatch.setattr("drivetrain.checkpoint.saving.io.SMALL", 0)
     disk = MemoryDisk()
     manager = CheckpointManager("/run", CheckpointConfig(by=None), files=disk)
-    for update in (1, 2):
-        manager.save(update, 0, {}, lambda update=update: content(update))
+    for step in (1, 2):
+        manager.save(step, 0, {}, lambda step=step: content(step))
     return disk
 
 
@@ -111,7 +111,7 @@ def test_what_may_not_be_read_is_no_reason_to_take_an_older_one(two, operation):
             assert not isinstance(caught.value, DamagedCheckpointError)
             assert files.struck()
             path, snapshot = manager.load_latest()  # the same manager, once the permission is there
-            assert path == "/run/update-00000002"
+            assert path == "/run/step-00000002"
             assert differences(snapshot) is None
 
 
@@ -121,12 +121,12 @@ def test_what_may_not_be_read_is_no_reason_to_take_an_older_one(two, operation):
     [("EIO", r"Input/output error \(EIO\)"), ("flip", r"not what was written|not valid JSON|not a safe")],
 )
 def test_what_the_medium_has_lost_is_set_aside_with_the_reason(two, file, kind, why):
-    manager, _ = opened(two, Fault(reads(two, "read", f"update-00000002/{file}")[0], kind))
-    with warned(rf"update-00000002' is damaged and was set aside as .*\.bad': .*({why})"):
+    manager, _ = opened(two, Fault(reads(two, "read", f"step-00000002/{file}")[0], kind))
+    with warned(rf"step-00000002' is damaged and was set aside as .*\.bad': .*({why})"):
         path, snapshot = manager.load_latest()
-    assert path == "/run/update-00000001"
+    assert path == "/run/step-00000001"
     assert differences(snapshot) is None
-    assert sorted(two.entries("/run")) == ["index.json", "update-00000001", "update-00000002.bad"]
+    assert sorted(two.entries("/run")) == ["index.json", "step-00000001", "step-00000002.bad"]
 
 
 def test_a_disk_whose_syncs_do_nothing_would_be_noticed(monkeypatch):

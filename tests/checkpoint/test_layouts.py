@@ -79,7 +79,7 @@ def save(path, whole, order):
             return plan
 
         plans.append(as_rank(rank, act))
-    place.write_rest(shares, plans[0], Snapshot(progress={"updates": 1}))
+    place.write_rest(shares, plans[0], Snapshot(progress={"steps": 1}))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -15,16 +15,16 @@ from drivetrain.core.errors import CheckpointError
 def run(tmp_path, helpers):
     directory = tmp_path / "runs" / "digits"
     manager = CheckpointManager(str(directory / "checkpoints"), CheckpointConfig(keep_last=3))
-    for update in (9, 10, 11):
-        manager.save(update, 0, {}, lambda: helpers.make_snapshot())
+    for step in (9, 10, 11):
+        manager.save(step, 0, {}, lambda: helpers.make_snapshot())
     return directory
 
 
 def test_every_way_to_name_it_leads_to_the_newest(run, monkeypatch, helpers):
-    newest = run / "checkpoints" / "update-00000011"
+    newest = run / "checkpoints" / "step-00000011"
     for path in (newest, run / "checkpoints", run, str(run)):
         assert resolve(path) == str(newest)
-    assert resolve(run / "checkpoints" / "update-00000009").endswith("update-00000009")
+    assert resolve(run / "checkpoints" / "step-00000009").endswith("step-00000009")
     monkeypatch.chdir(run)
     assert os.path.samefile(resolve("."), newest)
     # The newest is by the index, or else by the checkpoints' own word.
@@ -40,15 +40,15 @@ def test_damaged_ones_are_passed_over_and_nothing_is_touched(run):
     def everything():
         return sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
 
-    (in_files(run / "checkpoints" / "update-00000011") / "state.json").unlink()
-    (run / "checkpoints" / "update-00000010" / "manifest.json").write_text("{}", encoding="utf-8")
-    (run / "checkpoints" / ".saving-update-00000012-ab").mkdir()
+    (in_files(run / "checkpoints" / "step-00000011") / "state.json").unlink()
+    (run / "checkpoints" / "step-00000010" / "manifest.json").write_text("{}", encoding="utf-8")
+    (run / "checkpoints" / ".saving-step-00000012-ab").mkdir()
     before = everything()
     with warned("is damaged and skipped") as caught:
-        assert resolve(run).endswith("update-00000009")
+        assert resolve(run).endswith("step-00000009")
     assert len(caught) == 2
     assert everything() == before
-    (run / "checkpoints" / "update-00000009" / "model.safetensors").write_bytes(b"")
+    (run / "checkpoints" / "step-00000009" / "model.safetensors").write_bytes(b"")
     with warned("skipped"), pytest.raises(DamagedCheckpointError, match="no good checkpoint, only damaged"):
         resolve(run)
     with pytest.raises(CheckpointError, match=r"Looked for manifest.json.* Near it are: .*digits'"):

@@ -26,7 +26,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
     def run(lines: str) -> tuple[int, str]:
         (tmp_path / "train.py").write_text(PROGRAM + lines, encoding="utf-8")
-        code = main(["check-resume", "--updates", "6", "train.py"])
+        code = main(["check-resume", "--steps", "6", "train.py"])
         return code, "".join(capfd.readouterr())
 
     return run

@@ -59,36 +59,36 @@ def test_list_tells_what_each_is_kept_for(capsys, run_dir, tmp_path):
     code, printed = run(capsys, "list", run_dir)
     assert code == 0
     lines = [re.split("  +", line) for line in printed.out.splitlines()]
-    assert lines[0] == ["name", "order", "update", "epoch", "kept for", "metric", "size", "age"]
+    assert lines[0] == ["name", "order", "step", "epoch", "kept for", "metric", "size", "age"]
     assert [line[2:5] for line in lines[1:3]] == [["10", "2", "resume"], ["15", "3", "resume keeper"]]
     assert [line[0] for line in lines[3:]] == ["", "metric: validation/loss"]
     assert max(map(len, printed.out.splitlines())) <= 80
-    files = (run_dir / "checkpoints" / "update-00000010").iterdir()
+    files = (run_dir / "checkpoints" / "step-00000010").iterdir()
     (first, _) = as_json(capsys, "list", run_dir / "checkpoints")[1]["checkpoints"]
     assert (first["bytes"], first["trouble"]) == (sum(path.stat().st_size for path in files), None)
-    for path in (run_dir / "checkpoints").glob("update-*/*"):
+    for path in (run_dir / "checkpoints").glob("step-*/*"):
         path.write_text("not even read", encoding="ascii")
     found = as_json(capsys, "list", run_dir)[1]["checkpoints"]
-    assert [(each["update"], each["condition"]) for each in found] == [(10, "committed"), (15, "committed")]
+    assert [(each["step"], each["condition"]) for each in found] == [(10, "committed"), (15, "committed")]
 
 
 def test_show_says_what_a_checkpoint_is_and_needs_no_tensor_file(capsys, run_dir):
     code, found = as_json(capsys, "show", run_dir, "--tensors")
     assert code == 0
-    assert found["path"].endswith("update-00000015")
-    assert (found["progress"]["updates"], found["saved_by"]["task"]) == (15, "Regression")
+    assert found["path"].endswith("step-00000015")
+    assert (found["progress"]["steps"], found["saved_by"]["task"]) == (15, "Regression")
     assert found["purpose"]["keeper"] == {"validation/loss": "min"}
     assert found["hparams"]["dropout"] == 0.0
     assert found["groups"]["model"] == {"tensors": 2, "elements": 5, "bytes": 20, "dtypes": {"F32": 5}}
     assert found["optimizers"]["default"]["optimizer"] == "SGD"
     weight = found["tensors"]["model"]["line.weight"]
     assert (weight["dtype"], weight["shape"]) == ("F32", [1, 4])
-    path = run_dir / "checkpoints" / "update-00000010"
+    path = run_dir / "checkpoints" / "step-00000010"
     for file in path.glob("*.safetensors"):
         file.unlink()
     code, printed = run(capsys, "show", path, "--tensors")
     assert code == 0
-    for text in ("  updates        10\n", "  dropout    0", "line.weight  F32[1, 4]", "lr 0.05"):
+    for text in ("  steps          10\n", "  dropout    0", "line.weight  F32[1, 4]", "lr 0.05"):
         assert text in printed.out
 
 
@@ -96,28 +96,28 @@ def test_verify_checks_every_byte_and_names_the_file_that_is_wrong(capsys, run_d
     code, found = as_json(capsys, "verify", run_dir)
     assert (code, found["good"]) == (0, True)
     assert [each["condition"] for each in found["checkpoints"]] == ["good", "good"]
-    damage(run_dir, "update-00000010", "model.safetensors")
+    damage(run_dir, "step-00000010", "model.safetensors")
     before = content(run_dir)
     code, printed = run(capsys, "verify", run_dir)
     assert (code, printed.err) == (1, "")
     for text in ("00000010: DAMAGED", "model.safetensors' is not what was written at the tensor", "15: good"):
         assert text in printed.out
     assert content(run_dir) == before
-    damage(run_dir, "update-00000015", "manifest.json")
-    code, found = as_json(capsys, "verify", run_dir / "checkpoints" / "update-00000015")
+    damage(run_dir, "step-00000015", "manifest.json")
+    code, found = as_json(capsys, "verify", run_dir / "checkpoints" / "step-00000015")
     assert (code, found["good"], "manifest.json" in found["checkpoints"][0]["trouble"]) == (1, False, True)
 
 
 def test_list_and_verify_tell_what_was_set_aside_and_is_gone_and_change_nothing(capsys, run_dir):
-    aside = run_dir / "checkpoints" / "update-00000010.bad"
-    (run_dir / "checkpoints" / "update-00000010").rename(aside)
+    aside = run_dir / "checkpoints" / "step-00000010.bad"
+    (run_dir / "checkpoints" / "step-00000010").rename(aside)
     before = content(run_dir)
     code, printed = run(capsys, "list", run_dir)
     assert (code, "[set aside]" in printed.out, "[gone]" in printed.out) == (0, True, True)
     code, found = as_json(capsys, "verify", run_dir)
     assert content(run_dir) == before
     conditions = {each["path"].rpartition("/")[2]: each["condition"] for each in found["checkpoints"]}
-    assert conditions == {aside.name: "set aside", "update-00000010": "gone", "update-00000015": "good"}
+    assert conditions == {aside.name: "set aside", "step-00000010": "gone", "step-00000015": "good"}
     assert code == 1  # the index still names the one that is gone
 
 
@@ -172,14 +172,14 @@ def test_export_replaces_no_file_unasked(capsys, run_dir, tmp_path, remote):
 
 
 def test_diff_tells_tensors_and_values_apart(capsys, run_dir):
-    first, second = (run_dir / "checkpoints" / f"update-000000{update}" for update in (10, 15))
+    first, second = (run_dir / "checkpoints" / f"step-000000{step}" for step in (10, 15))
     code, found = as_json(capsys, "diff", first, second)
     assert (code, found["is_same"]) == (1, False)
     assert ("model", "line.weight", "content") in [
         (each["group"], each["name"], each["kind"]) for each in found["tensors"]
     ]
     values = {(each["section"], each["name"]): (each["first"], each["second"]) for each in found["values"]}
-    assert values["progress", "updates"] == (10, 15)
+    assert values["progress", "steps"] == (10, 15)
     code, printed = run(capsys, "diff", first, second)
     assert (code, "model/line.weight" in printed.out, "10 became 15" in printed.out) == (1, True, True)
     assert max(map(len, printed.out.splitlines())) <= 80

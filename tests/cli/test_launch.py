@@ -52,7 +52,7 @@ def test_a_module_runs_as_several_processes_with_its_arguments() -> None:
 @landing
 def test_the_last_line_names_the_first_cause() -> None:
     code, _, last = launch("--", "raise", "1", devices=2)
-    assert (code, last) == (1, "drivetrain: rank 1 failed first, at update 3: ValueError: boom")
+    assert (code, last) == (1, "drivetrain: rank 1 failed first, at step 3: ValueError: boom")
 
 
 @landing

@@ -25,7 +25,7 @@ def test_fit_trains_as_python_does_and_says_what_it_left(drive, here):
     code, out, _ = drive("fit", f"{FIT} --trainer.loggers csv,jsonl --task.hidden 5 --trainer.seed 3")
     assert code == 0
     for text in (
-        "max_epochs=2 reached after 10 updates, 2 epochs",
+        "max_epochs=2 reached after 10 steps, 2 epochs",
         "validation/loss",
         "path: run/model.safe",
     ):
@@ -48,7 +48,7 @@ def test_fit_resumes_and_validate_and_test_judge_its_checkpoints(drive):
     assert "['keep-optimizer']" in drive("fit", f"{longer} --override data")[2]
     code, out, _ = drive("fit", f"{longer} --override optimizer")
     result = json.loads(out)
-    assert (code, result["progress"]["updates"], result["run_dir"]) == (0, 20, "run")
+    assert (code, result["progress"]["steps"], result["run_dir"]) == (0, 20, "run")
     code, out, _ = drive("validate", f"{SHAPES} --trainer.run_dir run --checkpoint last --json")
     assert code == 0
     assert json.loads(out)["validation/loss"] == pytest.approx(result["metrics"]["validation/loss"])
@@ -86,9 +86,9 @@ def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):
         "--data shapes.py:ready": 4,
         "--train-data shapes.ready --validation-data shapes.ready": 4,
     }
-    for data, updates in ways.items():
+    for data, steps in ways.items():
         code, out, err = drive("plan", f"--task shapes.py:Shapes {data} --trainer.max_epochs 1 --json")
-        assert (code, err, json.loads(out)["updates"]) == (0, "", updates)
+        assert (code, err, json.loads(out)["steps"]) == (0, "", steps)
         assert bool(json.loads(out)["validation"]["times"]) == ("ready" not in data or "--validation" in data)
 
 
@@ -120,7 +120,7 @@ def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):
     (here / "bad.py").write_text("data = [3.0]\n", encoding="utf-8")
     line = "--task shapes.Shapes --data bad.data --trainer.max_epochs 1 --trainer.run_dir r"
     code, _, err = drive("fit", line)
-    assert (code, "batch 0 of epoch 0" in err, "after update 0" in err) == (1, True, True)
+    assert (code, "batch 0 of epoch 0" in err, "after step 0" in err) == (1, True, True)
     (here / "broken.py").write_text("import not_there_at_all\n", encoding="utf-8")
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):  # Python shows it with its traceback
         drive("fit", "--task broken.Task --data shapes.data")
@@ -243,7 +243,7 @@ def test_runs_show_and_list_tell_attempts_shares_and_what_cannot_be_read(tmp_pat
     other.mkdir()
     (other / NAME).write_text("torn", encoding="utf-8")
     head, row, trouble = printed("list", tmp_path).splitlines()
-    assert head.split() == ["run", "attempts", "updates", "wall", "goodput", "ended", "heard"]
+    assert head.split() == ["run", "attempts", "steps", "wall", "goodput", "ended", "heard"]
     assert row.split()[:3] == [str(run_dir), "2", "10"]
     assert str(other) in trouble
     assert str(other) in printed("list", other, code=1)  # nothing could be read

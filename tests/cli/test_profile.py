@@ -1,10 +1,10 @@
-"""`drivetrain profile` runs a program's first fit for some updates, and leaves its own directories alone."""
+"""`drivetrain profile` runs a program's first fit for some steps, and leaves its own directories alone."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-from tests.callbacks.test_profile import calls, updates
+from tests.callbacks.test_profile import calls, steps
 from tests.cli.conftest import PROGRAMS
 from tests.support.forked import run_forked
 
@@ -39,10 +39,10 @@ def test_profile_runs_the_first_fit_and_not_the_rest_of_the_program(tmp_path: Pa
     code, out, err = profiled(tmp_path, FIT, "--steps", "8")
     assert code == 0, err
     lines = out.splitlines()
-    assert out.startswith("the fit has ended\nprofile of updates 0 to 7 on rank 0, 'cpu'")
-    tables = [f"profile/table-updates-0-7-rank-0.{kind}" for kind in ("txt", "json")]
-    assert lines[-3:] == ["profile/trace-updates-5-7-rank-0.json.gz", *tables]
-    assert updates(tmp_path / lines[-3]) == ["5", "6", "7"]
+    assert out.startswith("the fit has ended\nprofile of steps 0 to 7 on rank 0, 'cpu'")
+    tables = [f"profile/table-steps-0-7-rank-0.{kind}" for kind in ("txt", "json")]
+    assert lines[-3:] == ["profile/trace-steps-5-7-rank-0.json.gz", *tables]
+    assert steps(tmp_path / lines[-3]) == ["5", "6", "7"]
     found = calls(tmp_path / "profile")
     assert (found["step"], found["validation"]) == (8, 1)
     assert found["CSVLogger"] >= 2
@@ -53,9 +53,9 @@ def test_profile_runs_the_first_fit_and_not_the_rest_of_the_program(tmp_path: Pa
 
 
 def test_profile_of_a_loop_an_error_and_a_program_without_a_fit(tmp_path: Path) -> None:
-    loop = "for step in trainer.steps(Regression(), pairs()): 1 / (step.update - 4)"
+    loop = "for result in trainer.steps(Regression(), pairs()): 1 / (result.step - 4)"
     code, out, err = profiled(tmp_path, loop, "--folder", "found", "--kinds", "table")
     assert (code, "ZeroDivisionError" in err) == (1, True)
-    assert out.splitlines()[-1] == "found/table-updates-0-4-rank-0.json"
+    assert out.splitlines()[-1] == "found/table-steps-0-4-rank-0.json"
     code, _, err = profiled(tmp_path, "", "--folder", "other")
     assert (code, "without a Trainer's fit or steps, so there is nothing to profile" in err) == (1, True)

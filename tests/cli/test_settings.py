@@ -137,9 +137,9 @@ trainer:
 def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here):
     (here / "config").write_text(CONFIG, encoding="utf-8")
     plan = json.loads(drive("plan", "--config config --json")[1])
-    assert (plan["updates"], plan["saving"]["first"], plan["saving"]["times"]) == (12, 6, 2)
+    assert (plan["steps"], plan["saving"]["first"], plan["saving"]["times"]) == (12, 6, 2)
     plan = json.loads(drive("plan", "--config config --json --trainer.max_epochs 1 --data.count 5")[1])
-    assert plan["updates"] == 5
+    assert plan["steps"] == 5
     line = "--config config --trainer.callbacks+=drivetrain.LearningRateMonitor"
     found = settings(line).trainer().callbacks
     assert [type(each).__name__ for each in found][-2:] == ["EarlyStopping", "LearningRateMonitor"]

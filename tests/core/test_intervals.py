@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, Trigger
+from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, Trigger
 from drivetrain.core.progress import Progress
 
 # How intervals are written.
@@ -21,7 +21,7 @@ from drivetrain.core.progress import Progress
 
 def test_an_interval_may_be_written_in_many_ways() -> None:
     written: dict[Any, tuple[float, str]] = {
-        **dict.fromkeys((500, "500", "  500  steps ", "500 updates"), (500, "steps")),
+        **dict.fromkeys((500, "500", "  500  steps ", "500 steps"), (500, "steps")),
         **dict.fromkeys(("1 epoch", "epoch", "1 Epochs", Every("1 epoch")), (1, "epochs")),
         ".5epochs": (0.5, "epochs"),
         "1.5 hours": (1.5, "hours"),
@@ -38,25 +38,25 @@ def test_an_interval_may_be_written_in_many_ways() -> None:
     assert [Every(each).seconds for each in ("2 minutes", "1 hour", "2 epochs")] == [120, 3600, None]
 
 
-def updates(per_epoch: int, epochs: int, skipped: Any = ()) -> Iterator[tuple[int, Progress, bool]]:
-    """The progress after each window of two samples, five tokens and a second; `skipped` update nothing."""
+def steps(per_epoch: int, epochs: int, skipped: Any = ()) -> Iterator[tuple[int, Progress, bool]]:
+    """The progress after each window of two samples, five tokens and a second; `skipped` step nothing."""
     progress = Progress()
     for window in range(1, per_epoch * epochs + 1):
         progress.samples += 2
         progress.tokens += 5
         progress.seconds += 1.0
         if window not in skipped:
-            progress.updates += 1
-            progress.epoch_updates += 1
+            progress.steps += 1
+            progress.epoch_steps += 1
         ended = window % per_epoch == 0
         progress.epoch += ended
         yield window, progress, ended
         if ended:
-            progress.epoch_updates = 0
+            progress.epoch_steps = 0
 
 
 def due(trigger: Trigger, *run: Any) -> list[int]:
-    return [window for window, *state in updates(*run) if trigger.due(*state)]
+    return [window for window, *state in steps(*run) if trigger.due(*state)]
 
 
 def test_a_delayed_trigger_is_not_due_before_it_begins() -> None:
@@ -67,14 +67,14 @@ def test_a_delayed_trigger_is_not_due_before_it_begins() -> None:
     assert due(DelayedTrigger(Every("1 epoch"), Every("2 epochs"), None), 5, 3) == [10, 15]
 
 
-def test_the_first_update_is_due_once() -> None:
-    found = [due(FirstUpdateTrigger(Every(every), 5), 5, 1) for every in (3, "1 step", "1 epoch")]
+def test_the_first_step_is_due_once() -> None:
+    found = [due(FirstStepTrigger(Every(every), 5), 5, 1) for every in (3, "1 step", "1 epoch")]
     assert found == [[1, 3], [1, 2, 3, 4, 5], [1, 5]]
-    assert due(FirstUpdateTrigger(Every(4), 5), 5, 1, {1, 3}) == [2]
-    trigger = FirstUpdateTrigger(Every(4), 5)
-    trigger.start(Progress(updates=1, epoch_updates=1))
-    assert not trigger.due(Progress(updates=1, epoch_updates=1, skipped=1), False)
-    assert not Trigger(None, 5).due(Progress(updates=1, epoch_updates=1), False)
+    assert due(FirstStepTrigger(Every(4), 5), 5, 1, {1, 3}) == [2]
+    trigger = FirstStepTrigger(Every(4), 5)
+    trigger.start(Progress(steps=1, epoch_steps=1))
+    assert not trigger.due(Progress(steps=1, epoch_steps=1, skipped=1), False)
+    assert not Trigger(None, 5).due(Progress(steps=1, epoch_steps=1), False)
 
 
 def test_an_interval_of_steps_may_end_with_epochs_too() -> None:
@@ -84,14 +84,14 @@ def test_an_interval_of_steps_may_end_with_epochs_too() -> None:
         assert due(trigger, 5, 3) == found
 
 
-# Random runs and one rule for every unit: an interval has ends on a clock of its unit. After an update, and
+# Random runs and one rule for every unit: an interval has ends on a clock of its unit. After a step, and
 # when an epoch ends, it is due if its clock has reached an end since the run asked before. Nothing else, such
 # as a restart, makes it due or keeps it from being due.
 
 
 @dataclass(frozen=True)
 class Window:  # what one window of micro-batches adds to the counts
-    applied: bool  # it makes an update
+    applied: bool  # it makes a step
     samples: int
     tokens: int
     seconds: float
@@ -133,12 +133,12 @@ def ends_and_clock_of_part(case: Case) -> tuple[list[Fraction], list[Fraction]]:
     assert case.per_epoch is not None
     # A third is meant, not the float that is next to it.
     part = Fraction(case.every.amount).limit_denominator(30)
-    clock, epoch, updates = [], 0, 0
+    clock, epoch, steps = [], 0, 0
     for window in case.windows:
-        updates += window.applied
-        clock.append(epoch + (Fraction(1) if window.last else Fraction(updates, case.per_epoch)))
+        steps += window.applied
+        clock.append(epoch + (Fraction(1) if window.last else Fraction(steps, case.per_epoch)))
         if window.last:
-            epoch, updates = epoch + 1, 0
+            epoch, steps = epoch + 1, 0
     return [start + number * part for start in range(epoch) for number in range(1, int(1 / part) + 1)], clock
 
 
@@ -160,12 +160,12 @@ def found(case: Case) -> list[int]:
         progress.samples += window.samples
         progress.tokens += window.tokens
         progress.seconds += window.seconds
-        progress.updates += window.applied
-        progress.epoch_updates += window.applied
+        progress.steps += window.applied
+        progress.epoch_steps += window.applied
         progress.epoch += window.last
         is_due = not case.is_saver and window.is_asked and trigger.due(progress, window.last)
         if window.last:
-            progress.epoch_updates = 0
+            progress.epoch_steps = 0
         is_due |= case.is_saver and window.is_asked and trigger.due(progress, window.last)
         if is_due:
             due.append(number)
@@ -209,7 +209,7 @@ def windows(epochs: list[int]) -> st.SearchStrategy[tuple[Window, ...]]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Runs whose epochs differ in length, some windows of which make no update."""
+    """Runs whose epochs differ in length, some windows of which make no step."""
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     return Case(draw(INTERVALS), draw(windows(lengths)), None, draw(st.booleans()))
 
@@ -218,8 +218,8 @@ def cases(draw: st.DrawFn) -> Case:
 def cases_of_parts(draw: st.DrawFn) -> Case:
     """Runs whose epochs are alike, and an interval that is a part of one."""
     length, epochs = draw(st.integers(1, 12)), draw(st.integers(1, 3))
-    whole_updates = st.builds(Fraction, st.integers(1, length - 1), st.just(length)) if length > 1 else PARTS
-    every = Every(float(draw(PARTS | whole_updates)), "epochs")
+    whole_steps = st.builds(Fraction, st.integers(1, length - 1), st.just(length)) if length > 1 else PARTS
+    every = Every(float(draw(PARTS | whole_steps)), "epochs")
     return Case(every, draw(windows([length] * epochs)), length, draw(st.booleans()))
 
 

@@ -45,7 +45,7 @@ def test_seeds_never_change_because_resumed_runs_depend_on_them() -> None:
     assert found == [7960286522194355700, 8829160048997669727, 8058178252673074585]
     assert streams.mix_next(streams.batch_stream(42, 3), 128) == 4505572615134819938
     stream = streams.Streams(seed=42, rank=1)
-    stream.seed_update(1000)
+    stream.seed_step(1000)
     assert torch.initial_seed() == 5473434677674114338
     stream.seed_evaluation(7)
     assert torch.initial_seed() == 6063523532163842417
@@ -55,47 +55,47 @@ def test_a_seed_depends_on_every_key_and_streams_are_unrelated() -> None:
     keys = [(0,), (0, 0), (1,), (1, 0), (0, 1), (1, 2), (2, 1), (1, 2, 0), (-1,), (1 << 40, 3)]
     assert len({streams.mix(*each) for each in keys}) == len(keys)
     assert all(0 <= streams.mix(*each) < 1 << 63 for each in keys)
-    kinds = [streams.UPDATES, streams.BATCHES, streams.ORDER, streams.EVALUATION, streams.HOST]
+    kinds = [streams.STEPS, streams.BATCHES, streams.ORDER, streams.EVALUATION, streams.HOST]
     places = [(kind, seed, position) for kind in kinds for seed in range(4) for position in range(500)]
     assert len({streams.mix(*each) & LOW for each in places}) == len(places)
 
 
-def seed_of(stream: streams.Streams, update: int) -> int:
-    stream.seed_update(update)
+def seed_of(stream: streams.Streams, step: int) -> int:
+    stream.seed_step(step)
     return torch.initial_seed()
 
 
-def test_no_two_updates_seeds_or_ranks_share_the_bits_that_generators_read() -> None:
+def test_no_two_steps_seeds_or_ranks_share_the_bits_that_generators_read() -> None:
     stream = streams.Streams(seed=3)
-    seeds = [seed_of(stream, update) & LOW for update in (*range(20_000), 1 << 31)]
+    seeds = [seed_of(stream, step) & LOW for step in (*range(20_000), 1 << 31)]
     assert len({*seeds}) == len(seeds)
     for other in (streams.Streams(seed=4), streams.Streams(seed=3, rank=1)):
-        assert not {*seeds} & {seed_of(other, update) & LOW for update in range(1000)}
+        assert not {*seeds} & {seed_of(other, step) & LOW for step in range(1000)}
 
 
-def test_updates_and_evaluations_draw_the_same_whatever_ran_before() -> None:
+def test_steps_and_evaluations_draw_the_same_whatever_ran_before() -> None:
     stream = streams.Streams(seed=3)
-    drawn_by: dict[str, list[Tensor]] = {"update": [], "evaluation": []}
+    drawn_by: dict[str, list[Tensor]] = {"step": [], "evaluation": []}
     for _ in range(2):
-        for name, seed in (("update", stream.seed_update), ("evaluation", stream.seed_evaluation)):
+        for name, seed in (("step", stream.seed_step), ("evaluation", stream.seed_evaluation)):
             seed(5)
             drawn_by[name].append(torch.rand(4))
             disturb()
-    (update, update_again), (evaluation, evaluation_again) = drawn_by.values()
-    assert torch.equal(update, update_again)
+    (step, step_again), (evaluation, evaluation_again) = drawn_by.values()
+    assert torch.equal(step, step_again)
     assert torch.equal(evaluation, evaluation_again)
-    assert not torch.equal(update, evaluation)
-    stream.seed_update(6)
-    assert not torch.equal(torch.rand(4), update)
+    assert not torch.equal(step, evaluation)
+    stream.seed_step(6)
+    assert not torch.equal(torch.rand(4), step)
 
 
-def test_a_run_begins_alike_and_an_update_leaves_the_host_streams_alone() -> None:
+def test_a_run_begins_alike_and_a_step_leaves_the_host_streams_alone() -> None:
     stream = streams.Streams(seed=3)
     stream.start()
     expected = drawn()
     disturb()
     stream.start()
-    stream.seed_update(0)
+    stream.seed_step(0)
     stream.seed_evaluation(0)
     assert drawn()[:2] == expected[:2]
     stream.start()
@@ -123,7 +123,7 @@ def test_a_batch_is_drawn_from_its_own_place() -> None:
 def test_draws_are_noticed_and_can_be_continued_elsewhere() -> None:
     streams.seed_host(3)
     before = streams.HostDraws()
-    torch.rand(3)  # torch's generator is seeded for every update and needs no note
+    torch.rand(3)  # torch's generator is seeded for every step and needs no note
     assert before.if_moved() is None
     for draw in (random.random, np.random.rand):
         streams.seed_host(3)

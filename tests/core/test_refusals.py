@@ -73,12 +73,12 @@ def test_numbers_and_names_that_are_refused() -> None:
 def test_counts_and_generators_of_a_checkpoint_that_are_refused() -> None:
     progress, state = Progress(), COUNTED.to_json()
     changes: dict[str, tuple[dict[str, Any], str]] = {
-        "None": ({"updates": None}, "updates=None"),
-        "text": ({"updates": "7"}, "updates='7'"),
-        "bool": ({"updates": True}, "updates=True"),
+        "None": ({"steps": None}, "steps=None"),
+        "text": ({"steps": "7"}, "steps='7'"),
+        "bool": ({"steps": True}, "steps=True"),
         "negative": ({"position": -1}, "position=-1"),
         "NaN": ({"seconds": math.nan}, "seconds=nan"),
-        "unknown": ({"steps": 3}, "does not fit: steps"),
+        "unknown": ({"updates": 3}, "does not fit: updates"),
     }
     missing = {name: value for name, value in state.items() if name != "tokens"}
     host = host_state()

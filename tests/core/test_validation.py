@@ -31,7 +31,7 @@ def test_stages_are_written_as_intervals_and_each_holds_from_its_point_on() -> N
     assert (stages.unit, stages.most, stages.first) == ("epochs", 8, 8)
     assert [stages.at(epoch) for epoch in (0, 3, 4, 7, 8, 100)] == [8, 8, 4, 4, 1, 1]
     assert [stages.next_start(epoch) for epoch in (0, 3, 4, 8)] == [4, 4, 8, None]
-    points: list[Any] = [(0, 10), ("0", "10 steps"), ("0 epochs", "10 updates"), (0, Every(10))]
+    points: list[Any] = [(0, 10), ("0", "10 steps"), ("0 epochs", "10 steps"), (0, Every(10))]
     for start, point in points:
         stages = Stages("steps", {start: 2, point: 4})
         assert dict(stages) == {0: 2, "10 steps": 4}
@@ -56,7 +56,7 @@ def test_a_ramp_has_the_points_of_megatron_and_deepspeed() -> None:
 
 def test_progress_comes_back_from_json_as_it_was() -> None:
     assert set(Progress().to_json().values()) == {0}
-    restored, state = Progress(updates=99), COUNTED.to_json()
+    restored, state = Progress(steps=99), COUNTED.to_json()
     restored.load_json(json.loads(json.dumps(state)))
     assert restored == COUNTED
     assert all(type(getattr(restored, f.name)) is type(getattr(COUNTED, f.name)) for f in fields(Progress))

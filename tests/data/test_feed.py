@@ -63,8 +63,8 @@ def test_windows_are_full_but_for_the_last_which_is_marked(kind: str) -> None:
     for count, accumulation, limit, expected in WINDOWS:
         read = feed(KINDS[kind](count), accumulation=accumulation, limit=limit)
         assert shown(read.windows(0)) == expected, (count, accumulation, limit)
-        if read.updates_per_epoch is not None:
-            assert read.updates_per_epoch == len(expected)
+        if read.steps_per_epoch is not None:
+            assert read.steps_per_epoch == len(expected)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -93,7 +93,7 @@ def test_data_with_a_state_of_its_own_is_resumed_after_any_window(kind: Any) -> 
         windows = read.windows(0)
         for _ in range(done):
             next(windows)
-        state = read.snapshot()  # as a checkpoint does, after the update and before the next window
+        state = read.snapshot()  # as a checkpoint does, after the step and before the next window
         list(windows)
         data = kind(numbered(7))
         resumed = feed(data, accumulation=2)

@@ -209,7 +209,7 @@ def step_draws(read: Source, position: int = 0) -> list[tuple[float, ...]]:
 
 
 def test_a_step_draws_the_same_for_any_number_of_workers_and_not_what_the_batch_drew() -> None:
-    # Of Python's and numpy's generators; torch's is seeded for every update.
+    # Of Python's and numpy's generators; torch's is seeded for every step.
     draws = [each[:2] for each in step_draws(source())]
     assert [each[:2] for each in step_draws(source(workers=2))] == draws
     assert [each[:2] for each in step_draws(source(), position=6)] == draws[2:]

@@ -1,4 +1,4 @@
-"""Orders that put samples of similar lengths into the same update."""
+"""Orders that put samples of similar lengths into the same step."""
 
 from itertools import chain, pairwise
 from pathlib import Path
@@ -27,14 +27,14 @@ def spread(indices: list[int], size: int) -> float:
     return sum(max(each) - min(each) for each in groups) / len(groups)
 
 
-def test_every_sample_comes_once_and_an_update_has_similar_lengths() -> None:
+def test_every_sample_comes_once_and_a_step_has_similar_lengths() -> None:
     shuffled = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(0)).tolist()
     for size in (1, 4, 32):
         assert sorted(order(size)) == list(range(len(LENGTHS)))
     assert spread(order(4), 4) < spread(shuffled, 4) / 8
 
 
-def test_updates_come_in_a_random_order_but_for_the_longest() -> None:
+def test_steps_come_in_a_random_order_but_for_the_longest() -> None:
     first, second = order(seed=0), order(seed=1)
     assert first != second
     assert max(LENGTHS[each] for each in first[:4]) == max(LENGTHS)
@@ -91,20 +91,20 @@ def length(sample: Any) -> int:
 
 
 def trained(**options: Any) -> list[list[float]]:
-    updates: list[list[float]] = []
+    steps: list[list[float]] = []
 
     def note(run: Any) -> None:
         targets = [part.batch[1].flatten().tolist() for part in run.window.micro_batches]
-        updates.append(list(chain(*targets)))
+        steps.append(list(chain(*targets)))
 
     resume = options.pop("resume", None)
     data = options.pop("data", Samples())
     options = {"group_by_length": length, **options}
     quiet(callbacks=[LambdaCallback(on_step_end=note)], **options).fit(Regression(), data, resume=resume)
-    return updates
+    return steps
 
 
-def test_the_order_does_not_depend_on_how_an_update_is_divided_and_resumes(tmp_path: Path) -> None:
+def test_the_order_does_not_depend_on_how_a_step_is_divided_and_resumes(tmp_path: Path) -> None:
     whole = trained(max_epochs=2, batch_size=8)
     assert whole == trained(max_epochs=2, batch_size=2, gradient_accumulation_steps=4)
     assert whole[:7] != whole[7:]  # another order in another epoch

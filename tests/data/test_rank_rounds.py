@@ -237,12 +237,12 @@ def test_a_stream_with_a_state_of_its_own_moves_on_by_whole_rounds_on_every_rank
     assert in_order(shares) == [4, 5, 6]
 
 
-def test_a_limit_and_the_updates_of_an_epoch_count_rounds():
+def test_a_limit_and_the_steps_of_an_epoch_count_rounds():
     source = as_source(loader(100, 4), "training", 0, share=Share(1, 3))
     assert source.count() == 9
     assert source.count(96) == 1
     feed = Feed(source, CPU, accumulation=2, limit=5)
-    assert (feed.batches_per_epoch, feed.updates_per_epoch) == (5, 3)
+    assert (feed.batches_per_epoch, feed.steps_per_epoch) == (5, 3)
     windows = list(feed.windows(0))
     assert [(len(each.micro_batches), each.last) for each in windows] == [(2, False), (2, False), (1, True)]
     assert sum(each.advance for window in windows for each in window.micro_batches) == 60

@@ -64,7 +64,7 @@ def test_the_run_is_that_of_the_data_without_its_bad_batches(workers: int) -> No
     quiet(max_epochs=1).fit(without, DataLoader(Lines(keep=kept), batch_size=2))
     assert weights(task) == weights(without)
     progress = result.progress
-    assert (progress.bad_batches, progress.updates, progress.micro_batches) == (2, 10, 12)
+    assert (progress.bad_batches, progress.steps, progress.micro_batches) == (2, 10, 12)
     assert (progress.samples, progress.skipped) == (20, 2)
     assert result.metrics["train/bad_batches"] == 2
 
@@ -78,7 +78,7 @@ def test_within_a_window_the_others_weigh_what_they_have() -> None:
     quiet(max_epochs=1).fit(without, windows_of(Lines(size=23), kept[:8], kept[8:]))
     for name, value in without.state_dict().items():
         torch.testing.assert_close(task.state_dict()[name], value, rtol=1e-6, atol=1e-6)
-    assert (result.progress.updates, result.progress.bad_batches) == (2, 1)
+    assert (result.progress.steps, result.progress.bad_batches) == (2, 1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -91,8 +91,8 @@ def test_a_resumed_run_is_the_undisturbed_one(workers: int, tmp_path: Path) -> N
 
     data = loader(7, 20, shuffle=True, num_workers=workers)
     whole, result = left_out(data, **options("whole"))
-    saved = sorted((tmp_path / "whole" / "checkpoints").glob("update-*"))
-    assert len(saved) == result.progress.updates == 20
+    saved = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))
+    assert len(saved) == result.progress.steps == 20
     for place in (3, 6, 13):
         task = Regression(ADAMW)
         trainer = quiet(**options(f"from {place}"), on_bad_batch="skip")
@@ -141,7 +141,7 @@ def test_a_validation_is_not_made_smaller_and_a_policy_must_be_known() -> None:
 
 
 def fitted_by_ranks(make: Any, windows: list[list[int]], **options: Any) -> tuple[Any, list[int]]:
-    """The progress, and the bad batches after each update; the weights must be those of `windows`."""
+    """The progress, and the bad batches after each step; the weights must be those of `windows`."""
 
     def on_ranks() -> Any:
         seen: list[int] = []
@@ -165,7 +165,7 @@ def test_ranks_agree_and_weigh_what_is_there(options: dict[str, Any]) -> None:
     windows = [[0, 1], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [22, 23]]
     progress, seen = fitted_by_ranks(lambda: loader(3, 8, 10, 21), windows, **options)
     assert seen == [1, 1, 3, 3, 3, 4]
-    assert (progress.updates, progress.samples, progress.skipped) == (5, 16, 1)
+    assert (progress.steps, progress.samples, progress.skipped) == (5, 16, 1)
 
 
 def test_bad_batches_of_split_data_are_left_out_and_no_placeholders() -> None:
@@ -177,4 +177,4 @@ def test_bad_batches_of_split_data_are_left_out_and_no_placeholders() -> None:
 
     progress, seen = fitted_by_ranks(part, [[0, 1], [2, 3], [6, 7]])
     assert seen == [1, 1, 2, 2]
-    assert (progress.updates, progress.samples, progress.skipped) == (3, 6, 1)
+    assert (progress.steps, progress.samples, progress.skipped) == (3, 6, 1)

@@ -76,7 +76,7 @@ class Seen(Callback):  # the numbers of the samples that this rank has had
     def on_step_end(self, run: Any) -> None:
         for each in run.window.micro_batches:
             self.numbers += [] if each.is_placeholder else (each.batch[0][:, 0] * 24).round().int().tolist()
-        if run.progress.updates == self.stop_at:
+        if run.progress.steps == self.stop_at:
             run.stop("for the test")
 
 
@@ -87,7 +87,7 @@ def on_both(*callbacks: Any, **options: Any) -> Any:
 def fit(kind: str) -> Any:
     seen, task = Seen(), Regression()
     progress = on_both(seen, max_epochs=1).fit(task, already_split(part(kind))).progress
-    return sorted(seen.numbers), progress.samples, progress.updates, task.line.weight.tolist()
+    return sorted(seen.numbers), progress.samples, progress.steps, task.line.weight.tolist()
 
 
 OWN = {
@@ -131,7 +131,7 @@ def test_the_gradient_is_the_mean_over_what_the_ranks_have_also_in_a_loop_of_one
             assert weight[0] == pytest.approx(alone.line.weight.tolist()[0], rel=1e-5)
 
 
-def interrupted(kind: str) -> Any:  # A fit, and one that stops after an update and is resumed
+def interrupted(kind: str) -> Any:  # A fit, and one that stops after a step and is resumed
 
     def go(name: str, stop_at: int | None, resume: str | None) -> Any:
         task, seen = Regression(dropout=0.2), Seen(stop_at)

@@ -101,7 +101,7 @@ def fit(data: Any, stop: int | None = None, **options: Any) -> list[int]:
 
     def note(run: Any) -> None:
         seen.extend(run.window.micro_batches[0].batch[0][:, 0].mul(24).round().int().tolist())
-        if run.progress.updates == stop:
+        if run.progress.steps == stop:
             run.stop("for the test")
 
     noting = LambdaCallback(on_step_end=note)

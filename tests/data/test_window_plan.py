@@ -99,7 +99,7 @@ def test_workers_that_make_the_next_epoch_ahead_make_its_sizes() -> None:
         for epoch in range(4):
             for window in feed.windows(epoch, until=4):
                 found.append(([each.batch.tolist() for each in window.micro_batches], window.last))
-                progress.updates += 1
+                progress.steps += 1
                 if window.last:
                     break
             progress.epoch += 1

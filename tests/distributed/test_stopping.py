@@ -1,4 +1,4 @@
-"""A stop that one rank asks for: all ranks stop after the same update, for the same reason."""
+"""A stop that one rank asks for: all ranks stop after the same step, for the same reason."""
 
 import random
 from pathlib import Path
@@ -22,16 +22,16 @@ HOOKS = ["on_step_start", "on_step_end", "on_log", "on_evaluation_end", "on_epoc
 HOOKS += ["on_save"]
 
 
-class Asks(Callback):  # asks to stop in a hook, once an update is reached, on some ranks
-    def __init__(self, hook: str, update: int, ranks: set[int]) -> None:
-        self.update, self.ranks = update, ranks
+class Asks(Callback):  # asks to stop in a hook, once a step is reached, on some ranks
+    def __init__(self, hook: str, step: int, ranks: set[int]) -> None:
+        self.step, self.ranks = step, ranks
         self.asked_at: int | None = None
         setattr(self, hook, self.decide)
 
     def decide(self, run: Any) -> None:
         rank = run.engine.strategy.rank
-        if run.progress.updates >= self.update and rank in self.ranks and self.asked_at is None:
-            self.asked_at = run.progress.updates
+        if run.progress.steps >= self.step and rank in self.ranks and self.asked_at is None:
+            self.asked_at = run.progress.steps
             run.stop(f"rank {rank} wanted it")
 
 
@@ -41,10 +41,10 @@ def fit(asks: Callback, world_size: int = 1, **options: Any) -> Any:
     return quiet(callbacks=[asks], **given).fit(Regression(), pairs(24), pairs(8))
 
 
-def ended(world_size: int, hook: str, update: int, ranks: set[int], **options: Any) -> Any:
-    asks = Asks(hook, update, ranks)
+def ended(world_size: int, hook: str, step: int, ranks: set[int], **options: Any) -> Any:
+    asks = Asks(hook, step, ranks)
     result = fit(asks, world_size, **options)
-    return result.progress.updates, result.stop_reason, asks.asked_at
+    return result.progress.steps, result.stop_reason, asks.asked_at
 
 
 def test_a_signal_asks_for_no_restart_once_another_ranks_death_is_known() -> None:
@@ -116,14 +116,14 @@ def test_wherever_and_whoever_asks_for_a_stop_all_ranks_agree(world_size: int) -
     found = on_two_ranks(work) if world_size == 2 else run_distributed(work, world_size=world_size)
     for case, *outcomes in zip(cases, *found, strict=True):
         assert len({each[:2] for each in outcomes}) == 1, (case, outcomes)
-        updates, reason, _ = outcomes[0]
+        steps, reason, _ = outcomes[0]
         assert reason in {f"rank {rank} wanted it" for rank in case[2]}, (case, outcomes)
         asked = min(each[2] for each in outcomes if each[2] is not None)
-        assert asked <= updates <= asked + 2, (case, outcomes)
+        assert asked <= steps <= asked + 2, (case, outcomes)
 
 
 @needs_gloo
-def test_the_last_checkpoint_is_that_of_the_agreed_update(tmp_path: Path) -> None:
+def test_the_last_checkpoint_is_that_of_the_agreed_step(tmp_path: Path) -> None:
     def fits(hook: str) -> Any:
         saves = CheckpointConfig(every="4 steps", by=None)
         options = {"run_dir": tmp_path / hook, "checkpoint": saves, "validate_every": None}
@@ -134,7 +134,7 @@ def test_the_last_checkpoint_is_that_of_the_agreed_update(tmp_path: Path) -> Non
         assert len({each[:2] for each in found}) == 1, found
         entries = read_index(str(tmp_path / hook / CHECKPOINTS))
         assert entries is not None
-        assert max(each.update for each in entries) == found[0][0]
+        assert max(each.step for each in entries) == found[0][0]
 
 
 @needs_gloo
@@ -145,14 +145,14 @@ def test_a_stop_in_the_body_of_a_loop_is_every_ranks(ranks: set[int]) -> None:
         options = {"strategy": DDP(world_size=2), "devices": 2, "gradient_accumulation_steps": 3}
         trainer = quiet(max_epochs=4, callbacks=[LambdaCallback(on_fit_start=runs.append)], **options)
         seen = []
-        for step in trainer.steps(Regression(), pairs(24)):
-            seen.append(step.update)
-            if step.update == 4 and runs[0].engine.strategy.rank in ranks:
+        for result in trainer.steps(Regression(), pairs(24)):
+            seen.append(result.step)
+            if result.step == 4 and runs[0].engine.strategy.rank in ranks:
                 runs[0].stop("enough")
-        return runs[0].progress.updates, seen
+        return runs[0].progress.steps, seen
 
     one, other = on_two_ranks(looped)
     assert one == other
-    updates, seen = one
-    assert seen == list(range(updates))
-    assert updates == 5 if ranks == {0, 1} else 5 <= updates <= 6
+    steps, seen = one
+    assert seen == list(range(steps))
+    assert steps == 5 if ranks == {0, 1} else 5 <= steps <= 6

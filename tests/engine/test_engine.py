@@ -1,4 +1,4 @@
-"""The engine: what one update costs and does, generator steps, evaluations in another precision."""
+"""The engine: what one step costs and does, generator steps, evaluations in another precision."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,12 @@ from drivetrain import ConfigError, Engine, LambdaCallback, OptimizerConfig, Str
 PACKAGE = str(Path(drivetrain.__file__).parent)
 
 
-def test_three_updates_equal_three_by_hand() -> None:
-    """With momentum, accumulation, and clipping by the norm: each update begins with gradients of zero."""
+def test_three_steps_equal_three_by_hand() -> None:
+    """With momentum, accumulation, and clipping by the norm: each step begins with gradients of zero."""
     task = Regression(OptimizerConfig("sgd", lr=0.05, momentum=0.9))
     hand, batches = Regression(), list(pairs(12))
     result = quiet(max_epochs=1, gradient_accumulation_steps=2, max_grad_norm=0.5).fit(task, batches)
-    assert result.progress.updates == 3
+    assert result.progress.steps == 3
     optimizer = torch.optim.SGD(hand.parameters(), lr=0.05, momentum=0.9)
     for first, second in zip(batches[::2], batches[1::2], strict=True):
         loss = (F.mse_loss(hand(first[0]), first[1]) + F.mse_loss(hand(second[0]), second[1])) / 2
@@ -45,7 +45,7 @@ def is_ours(frame: FrameType | None) -> bool:
 class CountCalls:  # counts the Python calls of our functions, from one `cut` to the next
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.by_update: list[list[str]] = []
+        self.by_step: list[list[str]] = []
 
     def profile(self, frame: FrameType, event: str, argument: object) -> None:
         # `TaskModule.__getattr__` counts where our code calls it. A user's code that names a submodule calls
@@ -55,7 +55,7 @@ class CountCalls:  # counts the Python calls of our functions, from one `cut` to
             self.calls.append(name)
 
     def cut(self, *_: Any) -> None:
-        self.by_update.append(self.calls)
+        self.by_step.append(self.calls)
         self.calls = []
 
     def steady(self, call: Any, first: int, last: int | None) -> list[str]:
@@ -66,7 +66,7 @@ class CountCalls:  # counts the Python calls of our functions, from one `cut` to
             call()
         finally:
             sys.setprofile(before)
-        steady = self.by_update[first:last]
+        steady = self.by_step[first:last]
         assert len(steady) >= 4
         assert all(calls == steady[0] for calls in steady), "a steady step does the same each time"
         return steady[0]
@@ -104,7 +104,7 @@ def test_validate_and_predict_make_few_calls_of_our_functions(verb: str, expecte
             return super().forward(x)
 
     steady = counter.steady(lambda: getattr(quiet(), verb)(Counted(), list(pairs(20))), 2, None)
-    assert len(counter.by_update) == 10
+    assert len(counter.by_step) == 10
     assert len(steady) == expected, steady
 
 
@@ -141,11 +141,11 @@ def test_only_the_named_optimizers_parameters_get_gradients() -> None:
     assert all(each.grad is None for each in task.parameters())
 
 
-def test_each_yield_is_an_update_and_the_body_goes_on_with_the_new_weights() -> None:
-    """Compared with the same updates written by hand."""
+def test_each_yield_is_a_step_and_the_body_goes_on_with_the_new_weights() -> None:
+    """Compared with the same steps written by hand."""
     data, task, hand = list(loader()), Duel(), Duel()
     result = quiet(max_epochs=1).fit(task, data, data)
-    assert result.progress.updates == 2  # one for each batch, whatever the number of optimizers
+    assert result.progress.steps == 2  # one for each batch, whatever the number of optimizers
     names = {"train/discriminator_loss", "train/generator_loss", "train/spread", "validation/loss"}
     assert set(result.metrics) == names
     first = torch.optim.SGD(hand.discriminator.parameters(), lr=0.1)

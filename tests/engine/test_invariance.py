@@ -66,7 +66,7 @@ class Drawn(Regression):  # a step that draws from all three of the host's gener
 
 
 def drawn_weights(validation: Any = None, stops: Sequence[int] = (8,), **options: Any) -> Any:
-    """Over batches in memory, before which nothing is seeded but the update itself."""
+    """Over batches in memory, before which nothing is seeded but the step itself."""
     data = list(pairs(8))
     for stop in stops:
         task = Drawn(OptimizerConfig("adamw", lr=0.05), dropout=0.4)
@@ -124,7 +124,7 @@ def test_a_run_resumed_with_another_batch_size_sees_each_sample_once(
         trainer = quiet(**options, callbacks=[LambdaCallback(on_step_end=note)], run_dir=tmp_path / "run")
         loader = DataLoader(data, batch_size=batch_size, shuffle=True)
         size, before = batch_size * accumulation, first[0] * first[1]
-        told = warned(f"goes on with {size} samples per update, the checkpoint's had {before}:")
+        told = warned(f"goes on with {size} samples per step, the checkpoint's had {before}:")
         with told if size != before else nullcontext():
             result = trainer.fit(Regression(), loader, resume="auto")
     assert sorted(seen) == list(range(17))

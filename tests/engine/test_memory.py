@@ -70,9 +70,9 @@ def test_activation_checkpointing_recomputes_what_it_should_and_changes_no_bit(s
     with Counting() as counting:
         found = fit(again(spec))
     assert weights(found) == weights(fit(None))
-    updates, seen, twice = len(batches()), counting.seen, 2 * BLOCKS - kept
+    steps, seen, twice = len(batches()), counting.seen, 2 * BLOCKS - kept
     tanhs = BLOCKS if spec is keep_tanh else twice
-    assert (seen["tanh"], seen["bernoulli_"]) == (updates * tanhs, updates * twice)
+    assert (seen["tanh"], seen["bernoulli_"]) == (steps * tanhs, steps * twice)
 
 
 def test_selective_activation_checkpointing_keeps_the_products_and_globs_choose_modules() -> None:

@@ -43,7 +43,7 @@ def gradient_recorder(task: TaskModule, seen: list[dict[str, Tensor]]) -> Lambda
 def train_tokens(
     batch_size: int, accumulation: int, how: str, precision: str = "32"
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], list[float]]:
-    """The weights after an epoch of 22 sequences, windows of 8, 8 and 6; each update's gradient and loss."""
+    """The weights after an epoch of 22 sequences, windows of 8, 8 and 6; each step's gradient and loss."""
     optimizer, max_grad_norm = UPDATERS[how]
     task, gradients = NextToken(optimizer), []
     options: Any = {"max_grad_norm": max_grad_norm, "callbacks": [gradient_recorder(task, gradients)]}
@@ -60,7 +60,7 @@ def test_accumulation_equals_the_big_batch_on_a_ragged_token_loss(how: str) -> N
     for split in SPLITS:
         parts, split_gradients, split_losses = train_tokens(*split, how)
         assert len(gradients) == len(split_gradients) == 3
-        # Before the first update the weights are the same, so that only the summing differs.
+        # Before the first step the weights are the same, so that only the summing differs.
         assert largest_difference(split_gradients[0], gradients[0]) < 1e-6
         assert split_losses == pytest.approx(losses, rel=1e-6)
         if how != "adamw":  # which divides by the gradient's size
@@ -92,11 +92,11 @@ def test_a_window_without_a_token_is_skipped() -> None:
     other = NextToken(OptimizerConfig("adamw", lr=0.5, schedule="linear", total_steps=4))
     other.load_state_dict(task.state_dict())
     result = quiet(max_epochs=2, log_every=1).fit(task, [nothing, something])
-    assert (result.progress.updates, result.progress.skipped) == (2, 2)
+    assert (result.progress.steps, result.progress.skipped) == (2, 2)
     without = quiet(max_epochs=2, log_every=1).fit(other, [something])
     assert weights(task) == weights(other)
     assert result.metrics["train/loss"] == without.metrics["train/loss"]
-    with pytest.raises(DataError, match=r"epoch 0 made no update.*NextToken\.loss_weight gave 0"):
+    with pytest.raises(DataError, match=r"epoch 0 made no step.*NextToken\.loss_weight gave 0"):
         quiet(max_steps=2).fit(NextToken(OptimizerConfig("sgd")), [nothing])
 
 
@@ -115,7 +115,7 @@ def test_accumulation_equals_the_big_batch_with_two_optimizers() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "inverse_sqrt", "warmup_stable_decay"])
-def test_the_rate_at_an_update_does_not_depend_on_accumulation(schedule: str) -> None:
+def test_the_rate_at_a_step_does_not_depend_on_accumulation(schedule: str) -> None:
     optimizer = OptimizerConfig("sgd", lr=0.1, schedule=schedule, warmup_steps=2)
 
     def rates(batch_size: int, accumulation: int) -> list[float]:
@@ -127,7 +127,7 @@ def test_the_rate_at_an_update_does_not_depend_on_accumulation(schedule: str) ->
 
     right, factor = rates(8, 1), build_schedule(optimizer, 6)
     assert factor is not None
-    assert right == pytest.approx([0.1 * factor(update) for update in range(6)])
+    assert right == pytest.approx([0.1 * factor(step) for step in range(6)])
     assert rates(4, 2) == rates(1, 8) == right
 
 
@@ -162,7 +162,7 @@ def test_clipping_sees_gradients_without_their_loss_scale() -> None:
 
 
 def change_of_weights(optimizer: OptimizerConfig, **options: Any) -> Tensor:
-    """The change of the weights in one update; with SGD and a rate of 1 the clipped gradient, negated."""
+    """The change of the weights in one step; with SGD and a rate of 1 the clipped gradient, negated."""
     task = Regression(optimizer)
     before = task.line.weight.detach().clone()
     quiet(max_steps=1, **options).fit(task, pairs(8, 8 // options.get("devices", 1)))
@@ -174,7 +174,7 @@ def by_value(**options: Any) -> tuple[Tensor, Tensor]:
     return change_of_weights(sgd, **options), change_of_weights(sgd, max_grad_value=0.5, **options)
 
 
-def test_max_grad_value_clips_each_element_of_an_update() -> None:
+def test_max_grad_value_clips_each_element_of_a_step() -> None:
     whole, clipped = by_value()
     assert whole.abs().max() > 0.5 > whole.abs().min()
     torch.testing.assert_close(clipped, whole.clamp(-0.5, 0.5))
@@ -242,18 +242,18 @@ def test_logged_values_are_weighted_means() -> None:
 
 
 @pytest.mark.parametrize(("value", "accumulation"), [(math.nan, 1), (math.inf, 2)])
-def test_a_loss_that_is_no_number_is_an_error_that_names_its_update(value: float, accumulation: int) -> None:
+def test_a_loss_that_is_no_number_is_an_error_that_names_its_step(value: float, accumulation: int) -> None:
     losses = [1.0] * 8
     losses[5] = value
     trainer = quiet(max_epochs=1, log_every=1, gradient_accumulation_steps=accumulation)
-    with pytest.raises(NonFiniteError, match=f"update {5 // accumulation} on rank 0.*'loss'") as caught:
+    with pytest.raises(NonFiniteError, match=f"step {5 // accumulation} on rank 0.*'loss'") as caught:
         trainer.fit(Means(), planted(losses))
-    assert any("after update" in note for note in caught.value.__notes__)
+    assert any("after step" in note for note in caught.value.__notes__)
 
 
 def test_a_loss_of_nan_is_found_in_an_interval_that_is_never_full_and_when_steps_are_left() -> None:
     for log_every in (None, "1000 steps"):
-        with pytest.raises(NonFiniteError, match="update 2 "):
+        with pytest.raises(NonFiniteError, match="step 2 "):
             quiet(max_epochs=1, log_every=log_every).fit(Means(), planted([1.0, 1.0, math.nan, 1.0]))
 
     def leave() -> None:
@@ -261,23 +261,23 @@ def test_a_loss_of_nan_is_found_in_an_interval_that_is_never_full_and_when_steps
         next(steps), next(steps)
         steps.close()
 
-    with pytest.raises(NonFiniteError, match="update 1 "):
+    with pytest.raises(NonFiniteError, match="step 1 "):
         leave()
 
 
 def test_a_loss_of_nan_is_never_saved_in_a_checkpoint(tmp_path: Path) -> None:
     options = {"checkpoint": CheckpointConfig(every="1 step"), "run_dir": tmp_path}
-    with pytest.raises(NonFiniteError, match="update 2 "):
+    with pytest.raises(NonFiniteError, match="step 2 "):
         quiet(max_epochs=1, log_every=None, **options).fit(Means(), planted([1.0, 1.0, math.nan, 1.0, 1.0]))
-    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("update-*"))
-    assert saved == ["update-00000001", "update-00000002"]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000001", "step-00000002"]
     assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_a_validation_loss_or_another_value_of_nan_is_shown() -> None:
     trainer = quiet(max_epochs=2, on_nonfinite="skip")
     result = trainer.fit(Means(), planted([1.0]), planted([math.nan, 1.0]))
-    assert result.progress.updates == 2
+    assert result.progress.steps == 2
     assert math.isnan(result.metrics["validation/loss"])
     task = Means()
     task.double = math.nan

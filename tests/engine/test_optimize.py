@@ -61,12 +61,12 @@ def fit(task: TaskModule, batch: int = 4, **options: Any) -> Any:
 
 def on_a_rank() -> tuple[Any, int]:
     result = fit(task := Sharp(), batch=2, strategy="ddp")
-    return task.line.weight.tolist(), result.progress.updates
+    return task.line.weight.tolist(), result.progress.steps
 
 
 def test_a_task_may_make_a_step_of_two_backwards_with_any_split_of_the_batch() -> None:
     whole, split = Sharp(), Sharp()
-    assert fit(whole).progress.updates == 2
+    assert fit(whole).progress.steps == 2
     assert fit(split, batch=2, gradient_accumulation_steps=2).progress.samples == 8
     torch.testing.assert_close(whole.line.weight.detach(), by_hand(4), rtol=0, atol=1e-6)
     torch.testing.assert_close(split.line.weight, whole.line.weight, rtol=0, atol=1e-6)
@@ -88,7 +88,7 @@ class Several(Regression):  # two steps of one optimizer and one of another for 
 
 def test_a_task_may_step_several_optimizers_in_its_order() -> None:
     result = fit(task := Several())
-    assert (result.progress.updates, result.metrics.keys()) == (2, {"train/loss"})
+    assert (result.progress.steps, result.metrics.keys()) == (2, {"train/loss"})
     other = Regression()
     for features, target in pairs(8, 4):
         for each in (other.line.weight, other.line.bias, other.line.weight):

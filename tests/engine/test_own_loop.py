@@ -137,12 +137,12 @@ def test_ranks_that_prepare_different_things_are_refused() -> None:
 
 
 def weightless() -> bool:
-    """Rank 1 has nothing but padding in the first of two updates; whether the weights are finite then."""
+    """Rank 1 has nothing but padding in the first of two steps; whether the weights are finite then."""
     torch.manual_seed(0)
     engine = Engine("ddp", devices=2)
     model, optimizer = engine.prepare(nn.Linear(3, 2), sgd)
-    for update in range(2):
-        padding = engine.ranks.rank == 1 and update == 0
+    for step in range(2):
+        padding = engine.ranks.rank == 1 and step == 0
         labels = torch.full((2,), -100) if padding else torch.tensor([0, 1])
         scores, counted = model(torch.ones(2, 3)), int((labels >= 0).sum())
         engine.backward((scores.square().sum(1) * (labels >= 0)).sum() / counted, counted)
@@ -157,11 +157,11 @@ def test_a_backward_of_a_mean_over_nothing_counts_nothing() -> None:
 
 
 def running_means(strategy: str) -> list[float]:
-    """What this rank's batch norm has counted after two updates and an evaluation."""
+    """What this rank's batch norm has counted after two steps and an evaluation."""
     norm, engine = nn.BatchNorm1d(3), Engine(strategy, devices=2)
     model, optimizer = engine.prepare(norm, sgd)
-    for update in range(2):
-        samples = torch.tensor([[0.0], [2.0]]) + torch.ones(3) * (engine.ranks.rank + update)
+    for step in range(2):
+        samples = torch.tensor([[0.0], [2.0]]) + torch.ones(3) * (engine.ranks.rank + step)
         engine.backward(model(samples).sum())
         engine.step(optimizer)
     model.eval()(torch.ones(2, 3))
@@ -225,11 +225,11 @@ class Loop:  # a loop with dropout over shuffled data, which can be left and gon
                 if self.engine.step(self.optimizer, max_grad_norm=1.0).applied:
                     self.schedule.step()
                 self.seen.append(target.flatten().tolist())
-                yield self.engine.progress.updates
+                yield self.engine.progress.steps
 
     def run(self, epochs: int, until: int = 99) -> Loop:
-        for updates in self.steps(epochs):
-            if updates == until:
+        for steps in self.steps(epochs):
+            if steps == until:
                 break
         return self
 
@@ -278,7 +278,7 @@ def test_several_modules_and_optimizers_are_saved_by_name(tmp_path: Path) -> Non
     engine.save(str(tmp_path / "saved"), model=models, optimizer=optimizers)
     other, others, other_optimizers = made()
     other.load(str(tmp_path / "saved"), model=others, optimizer=other_optimizers)
-    assert other.progress.updates == 2
+    assert other.progress.steps == 2
     for name, model in models.items():
         assert weights(model) == weights(others[name])
         assert str(other_optimizers[name].state_dict()) == str(optimizers[name].state_dict())

@@ -83,11 +83,11 @@ def spoiled(kind: type[Normed], options: dict[str, Any]) -> tuple[bool, int]:
     task = kind()
 
     def spoil(run: Any) -> None:
-        task.spoiled = run.progress.updates >= 3
+        task.spoiled = run.progress.steps >= 3
 
     callbacks = [LambdaCallback(on_step_start=spoil)]
     result = fitted(task, Numbers(bad=(30,)), log_every="1 step", callbacks=callbacks, **options)
-    return all(bool(each.isfinite().all()) for each in task.state_dict().values()), result.progress.updates
+    return all(bool(each.isfinite().all()) for each in task.state_dict().values()), result.progress.steps
 
 
 @pytest.mark.parametrize(("kind", "options"), [(Normed, {"micro_batch": 2}), (Yielding, {})])
@@ -100,8 +100,8 @@ def resumed(kind: type[Normed], run_dir: Path, options: dict[str, Any]) -> tuple
     data = Numbers(bad=() if kind is Weighed else (25,))
     tasks = [kind() for _ in range(2)]
     fitted(tasks[0], data, run_dir=run_dir / "whole", checkpoint=policy, **options)
-    saved = sorted(map(str, (run_dir / "whole" / "checkpoints").glob("update-*")))
-    middle = saved[len(saved) // 2 - 1]  # before the update that has a placeholder
+    saved = sorted(map(str, (run_dir / "whole" / "checkpoints").glob("step-*")))
+    middle = saved[len(saved) // 2 - 1]  # before the step that has a placeholder
     fitted(tasks[1], data, run_dir=run_dir / "resumed", checkpoint=policy, resume=middle, **options)
     states = [{name: each.tolist() for name, each in task.state_dict().items()} for task in tasks]
     return states, int(tasks[0].body[0].num_batches_tracked)

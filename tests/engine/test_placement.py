@@ -72,15 +72,15 @@ def on_meta() -> SingleDevice:
 
 
 def crossings(
-    updates: int, task: TaskModule, data: Any = None, accumulation: int = 1, **options: Any
+    steps: int, task: TaskModule, data: Any = None, accumulation: int = 1, **options: Any
 ) -> Crossings:
     """Return those of a fit, which ends at its only log point: there is nothing to read."""
-    data = batches(updates * accumulation) if data is None else data
-    options = {"strategy": on_meta(), "max_steps": updates, "log_every": f"{updates} steps", **options}
+    data = batches(steps * accumulation) if data is None else data
+    options = {"strategy": on_meta(), "max_steps": steps, "log_every": f"{steps} steps", **options}
     trainer = quiet(**options, gradient_accumulation_steps=accumulation)
     with pytest.raises((NotImplementedError, RuntimeError)) as error, Crossings() as mode:
         trainer.fit(task, data)
-    assert f"after update {updates}," in str(error.value.__notes__), error.value
+    assert f"after step {steps}," in str(error.value.__notes__), error.value
     return mode
 
 
@@ -91,7 +91,7 @@ def starts_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivetrain.run.loop.checking_loss_weight", lambda *_: nullcontext())
 
 
-def test_a_fit_of_200_updates_copies_its_task_and_its_batches_and_nothing_else() -> None:
+def test_a_fit_of_200_steps_copies_its_task_and_its_batches_and_nothing_else() -> None:
     mode = crossings(200, Regression(), list(pairs(200, batch_size=1)))
     assert mode.found == {"strategies/single.py": 2, "data/batch.py": 2 * 200}
 
@@ -140,7 +140,7 @@ def waits_of_rank(strategy: str, directory: Path) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("strategy", TWO_RANKS)
-def test_updates_on_two_ranks_wait_as_often_as_the_table_says(strategy: str, tmp_path: Path) -> None:
+def test_steps_on_two_ranks_wait_as_often_as_the_table_says(strategy: str, tmp_path: Path) -> None:
     assert on_two_ranks(waits_of_rank, strategy, tmp_path) == 2 * [(TWO_RANKS[strategy].waits, 0)]
 
 

@@ -66,7 +66,7 @@ def optimizers_differ(configured: Any, on_both: bool) -> str:
 
 def only_the_bias(parameters: Any) -> Any:
     optimizer = torch.optim.SGD(parameters[1:], lr=0.05)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.9**update)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 
 
 CALLS: list[tuple[dict[str, Any], str]] = [
@@ -86,7 +86,7 @@ OPTIMIZERS: list[tuple[Any, bool, str]] = [
     (only_the_bias, True, ""),
     (OptimizerConfig("adam", lr=0.05), False, "the kind of optimizer 'default' is SGD on rank 0 and Adam"),
     (OptimizerConfig("sgd", lr=0.5), False, "lr of group 0 of optimizer 'default' is 0.05 on rank 0"),
-    (OptimizerConfig(**SGD, schedule="cosine"), False, "the schedule's factor at update 0 of optimizer"),
+    (OptimizerConfig(**SGD, schedule="cosine"), False, "the schedule's factor at step 0 of optimizer"),
     (only_the_bias, False, "the group of 'line.weight' is 0 of optimizer 'default' on rank 0"),
 ]
 
@@ -128,7 +128,7 @@ def own_directory(path: str) -> Any:
     is_there = os.path.exists(str(result.model_path))
     trainer.validate(Regression(), pairs(8), checkpoint="best")
     again = quiet(max_epochs=2, **options)
-    return is_there, str(result.run_dir), again.fit(Regression(), pairs(8), resume="auto").progress.updates
+    return is_there, str(result.run_dir), again.fit(Regression(), pairs(8), resume="auto").progress.steps
 
 
 def test_run_directory_is_that_of_rank_0_and_is_complete_when_fit_returns(tmp_path: Path) -> None:

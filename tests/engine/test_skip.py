@@ -1,4 +1,4 @@
-"""Skipped updates (`on_nonfinite="skip"`) and the buffers that they put back: as if they had never been."""
+"""Skipped steps (`on_nonfinite="skip"`) and the buffers that they put back: as if they had never been."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def watched(task: TaskModule, data: Any = None, **options: Any) -> LeftBehind:
     ("name", "precision"),
     [("sgd", "bf16-mixed"), ("adamw", "bf16-true"), ("adafactor", "64"), ("muon", "32")],
 )
-def test_skipped_updates_leave_nothing_behind(name: str, precision: str) -> None:
+def test_skipped_steps_leave_nothing_behind(name: str, precision: str) -> None:
     options = {"momentum": 0.9} if name == "sgd" else {}
     watch = watched(Fragile(OptimizerConfig(name, lr=0.01, **options)), precision=precision)
     assert watch.applied == [mark == GOOD for mark in MARKS]
@@ -83,13 +83,13 @@ def test_skipping_goes_on_as_if_the_bad_batches_had_not_been_there(tmp_path: Pat
             result = trainer.fit(task, DataLoader(Subset(data, samples), batch_size=4))
         lines = (tmp_path / directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(each) for each in lines]
-        skipped.append([row.pop("train/skipped_updates") for row in rows][-1])
+        skipped.append([row.pop("train/skipped_steps") for row in rows][-1])
         assert all(math.isfinite(value) for row in rows for value in row.values())
-        found.append((weights(task), result.progress.updates, rows))
+        found.append((weights(task), result.progress.steps, rows))
     assert found[0] == found[1]
     assert skipped == [len(BAD), 0]
     first, gradient = caplog.messages[0], caplog.messages[2]
-    assert "update 2 was not made" in first
+    assert "step 2 was not made" in first
     assert "rank 0: 'loss'" in first
     assert "the gradient of 'net.0.weight'" in gradient
 
@@ -125,7 +125,7 @@ def test_each_of_several_optimizers_is_skipped_for_itself_with_its_buffers() -> 
     for bad, counts in (("one", [5, 6]), ("two", [6, 5])):
         task = Rivals(bad)
         result = skipping(log_every="1 step").fit(task, [torch.randn(4, 3) for _ in range(6)])
-        assert result.progress.skipped == 0, "an update of which one optimizer stepped is made"
+        assert result.progress.skipped == 0, "a step of which one optimizer stepped is made"
         assert all(map(math.isfinite, result.metrics.values()))
         assert [int(each[0].num_batches_tracked) for each in (task.one, task.two)] == counts
 
@@ -170,8 +170,8 @@ def test_refusals_of_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
         "no such choice": (lambda: quiet(on_nonfinite="skp"), "'skp'", "'skip'"),
         "a strategy of another package": (skipping, "strategy 'single'"),
         "deepspeed": (lambda: check_on_nonfinite("skip", kind), "on_nonfinite='skip'"),
-        "a row": (lambda: trainer.fit(Fragile(), row), f"{IN_A_ROW} updates in a row"),
-        "every update": (lambda: trainer.fit(Fragile(), none), "all 3 updates", "nothing was trained"),
+        "a row": (lambda: trainer.fit(Fragile(), row), f"{IN_A_ROW} steps in a row"),
+        "every step": (lambda: trainer.fit(Fragile(), none), "all 3 steps", "nothing was trained"),
     }
     assert_refused((ConfigError, StrategyError, NonFiniteError), cases)
 

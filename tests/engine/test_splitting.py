@@ -1,4 +1,4 @@
-"""Batches in parts that fit into memory (`micro_batch`): the same updates, in training and in evaluation."""
+"""Batches in parts that fit into memory (`micro_batch`): the same steps, in training and in evaluation."""
 
 import gc
 import logging
@@ -91,7 +91,7 @@ def same(first: nn.Module, second: nn.Module, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize("kind", [Small, FailsInBackward])
-def test_micro_batch_auto_makes_the_updates_of_whole_batches(kind: type[Regression]) -> None:
+def test_micro_batch_auto_makes_the_steps_of_whole_batches(kind: type[Regression]) -> None:
     for options in ({}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}):
         whole, parts = Regression(), kind()
         losses = [
@@ -212,15 +212,15 @@ def notes_of(task: Any, data: Any, **options: Any) -> str:
 def test_out_of_memory_errors_have_advice_that_leaves_out_what_is_done_already() -> None:
     assert "not even a micro-batch of one" in notes_of(Small(fits=0), pairs(8, 4), micro_batch="auto")
     notes = notes_of(Small(), pairs(10, 5), gradient_accumulation_steps=2)
-    assert "rank 0 ran out of memory in training, after update 0 with batches of 5, 5 samples" in notes
+    assert "rank 0 ran out of memory in training, after step 0 with batches of 5, 5 samples" in notes
     assert "Trainer(micro_batch='auto')" in notes
 
 
-def test_an_update_that_has_begun_to_change_weights_is_not_repeated() -> None:
+def test_a_step_that_has_begun_to_change_weights_is_not_repeated() -> None:
     seen: list[int] = []
 
     def fail(run: Any) -> None:
-        seen.append(run.progress.updates)
+        seen.append(run.progress.steps)
         lacks_memory()
 
     callbacks = [LambdaCallback(on_before_optimizer_step=fail)]
@@ -248,7 +248,7 @@ def in_the_pool(function: Any, *arguments: Any) -> list[Any]:
     return on_two_ranks(lambda: (gc.freeze(), function(*arguments))[1])
 
 
-def test_all_ranks_repeat_the_update_of_one_that_ran_out_of_memory() -> None:
+def test_all_ranks_repeat_the_step_of_one_that_ran_out_of_memory() -> None:
     whole = in_the_pool(on_ranks, None, (99, 99), False)
     parts = in_the_pool(on_ranks, "auto", (99, 2), False)
     for (task, metrics, progress), (right, right_metrics, right_progress) in zip(parts, whole, strict=True):

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, the rate at each update, and schedules after a resume."""
+"""What `configure_optimizers` may return, the rate at each step, and schedules after a resume."""
 
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def made(schedule: Any, **options: Any) -> Any:
 halving = made(StepLR, step_size=2, gamma=0.5)
 
 
-def test_schedule_gives_the_rate_at_each_of_six_updates_by_hand(tmp_path: Path) -> None:
-    """Two updates of warm-up, then a linear decay over the other four; also after a resume."""
+def test_schedule_gives_the_rate_at_each_of_six_steps_by_hand(tmp_path: Path) -> None:
+    """Two steps of warm-up, then a linear decay over the other four; also after a resume."""
     linear = OptimizerConfig("sgd", lr=0.12, schedule="linear", warmup_steps=2)
     by_hand = pytest.approx([0.04, 0.08, 0.12, 0.09, 0.06, 0.03])
     assert rates(Regression(linear), max_steps=6) == by_hand
@@ -49,7 +49,7 @@ def test_schedule_gives_the_rate_at_each_of_six_updates_by_hand(tmp_path: Path) 
     given = OptimizerConfig("sgd", lr=0.12, schedule="linear", warmup_steps=2, total_steps=6)
     first = rates(Regression(given), max_steps=3, **options)
     assert first + rates(Regression(given), max_steps=6, resume="auto", **options) == by_hand
-    # What each update has moved a weight by: the rate that was used, not the one shown.
+    # What each step has moved a weight by: the rate that was used, not the one shown.
     moves: list[float] = []
     task = variant(loss=lambda self, outputs, batch: self.line.bias.sum())(linear)
     bias = task.line.bias.item()
@@ -145,7 +145,7 @@ def test_sgd_with_momentum_takes_first_gradients_that_come_late_or_never(options
         torch.testing.assert_close(found, expected)
 
 
-def test_torch_schedule_is_not_moved_by_a_skipped_update() -> None:
+def test_torch_schedule_is_not_moved_by_a_skipped_step() -> None:
     seen: list[tuple[bool, float]] = []
     note = LambdaCallback(
         on_step_end=lambda run: seen.append((run.result.applied, run.learning_rates()["lr"]))

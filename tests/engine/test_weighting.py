@@ -1,4 +1,4 @@
-"""The window of one update: shares of micro-batches, reports, generators, labels that a loss leaves out."""
+"""The window of one step: shares of micro-batches, reports, generators, labels that a loss leaves out."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -54,17 +54,17 @@ def test_a_weight_on_an_accelerator_is_not_read() -> None:
         assert all(isinstance(share, Tensor) and share.device.type == "meta" for _, share in kept)
 
 
-def test_an_updates_values_are_means_by_weight_over_its_micro_batches() -> None:
+def test_a_steps_values_are_means_by_weight_over_its_micro_batches() -> None:
     (step,) = quiet(max_steps=1, gradient_accumulation_steps=3).steps(Regression(), pairs(5, batch_size=2))
     task = Regression()
     samples = [task.training_step(batch).loss.item() for batch in pairs(5, batch_size=1)]
-    assert (step.update, step.applied, step.grad_norm) == (0, True, None)
+    assert (step.step, step.applied, step.grad_norm) == (0, True, None)
     assert step.loss == pytest.approx(sum(samples) / 5, rel=1e-6)
     assert step.metrics == {"loss": step.loss}
     assert step.loss == step.loss, "reading it does not use it up"
 
 
-def test_each_update_reports_its_own_values() -> None:
+def test_each_step_reports_its_own_values() -> None:
     class Counting(Regression):
         calls = 0
 
@@ -73,10 +73,10 @@ def test_each_update_reports_its_own_values() -> None:
             return StepOutput(super().training_step(batch).loss, metrics={"call": self.calls})
 
     steps = quiet(max_epochs=1, gradient_accumulation_steps=2).steps(Counting(), pairs(10))
-    assert [(step.update, step.metrics["call"]) for step in steps] == [(0, 1.5), (1, 3.5), (2, 5)]
+    assert [(step.step, step.metrics["call"]) for step in steps] == [(0, 1.5), (1, 3.5), (2, 5)]
 
 
-def train(body: Any, **options: Any) -> Any:  # the first update of a task whose step is `body(task, batch)`
+def train(body: Any, **options: Any) -> Any:  # the first step of a task whose step is `body(task, batch)`
 
     class Own(Duel):
         def training_step(self, batch: Mapping[str, Tensor]) -> Iterator[Any]:
@@ -137,7 +137,7 @@ def test_refusals_of_generator_steps_and_their_losses() -> None:
         "no yield": (run(), "never", "yielded an optimizer's name"),
         "unknown name": (run(lambda loss: ("discriminater", loss)), "Did you mean 'discriminator'"),
         "no value loss": (lambda: train(once).loss, "'loss'", "'generator_loss'"),
-        "NaN": (lambda: StepResult(nan, True, None, 7).loss, "at update 7", "'loss'"),
+        "NaN": (lambda: StepResult(nan, True, None, 7).loss, "at step 7", "'loss'"),
     }
     assert_refused((ConfigError, DataError, NonFiniteError), cases)
 

@@ -44,10 +44,10 @@ def test_fp8_takes_batches_of_any_number_of_rows(device: str) -> None:
     trainer(strategy=device, precision="fp8", max_epochs=1).fit(Classifier(), loader(5))
 
 
-class Overflowing(Classifier):  # has one gradient that is infinite, in its third update
+class Overflowing(Classifier):  # has one gradient that is infinite, in its third step
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         loss = super().loss(outputs, batch)
-        return loss * float("inf") if self.progress.updates == 2 else loss
+        return loss * float("inf") if self.progress.steps == 2 else loss
 
 
 def test_overflow_of_offloaded_gradients_is_seen(device: str) -> None:

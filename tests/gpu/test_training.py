@@ -140,7 +140,7 @@ def test_outputs_are_predicted_on_the_host_in_order_and_every_sample_counts_once
     assert loss == pytest.approx(float(F.cross_entropy(expected, samples().tensors[1])), rel=1e-4)
 
 
-LEAVE = LambdaCallback(on_step_end=lambda run: run.stop("left") if run.progress.updates == 7 else None)
+LEAVE = LambdaCallback(on_step_end=lambda run: run.stop("left") if run.progress.steps == 7 else None)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -205,17 +205,17 @@ def test_a_checkpoint_goes_from_a_gpu_to_a_cpu_and_back(tmp_path: Path, device: 
     assert all(torch.equal(stored[name], each) for name, each in found.items())
 
 
-def test_weights_saved_in_the_background_are_those_of_the_update(tmp_path: Path, device: str) -> None:
+def test_weights_saved_in_the_background_are_those_of_the_step(tmp_path: Path, device: str) -> None:
     task = Classifier()
     config = CheckpointConfig(every="1 steps", keep_last=20, asynchronous=True)
     seen: dict[int, dict[str, Tensor]] = {}
 
-    note = LambdaCallback(on_step_end=lambda run: seen.update({run.progress.updates: weights(task)}))
+    note = LambdaCallback(on_step_end=lambda run: seen.update({run.progress.steps: weights(task)}))
     options = {"run_dir": tmp_path, "checkpoint": config, "callbacks": [note]}
     trainer(strategy=device, max_epochs=1, **options).fit(task, loader())
-    for update, expected in seen.items():
-        stored = load_weights(tmp_path / "checkpoints" / f"update-{update:08d}")
-        assert all(torch.equal(stored[name], each) for name, each in expected.items()), update
+    for step, expected in seen.items():
+        stored = load_weights(tmp_path / "checkpoints" / f"step-{step:08d}")
+        assert all(torch.equal(stored[name], each) for name, each in expected.items()), step
 
 
 @needs_gpu
@@ -259,5 +259,5 @@ def test_a_batch_that_does_not_fit_is_split_until_it_does_and_trains_the_same() 
         result = trainer(strategy="cuda", max_epochs=1, micro_batch="auto").fit(task, data)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert result.progress.updates == 2
+    assert result.progress.steps == 2
     assert_close(weights(task), weights(expected), 1e-4)

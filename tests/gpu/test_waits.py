@@ -1,4 +1,4 @@
-"""A steady update waits for the device as often as the table of tests/support/waits.py says, and no more.
+"""A steady step waits for the device as often as the table of tests/support/waits.py says, and no more.
 
 On a GPU torch's own warnings of waits are counted, elsewhere the operations that would wait there.
 """
@@ -10,7 +10,7 @@ from tests.support.waits import CHANGE, ONE_RANK, WATCH, Row, waits, waits_of_ow
 from drivetrain import CheckpointConfig
 
 
-def test_updates_wait_as_often_as_the_table_says(device: str, tmp_path: Path) -> None:
+def test_steps_wait_as_often_as_the_table_says(device: str, tmp_path: Path) -> None:
     found = {name: waits(row, device, tmp_path / name) for name, row in ONE_RANK.items()}
     assert not wrong(found, ONE_RANK, device)
     assert waits_of_own_loop(device) == 0

@@ -73,7 +73,7 @@ def test_a_new_run_sets_the_files_of_an_earlier_one_aside_and_a_deleted_file_is_
 
 def fit(run_dir, die_after=None, resume=None):
     def die(run):
-        if run.progress.updates == die_after:
+        if run.progress.steps == die_after:
             raise KeyboardInterrupt
 
     options = {"max_epochs": 2, "log_every": 1, "checkpoint": CheckpointConfig(every="3 steps", best=0)}

@@ -53,7 +53,7 @@ def test_a_metric_that_appears_later_gets_a_column_and_keeps_the_rows_before(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_values_of_one_update_are_one_row_also_after_a_resume(tmp_path):
+def test_values_of_one_step_are_one_row_also_after_a_resume(tmp_path):
     state = log(tmp_path, (1, {"train/loss": 1.0}), (2, {"train/loss": 0.5, "lr": 0.1}))
     log(tmp_path, (2, {"validation/loss": 0.75, "lr": 0.2}), (3, {"train/loss": 0.25}), state=state)
     assert text_of(tmp_path) == "step,train/loss,lr,validation/loss\n1,1.0,,\n2,0.5,0.2,0.75\n3,0.25,,\n"

@@ -23,10 +23,10 @@ class Noting(Line):  # notes the numbers of the samples that it is trained on
 
 
 def train(devices: int, run_dir: Path, until: int) -> list[int]:
-    """Train an epoch of 24 samples, four an update, or stop before its end; return what was seen."""
+    """Train an epoch of 24 samples, four a step, or stop before its end; return what was seen."""
 
     def stop(run: Run) -> None:
-        if run.progress.updates == until:
+        if run.progress.steps == until:
             run.stop("half way")
 
     task, strategy = Noting(), "ddp" if devices > 1 else "cpu"

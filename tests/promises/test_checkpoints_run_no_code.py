@@ -24,7 +24,7 @@ class Evil:  # makes a file in whatever process unpickles it
 
 def test_every_file_is_safetensors_or_json(tmp_path: Path) -> None:
     Trainer(max_epochs=1, strategy="cpu", run_dir=tmp_path, **QUIET).fit(Line(), batches(4, 2))
-    (newest,) = (tmp_path / "checkpoints").glob("update-*")
+    (newest,) = (tmp_path / "checkpoints").glob("step-*")
     files = [*newest.iterdir(), tmp_path / "model.safetensors", tmp_path / "checkpoints" / "index.json"]
     assert len(files) > 4
     for path in files:
@@ -38,7 +38,7 @@ def test_every_file_is_safetensors_or_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved", ["torch.save", "pickle"])
 def test_a_pickle_in_the_place_of_a_file_is_refused_and_never_run(saved: str, tmp_path: Path) -> None:
     Trainer(max_epochs=1, strategy="cpu", run_dir=tmp_path, **QUIET).fit(Line(), batches(4, 2))
-    (newest,) = (tmp_path / "checkpoints").glob("update-*")
+    (newest,) = (tmp_path / "checkpoints").glob("step-*")
     made = tmp_path / "made"
     for path in (*newest.iterdir(), tmp_path / "model.safetensors"):
         before = path.read_bytes()

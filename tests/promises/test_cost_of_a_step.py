@@ -13,14 +13,14 @@ from drivetrain import Trainer
 PACKAGE = str(drivetrain.__path__[0])
 
 
-def calls(updates: int) -> Counter[str]:  # the calls of the package's functions in a fit, by name
+def calls(steps: int) -> Counter[str]:  # the calls of the package's functions in a fit, by name
     found: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             found[frame.f_code.co_qualname] += 1
 
-    data = list(batches(updates, 1))
+    data = list(batches(steps, 1))
     trainer = Trainer(max_epochs=1, strategy="cpu", checkpoint=False, log_every=1000, **QUIET)
     before = sys.getprofile()
     sys.setprofile(count)
@@ -31,7 +31,7 @@ def calls(updates: int) -> Counter[str]:  # the calls of the package's functions
     return found
 
 
-def test_an_update_adds_a_few_calls_to_forward_backward_and_step() -> None:
+def test_a_step_adds_a_few_calls_to_forward_backward_and_step() -> None:
     short, long = calls(20), calls(120)
     added = {name: (long[name] - short[name]) / 100 for name in long if long[name] != short[name]}
     assert sum(added.values()) <= 60, added

@@ -38,7 +38,7 @@ def trained(validation: bool) -> Sensitive:
     return task
 
 
-def test_a_run_with_validations_at_every_update_is_bitwise_one_without() -> None:
+def test_a_run_with_validations_at_every_step_is_bitwise_one_without() -> None:
     without, with_many = trained(False), trained(True)
     assert weights(with_many).equal(weights(without))
     for one, other in zip(with_many.buffers(), without.buffers(), strict=True):

@@ -11,10 +11,10 @@ from drivetrain.checkpoint import DirectoryCheckpointIO
 
 
 def train(run_dir: Path, until: int = -1) -> Line:
-    """Train three epochs of three updates with a checkpoint after each, or stop before."""
+    """Train three epochs of three steps with a checkpoint after each, or stop before."""
 
     def stop(run: Run) -> None:
-        if run.progress.updates == until:
+        if run.progress.steps == until:
             run.stop("here")
 
     task, policy = Line(), CheckpointConfig(every="1 epoch", keep_last=3)
@@ -32,7 +32,7 @@ def flip(path: Path, position: int) -> None:
 
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     expected = weights(train(tmp_path))
-    *_, newest = sorted((tmp_path / "checkpoints").glob("update-*"))
+    *_, newest = sorted((tmp_path / "checkpoints").glob("step-*"))
     loaded = 0
     for path in sorted(newest.iterdir()):
         size = path.stat().st_size
@@ -49,7 +49,7 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_an_error(tmp_path: Path) -> N
 def test_a_run_resumes_from_the_newest_good_checkpoint(tmp_path: Path) -> None:
     expected = weights(train(tmp_path / "whole"))
     train(tmp_path / "damaged", until=6)
-    newest = sorted((tmp_path / "damaged" / "checkpoints").glob("update-*"))[-1]
+    newest = sorted((tmp_path / "damaged" / "checkpoints").glob("step-*"))[-1]
     flip(newest / "model.safetensors", -1)
     with warned("is not what was written"):
         found = weights(train(tmp_path / "damaged"))

@@ -38,22 +38,22 @@ def test_a_resume_restores_the_generators_of_torch_numpy_and_python(tmp_path: Pa
         return draws
 
     straight = drawn(tmp_path / "straight", 1)
-    assert len({each for update in straight for each in update}) == 3 * 10
+    assert len({each for step in straight for each in step}) == 3 * 10
     first, rest = drawn(tmp_path / "parts", 2, max_steps=3), drawn(tmp_path / "parts", 3)
     assert first + rest == straight
 
 
 def test_a_resume_restores_the_optimizers_state(tmp_path: Path) -> None:
     def after(run_dir: Path, *stops: int) -> Any:
-        for updates in stops:
+        for steps in stops:
             task = Regression(OptimizerConfig("adamw", lr=0.05))
-            resumed(run_dir, task, max_steps=updates)
+            resumed(run_dir, task, max_steps=steps)
         return weights(task)
 
     assert after(tmp_path / "parts", 3, 6) == after(tmp_path / "straight", 6)
 
 
-class Counting(Callback):  # counts updates over restarts
+class Counting(Callback):  # counts steps over restarts
     def __init__(self) -> None:
         self.count = 0
         self.average = torch.zeros(2)
@@ -80,14 +80,14 @@ def test_a_resume_restores_callbacks_two_of_a_kind_included(tmp_path: Path) -> N
 
 
 def test_values_and_metrics_in_the_middle_of_a_log_interval_are_in_the_checkpoint(tmp_path: Path) -> None:
-    """Stopped after 3 of the 4 updates of an interval: its log point is that of an undisturbed run."""
+    """Stopped after 3 of the 4 steps of an interval: its log point is that of an undisturbed run."""
     measured = variant(metrics=lambda self: {"error": MeanAbsoluteError()})
 
     def points(run_dir: Path, stops: list[int]) -> list[dict[str, float]]:
         for stop in stops:
             seen: list[dict[str, float]] = []
             log = LambdaCallback(
-                on_step_end=lambda run: run.log("two", 2) if run.progress.updates == 2 else None,
+                on_step_end=lambda run: run.log("two", 2) if run.progress.steps == 2 else None,
                 on_log=lambda run, seen=seen: seen.append(dict(run.logged)),
             )
             options: dict[str, Any] = {"checkpoint": True, "run_dir": run_dir, "callbacks": [log]}
@@ -128,7 +128,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("left_at", [3, 7, 14])
-def test_a_steps_loop_that_is_left_keeps_what_was_due_at_that_update(tmp_path: Path, left_at: int) -> None:
+def test_a_steps_loop_that_is_left_keeps_what_was_due_at_that_step(tmp_path: Path, left_at: int) -> None:
     def train(run_dir: Path, leave: int | None = None) -> Regression:
         options = {"patience": 0, "threshold": 0.5}
         plateau = OptimizerConfig("sgd", lr=0.05, schedule="reduce_on_plateau", schedule_options=options)
@@ -136,8 +136,8 @@ def test_a_steps_loop_that_is_left_keeps_what_was_due_at_that_update(tmp_path: P
         often = {"validate_every": "7 steps", "log_every": 7}
         trainer = quiet(max_epochs=4, checkpoint=True, loggers="csv", run_dir=run_dir, **often)
         steps = trainer.steps(task, pairs(), pairs(seed=1), resume="auto")
-        for step in steps:
-            if step.update + 1 == leave:
+        for result in steps:
+            if result.step + 1 == leave:
                 break
         steps.close()
         return task
@@ -187,12 +187,12 @@ class Rewound(Stream):  # six batches; a state that was loaded counts for the ne
 
 
 @pytest.mark.parametrize(("kind", "limit"), [(Stream, 4), (Rewound, None), (Rewound, 4)])
-def test_data_with_a_state_resumes_from_any_update(
+def test_data_with_a_state_resumes_from_any_step(
     tmp_path: Path, kind: type[Stream], limit: int | None
 ) -> None:
     def train(run_dir: Path, kill: int | None = None) -> Regression:
         def at(run: Any) -> None:
-            if run.progress.updates == kill:
+            if run.progress.steps == kill:
                 raise Killed
 
         task = Regression()

@@ -16,14 +16,14 @@ from drivetrain import Callback, CheckpointConfig, EarlyStopping, LambdaCallback
 FAR = CheckpointConfig(every="1000 steps", keep_last=9, best=0, by=None)
 
 
-class Asks(Callback):  # asks for something after an update, in a hook, and notes what is called from then on
-    def __init__(self, hook: str, updates: set[int], ask: Callable[[Run], Any]) -> None:
+class Asks(Callback):  # asks for something after a step, in a hook, and notes what is called from then on
+    def __init__(self, hook: str, steps: set[int], ask: Callable[[Run], Any]) -> None:
         self.epochs, self.validated, self.saved, self.logged = ([], [], [], [])  # type: Any
         lists = {"on_epoch_end": self.epochs, "on_evaluation_start": self.validated}
         lists |= {"on_checkpoint_saved": self.saved, "on_log": self.logged}
         for name, noted in lists.items():
-            setattr(self, name, lambda run, noted=noted: noted.append(run.progress.updates))
-        setattr(self, hook, lambda run: ask(run) if run.progress.updates in updates else None)
+            setattr(self, name, lambda run, noted=noted: noted.append(run.progress.steps))
+        setattr(self, hook, lambda run: ask(run) if run.progress.steps in steps else None)
 
 
 def fit(asks: Callback, validation: Any = None, **options: Any) -> Any:
@@ -32,19 +32,19 @@ def fit(asks: Callback, validation: Any = None, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_log"])
-def test_run_save_saves_at_the_end_of_its_update(tmp_path: Path, hook: str) -> None:
+def test_run_save_saves_at_the_end_of_its_step(tmp_path: Path, hook: str) -> None:
     asks = Asks(hook, {2, 3}, Run.save)
     fit(asks, run_dir=tmp_path, checkpoint=FAR, log_every=1)
     assert asks.saved == [2, 3, 6]
-    assert (tmp_path / "checkpoints" / "update-00000002" / "manifest.json").exists()
+    assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()
 
 
-def test_run_validate_and_log_now_are_done_in_their_update() -> None:
+def test_run_validate_and_log_now_are_done_in_their_step() -> None:
     fit(asks := Asks("on_step_end", {2}, Run.validate), pairs(4), validate_every="1 epoch")
     assert asks.validated == [2, 6]
     fit(asks := Asks("on_step_end", {2}, Run.validate), pairs(4), validate_every=2, max_steps=3)
     assert asks.validated == [2]  # once, though both ask
-    for hook in ("on_log", "on_epoch_end"):  # late in an update
+    for hook in ("on_log", "on_epoch_end"):  # late in a step
         asks = Asks(hook, {6}, lambda run: (run.validate(), run.log_now()))
         fit(asks, pairs(4), validate_every="1000 steps", log_every=6, max_epochs=2)
         assert asks.validated == [6]  # and not at the end, as a fit that has not validated is
@@ -80,12 +80,12 @@ def test_a_fit_that_ended_an_epoch_resumes_bit_for_bit(tmp_path: Path, hook: str
     assert weights(train(tmp_path / "parts", max_epochs=2)) == weights(whole)
 
 
-class StopsAt(Callback):  # asks once to stop, after one update and on one rank
-    def __init__(self, update: int, rank: int = 0) -> None:
-        self.update, self.rank = update, rank
+class StopsAt(Callback):  # asks once to stop, after one step and on one rank
+    def __init__(self, step: int, rank: int = 0) -> None:
+        self.step, self.rank = step, rank
 
     def on_step_end(self, run: Run) -> None:
-        if run.progress.updates == self.update and run.engine.ranks.rank == self.rank:
+        if run.progress.steps == self.step and run.engine.ranks.rank == self.rank:
             run.stop("enough")
 
 
@@ -95,12 +95,12 @@ class StopsAt(Callback):  # asks once to stop, after one update and on one rank
 )
 def test_run_stop_waits_for_min_steps_and_min_epochs(least: dict[str, int], ends: int) -> None:
     result = fit(StopsAt(2), max_epochs=4, **least)
-    assert (result.progress.updates, result.stop_reason) == (ends, "enough")
+    assert (result.progress.steps, result.stop_reason) == (ends, "enough")
 
 
 def test_limits_and_nonfinite_losses_do_not_wait_for_the_minimum_but_early_stopping_does() -> None:
     result = fit(StopsAt(2), max_epochs=4, min_steps=100)
-    assert (result.progress.updates, result.stop_reason) == (24, "max_epochs=4 reached")
+    assert (result.progress.steps, result.stop_reason) == (24, "max_epochs=4 reached")
     stopping = EarlyStopping("train/loss", patience=1, threshold=1e9)
     result = fit(stopping, log_every="1 epoch", max_epochs=9, min_epochs=5)
     assert result.progress.epoch == 5
@@ -108,7 +108,7 @@ def test_limits_and_nonfinite_losses_do_not_wait_for_the_minimum_but_early_stopp
     task = Regression()
     torch.nn.init.constant_(task.line.weight, torch.inf)
     result = quiet(max_epochs=4, min_epochs=4, on_nonfinite="stop", log_every=1).fit(task, pairs(12))
-    assert result.progress.updates == 1
+    assert result.progress.steps == 1
 
 
 def test_a_stop_that_waits_for_min_steps_is_in_the_checkpoint(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_stop_that_waits_for_min_steps_is_in_the_checkpoint(tmp_path: Path) ->
         return trainer.fit(Regression(), pairs(12), resume=resume)
 
     train(5)
-    result = train(20, resume=str(tmp_path / "checkpoints" / "update-00000004"))
-    assert (result.progress.updates, result.stop_reason) == (5, "enough")
+    result = train(20, resume=str(tmp_path / "checkpoints" / "step-00000004"))
+    assert (result.progress.steps, result.stop_reason) == (5, "enough")
 
 
 ALL = ("save", "validate", "end_epoch", "log_now")
@@ -133,19 +133,19 @@ ASKED: dict[str, tuple[str, int, set[int], tuple[str, ...]]] = {
 
 
 def asked_on_a_rank(
-    directory: Path, hook: str, update: int, ranks: set[int], calls: tuple[str, ...]
+    directory: Path, hook: str, step: int, ranks: set[int], calls: tuple[str, ...]
 ) -> tuple[Any, ...]:
     def ask(run: Run) -> None:
         for call in calls if run.engine.ranks.rank in ranks else ():
             run.stop("enough") if call == "stop" else getattr(run, call)()
 
-    asks, devices = Asks(hook, {update}, ask), {"strategy": "ddp", "devices": 2}
+    asks, devices = Asks(hook, {step}, ask), {"strategy": "ddp", "devices": 2}
     options = {"run_dir": directory, "log_every": None, "validate_every": None}
     options["checkpoint"] = FAR if "save" in calls else False
     result = quiet(max_epochs=2, callbacks=[asks], **options, **devices).fit(
         Regression(), pairs(24), pairs(4)
     )
-    return asks.epochs, asks.validated, asks.saved, asks.logged, result.progress.updates
+    return asks.epochs, asks.validated, asks.saved, asks.logged, result.progress.steps
 
 
 def test_ranks_act_together_on_what_hooks_of_one_or_of_all_ask_for(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_ranks_act_together_on_what_hooks_of_one_or_of_all_ask_for(tmp_path: Pat
     assert first == second
     assert [each[0] for each in first["all"][:4]] == [2, 2, 2, 2]
     at = first["one"][0][0]
-    assert 2 <= at <= 4  # rank 0 may have ended update 2 when rank 1 asks
+    assert 2 <= at <= 4  # rank 0 may have ended step 2 when rank 1 asks
     assert first["one"][:3] == ([at, at + 6], [at], [at, at + 6])
     at = first["stops"][-1]
     assert first["stops"][1] == [at]
@@ -167,7 +167,7 @@ def test_ranks_act_together_on_what_hooks_of_one_or_of_all_ask_for(tmp_path: Pat
 def test_a_stop_on_one_rank_waits_for_min_steps() -> None:
     devices = {"strategy": "ddp", "devices": 2}
     first, second = on_two_ranks(
-        lambda: fit(StopsAt(2, rank=1), max_epochs=4, min_steps=5, **devices).progress.updates
+        lambda: fit(StopsAt(2, rank=1), max_epochs=4, min_steps=5, **devices).progress.steps
     )
     assert first == second
-    assert 5 <= first <= 6  # rank 0 may have ended update 5 when rank 1 asks
+    assert 5 <= first <= 6  # rank 0 may have ended step 5 when rank 1 asks

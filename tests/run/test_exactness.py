@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 from tests.support.outcome import outcome
-from tests.support.trials import SAMPLES, UPDATES, UPDATES_PER_EPOCH, Trials, trials
+from tests.support.trials import SAMPLES, STEPS, STEPS_PER_EPOCH, Trials, trials
 
-# The fourth update is the last of its epoch; a checkpoint is saved every two.
+# The fourth step is the last of its epoch; a checkpoint is saved every two.
 KILLS: dict[str, dict[str, Any]] = {
     "in the first forward": {"call": 1},
-    "before the first optimizer step": {"hook": "on_before_optimizer_step", "update": 0},
-    **{f"after update {u}": {"hook": "on_step_end", "update": u} for u in range(1, UPDATES + 1)},
+    "before the first optimizer step": {"hook": "on_before_optimizer_step", "step": 0},
+    **{f"after step {u}": {"hook": "on_step_end", "step": u} for u in range(1, STEPS + 1)},
     "between the micro-batches of a window": {"call": 8},
     "in the last, short window of an epoch": {"call": 11},
-    "before the last optimizer step of an epoch": {"hook": "on_before_optimizer_step", "update": 3},
-    "during validation": {"hook": "on_evaluation_step_end", "update": 4},
-    "during the last validation": {"hook": "on_evaluation_step_end", "update": 8},
-    "when an epoch ends": {"hook": "on_epoch_end", "update": 4},
-    "when an epoch begins": {"hook": "on_epoch_start", "update": 4},
-    "between the log point and the loggers": {"hook": "on_log", "update": 6},
-    "just after a checkpoint": {"hook": "on_checkpoint_saved", "update": 4},
+    "before the last optimizer step of an epoch": {"hook": "on_before_optimizer_step", "step": 3},
+    "during validation": {"hook": "on_evaluation_step_end", "step": 4},
+    "during the last validation": {"hook": "on_evaluation_step_end", "step": 8},
+    "when an epoch ends": {"hook": "on_epoch_end", "step": 4},
+    "when an epoch begins": {"hook": "on_epoch_start", "step": 4},
+    "between the log point and the loggers": {"hook": "on_log", "step": 6},
+    "just after a checkpoint": {"hook": "on_checkpoint_saved", "step": 4},
     "when a saving begins": {"event": "os.mkdir", "part": ".saving-", "number": 2},
     "in the middle of a saving": {"event": "open", "part": ".saving-", "number": 6},
     "just before a commit": {"event": "os.rename", "part": ".saving-", "number": 2},
@@ -34,9 +34,9 @@ KILLS: dict[str, dict[str, Any]] = {
 }
 KILLED = -signal.SIGKILL
 pytestmark = pytest.mark.heavy("a server that trains in some eighty short processes")
-WITH_WORKERS = ("after update 3", "after update 6", "during validation", "just before a commit")
+WITH_WORKERS = ("after step 3", "after step 6", "during validation", "just before a commit")
 IN_THE_BACKGROUND = (
-    *("after update 3", "during the last validation", "when a saving begins", "in the middle of a saving"),
+    *("after step 3", "during the last validation", "when a saving begins", "in the middle of a saving"),
     *("just before a commit", "between a commit and the index", "when an old checkpoint is removed"),
     "when the finished weights are written",
 )
@@ -70,8 +70,8 @@ def rows(directory: Path, attempt: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def updates(witnessed: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    return {row["update"]: row for row in witnessed if "update" in row}
+def steps(witnessed: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {row["step"]: row for row in witnessed if "step" in row}
 
 
 def fetched(directory: Path, attempt: int) -> list[int]:
@@ -80,20 +80,20 @@ def fetched(directory: Path, attempt: int) -> list[int]:
 
 
 def used(made: Mapping[int, Mapping[str, Any]], after: int) -> list[int]:
-    """The samples of the updates after a given one, in order."""
+    """The samples of the steps after a given one, in order."""
     return [i for u in sorted(made) if u > after for batch in made[u]["samples"] for i in batch]
 
 
 def check_attempt(directory: Path, attempt: int, workers: int, expected: list[dict[str, Any]]) -> None:
     """An attempt did what the uninterrupted run did at the same place, and fetched nothing else."""
     witnessed = rows(directory, attempt)
-    made, right = updates(witnessed), updates(expected)
-    for update, row in made.items():
-        assert row == right[update]
+    made, right = steps(witnessed), steps(expected)
+    for step, row in made.items():
+        assert row == right[step]
     logged = [row for row in expected if "logged" in row]
     assert all(row in logged for row in witnessed if "logged" in row)
     start = next((row["start"] for row in witnessed if "start" in row), 0)
-    finished = UPDATES in made
+    finished = STEPS in made
     wanted = used(right, start)
     got = fetched(directory, attempt)
     if workers == 0:
@@ -105,13 +105,13 @@ def check_attempt(directory: Path, attempt: int, workers: int, expected: list[di
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_uninterrupted_run_is_what_the_kills_assume(workers: int, undisturbed: Undisturbed) -> None:
     directory = undisturbed(workers)
-    made = updates(rows(directory, 0))
-    assert sorted(made) == list(range(1, UPDATES + 1))
+    made = steps(rows(directory, 0))
+    assert sorted(made) == list(range(1, STEPS + 1))
     assert [len(made[u]["samples"]) for u in (1, 2, 3, 4)] == [3, 3, 3, 2]  # the last window is short
-    for epoch in range(UPDATES // UPDATES_PER_EPOCH):
+    for epoch in range(STEPS // STEPS_PER_EPOCH):
         seen = used({u: row for u, row in made.items() if row["epoch"] == epoch}, 0)
         assert sorted(seen) == list(range(SAMPLES))
-    assert used(made, 0)[:SAMPLES] != used(made, UPDATES_PER_EPOCH)  # shuffled anew in each epoch
+    assert used(made, 0)[:SAMPLES] != used(made, STEPS_PER_EPOCH)  # shuffled anew in each epoch
     check_attempt(directory, 0, workers, rows(directory, 0))
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_saves_in_the_background_killed_and_resumed_equals_the_uninte
 def test_a_run_killed_twice_and_resumed_equals_the_uninterrupted_one(
     workers: int, undisturbed: Undisturbed, server: Trials, tmp_path: Path
 ) -> None:
-    moments = ("after update 3", "in the middle of a saving")
+    moments = ("after step 3", "in the middle of a saving")
     check_killed(server, tmp_path, undisturbed, *moments, workers=workers)
 
 
@@ -161,5 +161,5 @@ def test_resuming_a_finished_run_changes_nothing(server: Trials, tmp_path: Path)
     before = outcome(tmp_path / "run")
     assert server.run(tmp_path, 1) == 0
     assert outcome(tmp_path / "run") == before
-    assert not updates(rows(tmp_path, 1))
+    assert not steps(rows(tmp_path, 1))
     assert fetched(tmp_path, 1) == []

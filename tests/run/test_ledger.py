@@ -48,7 +48,7 @@ from pathlib import Path
 from tests.run.test_ledger import fit
 from drivetrain import CheckpointConfig, LambdaCallback
 def kill(run):
-    if run.progress.updates == 9:
+    if run.progress.steps == 9:
         os.kill(os.getpid(), signal.SIGKILL)
 every = CheckpointConfig(every="5 steps", by=None)
 fit(Path("run"), LambdaCallback(on_step_end=kill), epochs=2, checkpoint=every)
@@ -56,7 +56,7 @@ fit(Path("run"), LambdaCallback(on_step_end=kill), epochs=2, checkpoint=every)
 
 
 def test_a_run_that_is_killed_and_resumed_has_the_ledger_of_both_attempts() -> None:
-    """It is killed in its ninth update, and goes on from the fifth."""
+    """It is killed in its ninth step, and goes on from the fifth."""
     Path("killed.py").write_text(KILLED, encoding="utf-8")
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = run_forked(["killed.py"], Path.cwd(), {**os.environ, "PYTHONPATH": path}, timeout=300)
@@ -68,7 +68,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_ledger_of_both_attempts() -> N
     assert [(each.resumed, each.ended) for each in ledger.attempts] == [(0, None), (5, "finished")]
     spent = ("compute", "evaluation", "set-up", "restore", "save")
     assert all(ledger.seconds[kind] > 0 for kind in spent)
-    assert ledger.updates == 10
+    assert ledger.steps == 10
     assert ledger.goodput == ledger.seconds["compute"] / ledger.wall
 
 
@@ -106,12 +106,12 @@ def test_resuming_from_an_earlier_checkpoint_loses_what_was_made_after_it(tmp_pa
     options: dict[str, Any] = {"checkpoint": OFTEN, "run_dir": tmp_path}
     slow = LambdaCallback(on_step_end=slept(0.05))
     quiet(max_steps=8, callbacks=[slow], **options).fit(Regression(), pairs())
-    earlier = str(tmp_path / "checkpoints" / "update-00000003")
+    earlier = str(tmp_path / "checkpoints" / "step-00000003")
     quiet(max_steps=9, callbacks=[slow], **options).fit(Regression(), pairs(), resume=earlier)
     ledger = read(tmp_path)
-    saved = [each["updates"] for each in events(tmp_path) if each["event"] == "save"]
+    saved = [each["steps"] for each in events(tmp_path) if each["event"] == "save"]
     assert list(dict.fromkeys(saved)) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert [(each.resumed, each.updates) for each in ledger.attempts] == [(0, 8), (3, 9)]
+    assert [(each.resumed, each.steps) for each in ledger.attempts] == [(0, 8), (3, 9)]
     assert ledger.seconds["lost work"] >= 5 * 0.05
     assert ledger.seconds["compute"] >= 9 * 0.05
 
@@ -142,7 +142,7 @@ def test_a_line_that_a_kill_has_torn_does_not_spoil_the_next(tmp_path: Path) -> 
 def test_the_ledger_names_how_an_attempt_ended(tmp_path: Path) -> None:
     for _ in quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path / "left").steps(Regression(), pairs()):
         break
-    assert [(each.ended, each.updates) for each in read(tmp_path / "left").attempts] == [("finished", 1)]
+    assert [(each.ended, each.steps) for each in read(tmp_path / "left").attempts] == [("finished", 1)]
 
     def fail(run: Any) -> None:
         raise ValueError("no")
@@ -160,11 +160,11 @@ def test_a_ledger_that_cannot_be_written_is_reported_once_and_made_up_for(tmp_pa
     for choice in ("raise", "warn"):
         (tmp_path / choice / NAME).mkdir(parents=True)
         with warned(f"the end of {NAME} was not saved") as caught:
-            assert fit(tmp_path / choice, epochs=2, on_save_error=choice).progress.updates == 10
+            assert fit(tmp_path / choice, epochs=2, on_save_error=choice).progress.steps == 10
         assert len(caught) == 1
 
 
 def test_of_several_ranks_the_first_writes_the_ledger(tmp_path: Path) -> None:
-    on_two_ranks(lambda: fit(tmp_path, strategy="ddp", devices=2).progress.updates)
+    on_two_ranks(lambda: fit(tmp_path, strategy="ddp", devices=2).progress.steps)
     ledger = read(tmp_path)
-    assert [(each.ended, each.updates) for each in ledger.attempts] == [("finished", 3)]
+    assert [(each.ended, each.steps) for each in ledger.attempts] == [("finished", 3)]

@@ -17,7 +17,7 @@ from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, find_runs, read
 SET_UP, UPDATE, SAVE = 10.0, 2.0, 1.0
 
 
-class Writer:  # writes a ledger as attempts would: updates of two seconds, saves of one, ten for the set-up
+class Writer:  # writes a ledger as attempts would: steps of two seconds, saves of one, ten for the set-up
     def __init__(self, directory: Path) -> None:
         self.file = directory / NAME
         self.clock, self.attempt = 1_000_000.0, 0
@@ -26,13 +26,13 @@ class Writer:  # writes a ledger as attempts would: updates of two seconds, save
         """Begin an attempt some time after the last one, and begin to train, except with None."""
         self.clock += after
         self.attempt += 1
-        self.updates, self.resumed, self.is_fresh = 0, None, None
+        self.steps, self.resumed, self.is_fresh = 0, None, None
         self.spent = dict.fromkeys(("set-up", "data", "compute", "evaluation", "save", "restore"), 0.0)
         self.line("start")
         if resumed is None:
             return self
         self.spend("set-up", SET_UP)
-        self.updates = self.resumed = resumed
+        self.steps = self.resumed = resumed
         self.is_fresh = not resumed
         return self.line("train")
 
@@ -42,7 +42,7 @@ class Writer:  # writes a ledger as attempts would: updates of two seconds, save
         return self
 
     def update(self, count: int = 1) -> Writer:
-        self.updates += count
+        self.steps += count
         return self.spend("compute", count * UPDATE)
 
     def save(self) -> Writer:
@@ -50,7 +50,7 @@ class Writer:  # writes a ledger as attempts would: updates of two seconds, save
 
     def line(self, event: str, **more: Any) -> Writer:
         row = {"v": 1, "event": event, "attempt": str(self.attempt), "time": self.clock}
-        row |= {"updates": self.updates, "from": self.resumed, "fresh": self.is_fresh, "spent": self.spent}
+        row |= {"steps": self.steps, "from": self.resumed, "fresh": self.is_fresh, "spent": self.spent}
         with self.file.open("a", encoding="ascii") as file:
             file.write(json.dumps({**row, **more}) + "\n")
         return self
@@ -80,12 +80,12 @@ def test_work_after_the_checkpoint_that_is_resumed_is_lost(writer: Writer, tmp_p
     lost = {"lost work": 2 * UPDATE + 0.75, "waiting": 30}
     assert spent(ledger) == {"set-up": 20, "compute": 7 * UPDATE, "save": 2, **lost}
     assert ledger.goodput == 7 * UPDATE / ledger.wall
-    assert ledger.updates == 7
+    assert ledger.steps == 7
 
 
 def test_a_rollback_loses_what_was_made_since(writer: Writer, tmp_path: Path) -> None:
     writer.start().update(4).save().update(3).spend("restore", 1)
-    writer.updates = 4
+    writer.steps = 4
     writer.line("back").update(2).save().end()
     lost = {"lost work": 3 * UPDATE}
     found = read_ledger(tmp_path)
@@ -105,8 +105,8 @@ HOSTILE = [
     b"\x00\xff\xfe",
     b"[" * 50_000,
     b'{"v": 2, "event": "beat"}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": NaN, "updates": 1, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1' + b"0" * 5000 + b"}",
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": NaN, "steps": 1, "spent": {}}',
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "steps": 1' + b"0" * 5000 + b"}",
 ]
 
 
@@ -118,11 +118,11 @@ def test_lines_that_are_none_of_a_ledger_or_torn_cost_only_themselves(writer: Wr
     wrong = []
     # Without its end a line is whole all the same.
     torn = [(line[:1], 1, 0), (line[:20], 1, 0), (line[:-1], 0, 3)]
-    for bad, unreadable, updates in [*((each + b"\n" + line, 1, 3) for each in HOSTILE), *torn]:
+    for bad, unreadable, steps in [*((each + b"\n" + line, 1, 3) for each in HOSTILE), *torn]:
         writer.file.write_bytes(whole + bad)
         found = read_ledger(tmp_path)
-        if (found.unreadable, found.updates) != (unreadable, updates):
-            wrong.append((bad[:80], found.unreadable, found.updates))
+        if (found.unreadable, found.steps) != (unreadable, steps):
+            wrong.append((bad[:80], found.unreadable, found.steps))
     assert wrong == []
 
 

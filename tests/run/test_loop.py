@@ -47,10 +47,10 @@ def recorded(tmp_path: Path, resume: str | None = None, **options: Any) -> list[
     return recorder.called
 
 
-def updates_at(hook: str, **options: Any) -> list[int]:
-    """The updates after which a hook is called in a fit of five updates an epoch."""
+def steps_at(hook: str, **options: Any) -> list[int]:
+    """The steps after which a hook is called in a fit of five steps an epoch."""
     seen: list[int] = []
-    note = LambdaCallback(**{hook: lambda run: seen.append(run.progress.updates)})
+    note = LambdaCallback(**{hook: lambda run: seen.append(run.progress.steps)})
     quiet(callbacks=[note], **options).fit(Regression(), pairs(10), pairs(4))
     return seen
 
@@ -61,7 +61,7 @@ def test_every_hook_stands_in_the_drawing() -> None:
 
 
 def test_hooks_are_called_as_the_drawing_says(tmp_path: Path) -> None:
-    """Epochs of 3 updates (5 micro-batches, 2 an update); the third and sixth log, and so does the end."""
+    """Epochs of 3 steps (5 micro-batches, 2 a step); the third and sixth log, and so does the end."""
     play = Play([3, 3], validates={3, 6}, logs={3, 6}, saves={2, 4, 6}, batches=3)
     assert recorded(tmp_path / "whole", max_epochs=2, log_every=3) == play.hooks()
     # Resumed in the middle of the second epoch: the epoch begins again for the callbacks.
@@ -120,7 +120,7 @@ def test_gradients_in_on_before_optimizer_step_are_averaged_unscaled_and_unclipp
     torch.testing.assert_close(seen["weight"], task.line.weight.grad, rtol=1e-5, atol=0)
 
 
-def test_three_updates_equal_three_by_hand_with_momentum_accumulation_and_clipping() -> None:
+def test_three_steps_equal_three_by_hand_with_momentum_accumulation_and_clipping() -> None:
     """Windows of four samples in two micro-batches, and a short one of a single sample."""
 
     def sgd(parameters: Any) -> torch.optim.SGD:
@@ -136,43 +136,43 @@ def test_three_updates_equal_three_by_hand_with_momentum_accumulation_and_clippi
         assert nn.utils.clip_grad_norm_(plain.parameters(), 0.1) > 0.1
         optimizer.step()
     torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
-    assert (result.progress.updates, result.progress.epoch, result.progress.samples) == (3, 1, 9)
+    assert (result.progress.steps, result.progress.epoch, result.progress.samples) == (3, 1, 9)
 
 
-def test_max_steps_counts_updates_and_max_epochs_counts_passes() -> None:
+def test_max_steps_counts_steps_and_max_epochs_counts_passes() -> None:
     result = quiet(max_steps=7, gradient_accumulation_steps=2).fit(Regression(), pairs(10))
-    assert (result.progress.updates, result.progress.epoch) == (7, 2)
+    assert (result.progress.steps, result.progress.epoch) == (7, 2)
     assert result.stop_reason == "max_steps=7 reached"
     result = quiet(max_epochs=3).fit(Regression(), pairs(10))
-    assert (result.progress.updates, result.progress.epoch, result.progress.samples) == (15, 3, 30)
+    assert (result.progress.steps, result.progress.epoch, result.progress.samples) == (15, 3, 30)
     assert result.stop_reason == "max_epochs=3 reached"
     # The first limit that is reached counts.
-    assert quiet(max_epochs=3, max_steps=4).fit(Regression(), pairs(10)).progress.updates == 4
-    assert quiet(max_epochs=1, max_steps=400).fit(Regression(), pairs(10)).progress.updates == 5
+    assert quiet(max_epochs=3, max_steps=4).fit(Regression(), pairs(10)).progress.steps == 4
+    assert quiet(max_epochs=1, max_steps=400).fit(Regression(), pairs(10)).progress.steps == 5
 
 
-@pytest.mark.parametrize(("epochs", "updates"), [(0.5, 2), (2.5, 8), (1.9, 6), (2.0, 6)])
-def test_max_epochs_may_be_a_fraction(epochs: float, updates: int) -> None:
+@pytest.mark.parametrize(("epochs", "steps"), [(0.5, 2), (2.5, 8), (1.9, 6), (2.0, 6)])
+def test_max_epochs_may_be_a_fraction(epochs: float, steps: int) -> None:
     options: Any = {"max_epochs": epochs, "gradient_accumulation_steps": 2}
     result = quiet(**options).fit(Regression(), pairs(10))  # two full windows and a short one
-    assert result.progress.updates == updates
+    assert result.progress.steps == steps
     assert result.stop_reason == f"max_epochs={epochs:g} reached"
-    assert quiet(**options).plan(Regression(), pairs(10)).updates == updates
+    assert quiet(**options).plan(Regression(), pairs(10)).steps == steps
 
 
-def test_a_fraction_of_an_epoch_counts_skipped_updates_and_resumes(tmp_path: Path) -> None:
+def test_a_fraction_of_an_epoch_counts_skipped_steps_and_resumes(tmp_path: Path) -> None:
     batches = [(torch.full((2, 4), value), torch.zeros(2, 1)) for value in (1.0, float("nan"), 2.0, 1.0)]
     options: Any = {"on_nonfinite": "skip", "checkpoint": True, "run_dir": tmp_path}
     first = quiet(max_epochs=0.75, **options).fit(Regression(), batches)
-    assert (first.progress.updates, first.progress.skipped, first.progress.epoch_batches) == (2, 1, 3)
+    assert (first.progress.steps, first.progress.skipped, first.progress.epoch_batches) == (2, 1, 3)
     with pytest.raises(CheckpointError, match=r"past the end of this run.*max_epochs=0\.5"):
         quiet(max_epochs=0.5, **options).fit(Regression(), batches, resume="auto")
     second = quiet(max_epochs=1.25, **options).fit(Regression(), batches, resume="auto")
-    assert (second.progress.updates, second.progress.epoch, second.progress.epoch_batches) == (4, 1, 1)
+    assert (second.progress.steps, second.progress.epoch, second.progress.epoch_batches) == (4, 1, 1)
 
 
 @pytest.mark.parametrize("skipped", [9, 10])
-def test_the_last_validation_is_made_although_an_update_before_it_was_skipped(skipped: int) -> None:
+def test_the_last_validation_is_made_although_a_step_before_it_was_skipped(skipped: int) -> None:
     steps: list[Any] = []
 
     def step(self: Any, batch: Any) -> Any:
@@ -180,10 +180,10 @@ def test_the_last_validation_is_made_although_an_update_before_it_was_skipped(sk
         return self.loss(self(batch[0]), batch) * (float("nan") if len(steps) == skipped else 1.0)
 
     at: list[int] = []
-    note = LambdaCallback(on_evaluation_end=lambda run: at.append(run.progress.updates))
+    note = LambdaCallback(on_evaluation_end=lambda run: at.append(run.progress.steps))
     options: Any = {"max_epochs": 2.5, "validate_every": "0.5 epochs", "on_nonfinite": "skip"}
     result = quiet(**options, callbacks=[note]).fit(variant(training_step=step)(), pairs(8), pairs(4))
-    assert (result.progress.updates, result.progress.skipped) == (9, 1)
+    assert (result.progress.steps, result.progress.skipped) == (9, 1)
     assert at == [2, 4, 6, 8, 9]
 
 
@@ -194,12 +194,12 @@ def test_max_time_ends_a_fit_and_counts_over_resumes(tmp_path: Path) -> None:
     options: Any = {"callbacks": [LambdaCallback(on_step_start=pass_20_hours)]}
     for limit in (180_000, "50 hours", timedelta(hours=50)):
         result = quiet(max_time=limit, **options).fit(Regression(), pairs(10))
-        assert result.progress.updates == 3
+        assert result.progress.steps == 3
         assert result.stop_reason in ("max_time=50 hours reached", "max_time=180000 seconds reached")
     options |= {"max_time": "50 hours", "checkpoint": True, "run_dir": tmp_path}
-    for limit, updates in ((1, 1), (9, 3)):
+    for limit, steps in ((1, 1), (9, 3)):
         trainer = quiet(max_steps=limit, **options)
-        assert trainer.fit(Regression(), pairs(10), resume="auto").progress.updates == updates
+        assert trainer.fit(Regression(), pairs(10), resume="auto").progress.steps == steps
 
 
 def test_limits_of_batches_are_numbers_or_fractions_by_stage() -> None:
@@ -222,25 +222,25 @@ def test_limits_of_batches_are_numbers_or_fractions_by_stage() -> None:
     limits = {"limit_train_batches": 0.7, "limit_validation_batches": 0.1, "limit_predict_batches": 0.5}
     trainer = quiet(max_epochs=2, callbacks=hooks, **limits)
     assert trainer.fit(Regression(), pairs(20), {"a": pairs(8), "b": pairs(60)}).progress.epoch == 2
-    assert trainer.plan(Regression(), pairs(20)).updates == 14
+    assert trainer.plan(Regression(), pairs(20)).steps == 14
     trainer.predict(Regression(), pairs(10))
     assert counts == {"train": 14, "validation": 2 * (1 + 3), "test": 0, "predict": 2}
 
 
 def test_run_stop_ends_a_fit_and_the_first_reason_counts() -> None:
     def stop(run: Any) -> None:
-        if run.progress.updates == 3:
+        if run.progress.steps == 3:
             run.stop("enough")
             run.stop("too late")
 
     result = quiet(max_epochs=9, callbacks=[LambdaCallback(on_step_end=stop)]).fit(Regression(), pairs(10))
-    assert (result.stop_reason, result.progress.updates) == ("enough", 3)
-    # Before the first update nothing is trained.
+    assert (result.stop_reason, result.progress.steps) == ("enough", 3)
+    # Before the first step nothing is trained.
     task = Regression()
     before = weights(task)
     first = LambdaCallback(on_fit_start=lambda run: run.stop("no need"))
     result = quiet(max_epochs=9, callbacks=[first]).fit(task, pairs(10))
-    assert (result.stop_reason, result.progress.updates) == ("no need", 0)
+    assert (result.stop_reason, result.progress.steps) == ("no need", 0)
     assert weights(task) == before
 
 
@@ -317,11 +317,11 @@ def test_a_fit_with_validation_data_validates_at_least_once(every: str, tmp_path
 
 def test_validate_from_and_log_first_step_decide_when_as_the_plan_says() -> None:
     options: Any = {"max_epochs": 3, "validate_every": "4 steps", "validate_from": "2 epochs"}
-    assert updates_at("on_evaluation_end", **options) == [12]
+    assert steps_at("on_evaluation_end", **options) == [12]
     plan = quiet(**options).plan(Regression(), pairs(10), pairs(4)).validation
     assert (plan.times, plan.first, plan.last) == (1, 12, 12)
     options = {"max_steps": 5, "log_every": "4 steps", "log_first_step": True, "validate_every": None}
-    assert updates_at("on_log", **options) == [1, 4, 5]
+    assert steps_at("on_log", **options) == [1, 4, 5]
     assert quiet(**options).plan(Regression(), pairs(10)).logging.times == 2
 
 
@@ -343,7 +343,7 @@ def test_training_is_logged_at_the_end_of_epochs_and_as_an_interval_that_is_give
         ),
     ):
         seen: list[int] = []
-        note = LambdaCallback(on_log=lambda run, seen=seen: seen.append(run.progress.updates))
+        note = LambdaCallback(on_log=lambda run, seen=seen: seen.append(run.progress.steps))
         trainer = quiet(callbacks=[note], **{"max_epochs": 2, **options})
         trainer.fit(Regression(), data, pairs(2))
         assert seen == points, options
@@ -369,18 +369,18 @@ def test_a_fit_that_run_stop_ends_validates_but_not_a_loop_that_is_left() -> Non
 
 
 def looped(leave_at: dict[int, int], run_dir: Path, error: type[Exception] | None = None) -> Any:
-    """A loop that ranks leave at an update, by `break` or by an error; what this one saw, and the end."""
+    """A loop that ranks leave at a step, by `break` or by an error; what this one saw, and the end."""
     rank, seen, ends = torch.distributed.get_rank(), list[Any](), list[Any]()
     note = LambdaCallback(
-        on_fit_end=lambda run: ends.append((run.progress.updates, run.stop_reason, run.last_checkpoint))
+        on_fit_end=lambda run: ends.append((run.progress.steps, run.stop_reason, run.last_checkpoint))
     )
     checkpoint = CheckpointConfig(every=None, by=None)
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "checkpoint": checkpoint, "run_dir": run_dir}
     task = Regression()
     try:
-        for step in quiet(max_epochs=3, callbacks=[note], **options).steps(task, pairs(12)):
-            seen.append(step.update)
-            if step.update == leave_at.get(rank):
+        for result in quiet(max_epochs=3, callbacks=[note], **options).steps(task, pairs(12)):
+            seen.append(result.step)
+            if result.step == leave_at.get(rank):
                 if error is not None:
                     raise error("planted")
                 break
@@ -390,19 +390,19 @@ def looped(leave_at: dict[int, int], run_dir: Path, error: type[Exception] | Non
 
 
 @needs_gloo
-def test_a_steps_loop_that_a_rank_leaves_ends_on_all_after_the_same_update(tmp_path: Path) -> None:
-    cases = [{0: 1}, {1: 1}, {1: 2}, {0: 3, 1: 4}, {0: 4, 1: 4}, {0: 2, 1: 2}]  # an epoch has three updates
+def test_a_steps_loop_that_a_rank_leaves_ends_on_all_after_the_same_step(tmp_path: Path) -> None:
+    cases = [{0: 1}, {1: 1}, {1: 2}, {0: 3, 1: 4}, {0: 4, 1: 4}, {0: 2, 1: 2}]  # an epoch has three steps
     every = on_two_ranks(lambda: [looped(each, tmp_path / str(at)) for at, each in enumerate(cases)])
     for leave_at, *found in zip(cases, *every, strict=True):
-        (_, [(updates, reason, saved)], trained), (_, *other) = found
-        assert other == [[(updates, reason, saved)], trained]
+        (_, [(steps, reason, saved)], trained), (_, *other) = found
+        assert other == [[(steps, reason, saved)], trained]
         assert reason == "the loop was left by its caller"
-        assert saved.endswith(f"update-{updates:08d}")
+        assert saved.endswith(f"step-{steps:08d}")
         first = min(leave_at.values())
         together = len(set(leave_at.values())) < len(leave_at)
-        assert updates == first + 1 if together else updates - first in (1, 2)
+        assert steps == first + 1 if together else steps - first in (1, 2)
         for rank, (seen, *_) in enumerate(found):
-            assert seen == list(range(min(leave_at.get(rank, updates) + 1, updates)))
+            assert seen == list(range(min(leave_at.get(rank, steps) + 1, steps)))
 
 
 @needs_gloo
@@ -454,15 +454,15 @@ def test_a_parameter_that_comes_after_the_start_is_refused_by_name(tmp_path: Pat
     assert_refused(ConfigError, table)
     # Before such a task is saved, and at the next log point.
     saves = {"checkpoint": CheckpointConfig(every="3 steps", by=None), "run_dir": tmp_path, "max_steps": 4}
-    updates: list[int] = []
-    keep = LambdaCallback(on_step_end=lambda run: updates.append(run.progress.updates))
+    steps: list[int] = []
+    keep = LambdaCallback(on_step_end=lambda run: steps.append(run.progress.steps))
     wrong: dict[str, tuple[Any, ...]] = {
         "saved": (lambda: grown("added", None, log_every=None, **saves), told("added")),
         "logged": (lambda: grown("unfrozen", None, log_every=3, callbacks=[keep]), told("unfrozen")),
     }
     assert_refused(ConfigError, wrong)
-    assert not list((tmp_path / "checkpoints").glob("update-*"))
-    assert updates == [1, 2, 3]
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+    assert steps == [1, 2, 3]
     grown("frozen", "on_fit_start")  # what is not to be trained may come at any time
 
 
@@ -470,7 +470,7 @@ def gathers() -> int:
     gather = LambdaCallback(on_epoch_start=lambda run: run.engine.model.unshard())
     strategy = {"strategy": "fsdp", "devices": 2, "log_every": "1 step"}
     trainer = quiet(max_epochs=2, validate_every="1 step", callbacks=[gather], **strategy)
-    return trainer.fit(Regression(), pairs(8), pairs(4)).progress.updates
+    return trainer.fit(Regression(), pairs(8), pairs(4)).progress.steps
 
 
 @needs_gloo

@@ -32,7 +32,7 @@ def trainer(run_dir: Path | None, **options: Any) -> Trainer:
 
 
 def saved(run_dir: Path) -> list[str]:
-    return sorted(each.name for each in (run_dir / "checkpoints").glob("update-*"))
+    return sorted(each.name for each in (run_dir / "checkpoints").glob("step-*"))
 
 
 def finite(checkpoint: str) -> bool:
@@ -42,19 +42,19 @@ def finite(checkpoint: str) -> bool:
 @pytest.mark.parametrize("bad", [NAN, INFINITE])
 def test_on_nonfinite_stop_ends_in_order_and_names_what_and_where(bad: int, tmp_path: Path) -> None:
     result = trainer(tmp_path, on_nonfinite="stop").fit(Fragile(), data(bad, at=5))
-    last = str(tmp_path / "checkpoints" / "update-00000004")
+    last = str(tmp_path / "checkpoints" / "step-00000004")
     assert result.stop_reason == (
-        f"NaN or infinite at update 5 on rank 0: 'loss' (from update 5); the last good checkpoint is {last}"
+        f"NaN or infinite at step 5 on rank 0: 'loss' (from step 5); the last good checkpoint is {last}"
     )
     assert result.last_checkpoint == last
-    assert saved(tmp_path) == ["update-00000002", "update-00000004"]
+    assert saved(tmp_path) == ["step-00000002", "step-00000004"]
     assert result.model_path is None
     assert not list(tmp_path.glob("*.safetensors"))
-    assert result.progress.updates == 6, "at the next save, which comes before the log point"
+    assert result.progress.steps == 6, "at the next save, which comes before the log point"
     # A run that was stopped goes on from its last good checkpoint.
     result = trainer(tmp_path).fit(Fragile(), data(GOOD, at=5), resume="auto")
     straight = trainer(tmp_path / "straight").fit(Fragile(), data(GOOD, at=5))
-    assert result.progress.updates == 12
+    assert result.progress.steps == 12
     one, other = (load_file(str(each.model_path))["net.0.weight"] for each in (result, straight))
     assert torch.equal(one, other)
 
@@ -62,15 +62,15 @@ def test_on_nonfinite_stop_ends_in_order_and_names_what_and_where(bad: int, tmp_
 def test_on_nonfinite_stop_is_found_at_a_log_point_too_and_nothing_is_evaluated_any_more() -> None:
     run = trainer(None, on_nonfinite="stop", validate_every="4 steps")
     result = run.fit(Fragile(), data(NAN, at=5), data(GOOD, at=0, count=2))
-    found = "NaN or infinite at update 5 on rank 0: 'loss' (from update 5); no checkpoint was saved"
-    assert (result.stop_reason, result.progress.updates) == (found, 8)
+    found = "NaN or infinite at step 5 on rank 0: 'loss' (from step 5); no checkpoint was saved"
+    assert (result.stop_reason, result.progress.steps) == (found, 8)
     assert result.metrics["validation/loss"] > 0, "that of the validation before"
 
 
 @pytest.mark.parametrize("choice", ["raise", "stop"])
-@pytest.mark.parametrize("at", [5, 11], ids=["before a save", "in the last update"])
+@pytest.mark.parametrize("at", [5, 11], ids=["before a save", "in the last step"])
 def test_weights_that_a_gradient_has_spoiled_are_not_saved(choice: str, at: int, tmp_path: Path) -> None:
-    """The loss of the update before the save is finite, and so are all before."""
+    """The loss of the step before the save is finite, and so are all before."""
 
     def fit() -> FitResult:
         return trainer(tmp_path, on_nonfinite=choice, log_every=None).fit(Fragile(), data(GRADIENT, at))
@@ -82,10 +82,10 @@ def test_weights_that_a_gradient_has_spoiled_are_not_saved(choice: str, at: int,
         with pytest.raises(NonFiniteError) as caught:
             fit()
         reason = str(caught.value)
-    assert reason.startswith(f"NaN or infinite after update {at} on rank 0: the weights 'net.0.weight', ")
-    assert saved(tmp_path) == [f"update-{each:08}" for each in range(2, at, 2)]
+    assert reason.startswith(f"NaN or infinite after step {at} on rank 0: the weights 'net.0.weight', ")
+    assert saved(tmp_path) == [f"step-{each:08}" for each in range(2, at, 2)]
     assert not list(tmp_path.glob("*.safetensors"))
-    assert finite(str(tmp_path / "checkpoints" / "update-00000004"))
+    assert finite(str(tmp_path / "checkpoints" / "step-00000004"))
 
 
 def test_weights_that_are_infinite_from_the_start_or_not_trained_are_no_error(tmp_path: Path) -> None:
@@ -118,15 +118,15 @@ def test_a_validation_loss_that_is_not_finite_raises_stops_or_warns_after_a_save
     for value in (math.nan, math.inf):
         directory = tmp_path / str(value)
         with pytest.raises(
-            NonFiniteError, match=f"^'validation/loss' is {value} after update 10. .*loss_weight"
+            NonFiniteError, match=f"^'validation/loss' is {value} after step 10. .*loss_weight"
         ):
             judged(directory, value, "raise")
-        assert saved(directory)[-1] == "update-00000010"
+        assert saved(directory)[-1] == "step-00000010"
     result = judged(tmp_path / "stop", math.nan, "stop")
-    assert (result.stop_reason, result.progress.updates) == ("'validation/loss' is nan after update 10", 10)
+    assert (result.stop_reason, result.progress.steps) == ("'validation/loss' is nan after step 10", 10)
     assert result.model_path is not None
-    assert judged(tmp_path / "skip", math.nan, "skip").progress.updates == 15
-    assert "'validation/loss' is nan after update 10; with on_nonfinite='skip' the run goes on" in caplog.text
+    assert judged(tmp_path / "skip", math.nan, "skip").progress.steps == 15
+    assert "'validation/loss' is nan after step 10; with on_nonfinite='skip' the run goes on" in caplog.text
 
 
 def stopped_on_a_rank(run_dir: Path) -> list[Any]:
@@ -134,7 +134,7 @@ def stopped_on_a_rank(run_dir: Path) -> list[Any]:
     for strategy in ("ddp", "fsdp"):
         options: dict[str, Any] = {"strategy": strategy, "devices": 2, "on_nonfinite": "stop"}
         result = trainer(run_dir / strategy, **options).fit(Fragile(), data(NAN, at=7))
-        found.append((result.stop_reason, result.last_checkpoint, result.model_path, result.progress.updates))
+        found.append((result.stop_reason, result.last_checkpoint, result.model_path, result.progress.steps))
     found.append(judged(run_dir / "judged", math.nan, "stop", strategy="ddp", devices=2).stop_reason)
     return found
 
@@ -144,27 +144,27 @@ def test_on_nonfinite_stops_all_ranks_together_and_names_the_one(tmp_path: Path)
     first, second = on_two_ranks(stopped_on_a_rank, tmp_path)
     assert first == second
     *strategies, judgement = first
-    for strategy, (reason, last, model, updates) in zip(("ddp", "fsdp"), strategies, strict=True):
-        what = "NaN or infinite at update 3 on rank 1: 'loss' (from update 3)"
+    for strategy, (reason, last, model, steps) in zip(("ddp", "fsdp"), strategies, strict=True):
+        what = "NaN or infinite at step 3 on rank 1: 'loss' (from step 3)"
         assert reason == f"{what}; the last good checkpoint is {last}"
-        assert (saved(tmp_path / strategy), model, updates) == (["update-00000002"], None, 4)
+        assert (saved(tmp_path / strategy), model, steps) == (["step-00000002"], None, 4)
         assert not list((tmp_path / strategy).glob("*.safetensors"))
-    assert judgement == "'validation/loss' is nan after update 6"
+    assert judgement == "'validation/loss' is nan after step 6"
 
 
 @needs_gloo
 @pytest.mark.landing
-def test_weights_that_the_last_update_of_two_ranks_spoils_are_named() -> None:
+def test_weights_that_the_last_step_of_two_ranks_spoils_are_named() -> None:
     def stopped() -> tuple[str, int, list[bool]]:
         task, options = Fragile(), {"strategy": "ddp", "devices": 2, "on_nonfinite": "stop"}
         result = trainer(None, **options).fit(task, data(GRADIENT, at=23, count=24))
         return (
             result.stop_reason,
-            result.progress.updates,
+            result.progress.steps,
             [bool(each.isfinite().all()) for each in task.parameters()],
         )
 
-    for reason, updates, finite in on_two_ranks(stopped):
-        assert updates == 12
+    for reason, steps, finite in on_two_ranks(stopped):
+        assert steps == 12
         assert not any(finite), reason
-        assert re.match("NaN or infinite after update 11 on rank 0: the weights", reason)
+        assert re.match("NaN or infinite after step 11 on rank 0: the weights", reason)

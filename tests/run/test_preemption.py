@@ -30,12 +30,12 @@ needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 PROGRAM = Path(__file__).with_name("programs") / "preempted.py"
 
 
-def hears(number: signal.Signals, hook: str = "on_step_end", update: int = 3) -> LambdaCallback:
+def hears(number: signal.Signals, hook: str = "on_step_end", step: int = 3) -> LambdaCallback:
     """Let the run hear of a signal, once: its handling is called, and no signal is sent."""
     left = [1]
 
     def hear(run: Any) -> None:
-        if run.progress.updates >= update and left:
+        if run.progress.steps >= step and left:
             left.pop()
             heard_by = signals.current()
             assert heard_by is not None
@@ -48,7 +48,7 @@ def hears(number: signal.Signals, hook: str = "on_step_end", update: int = 3) ->
 def saved_at(run_dir: Path) -> int:
     entries = read_index(str(run_dir / CHECKPOINTS))
     assert entries
-    return max(each.update for each in entries)
+    return max(each.step for each in entries)
 
 
 HOOKS = ("on_step_start", "on_step_end", "on_epoch_end", "on_evaluation_start", "on_save")
@@ -57,7 +57,7 @@ HOOKS = ("on_step_start", "on_step_end", "on_epoch_end", "on_evaluation_start", 
 @pytest.mark.parametrize(
     ("number", "hook"), [*((signal.SIGTERM, hook) for hook in HOOKS), (signal.SIGINT, "on_step_end")]
 )
-def test_a_signal_ends_a_fit_once_its_update_is_saved_and_a_resume_is_exact(
+def test_a_signal_ends_a_fit_once_its_step_is_saved_and_a_resume_is_exact(
     tmp_path: Path, number: signal.Signals, hook: str
 ) -> None:
     straight, task, heard, ends = Regression(), Regression(), list[Any](), list[Any]()
@@ -99,7 +99,7 @@ def test_a_signal_after_the_end_of_the_fit_or_with_a_stop_still_ends_the_program
     assert (tmp_path / "model.safetensors").exists()
     stop = LambdaCallback(on_step_end=lambda run: run.stop("enough"))
     with pytest.raises(Preempted):
-        quiet(max_epochs=1, callbacks=[stop, hears(signal.SIGTERM, update=1)]).fit(Regression(), pairs())
+        quiet(max_epochs=1, callbacks=[stop, hears(signal.SIGTERM, step=1)]).fit(Regression(), pairs())
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_a_signal_ends_a_steps_loop_likewise(tmp_path: Path) -> None:
     options: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": True, "callbacks": [hears(signal.SIGTERM)]}
 
     def loop() -> None:
-        for step in quiet(max_epochs=3, **options).steps(Regression(), pairs()):
-            seen.append(step.update)
+        for result in quiet(max_epochs=3, **options).steps(Regression(), pairs()):
+            seen.append(result.step)
 
     with pytest.raises(Preempted):
         loop()
@@ -167,12 +167,12 @@ def test_preemption_config_takes_names_numbers_and_times() -> None:
     assert (default.seconds(signal.SIGTERM), default.seconds(signal.SIGUSR1)) == (25, None)
 
 
-NAMED = "fit(..., resume='runs/Name/checkpoints/update-00000003') goes on from it, or resume='auto' once the"
+NAMED = "fit(..., resume='runs/Name/checkpoints/step-00000003') goes on from it, or resume='auto' once the"
 
 
 def test_the_last_line_after_a_signal_says_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
-        ({"run_dir": "run"}, "is run/checkpoints/update-00000003; resume='auto' goes on from it; "),
+        ({"run_dir": "run"}, "is run/checkpoints/step-00000003; resume='auto' goes on from it; "),
         ({}, f"{NAMED} Trainer has a run_dir; "),
         ({"checkpoint": False, "run_dir": "run"}, "nothing is saved, by checkpoint=False"),
     ):
@@ -192,25 +192,23 @@ def test_a_signal_to_a_run_that_is_not_resumable_asks_for_no_restart(tmp_path: P
     assert any("no run can go on from it" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(("log_every", "update"), [("100 steps", 5), ("3 steps", 6)])
+@pytest.mark.parametrize(("log_every", "step"), [("100 steps", 5), ("3 steps", 6)])
 def test_a_signal_after_a_nan_asks_for_no_restart_that_would_meet_the_same(
-    log_every: str, update: int, tmp_path: Path
+    log_every: str, step: int, tmp_path: Path
 ) -> None:  # the NaN is found in the save that the signal asks for, or at a log point just before
     data = marked([NAN if index == 8 else GOOD for index in range(24)], 2)
     policy = CheckpointConfig(every="3 steps", by=None, best=0)
     for number in (signal.SIGTERM, signal.SIGINT):
         options: Any = {"run_dir": tmp_path / number.name, "checkpoint": policy, "on_nonfinite": "stop"}
-        trainer = quiet(
-            max_epochs=1, log_every=log_every, callbacks=[hears(number, update=update)], **options
-        )
+        trainer = quiet(max_epochs=1, log_every=log_every, callbacks=[hears(number, step=step)], **options)
         if number is signal.SIGTERM:
             told = str(trainer.fit(Fragile(), data).stop_reason)
         else:
             with pytest.raises(KeyboardInterrupt) as caught:
                 trainer.fit(Fragile(), data)
             told = caught.value.__notes__[0].removeprefix("drivetrain: ")
-        assert told.startswith("NaN or infinite at update 4 on rank 0: 'loss'")
-        assert told.endswith("update-00000003")
+        assert told.startswith("NaN or infinite at step 4 on rank 0: 'loss'")
+        assert told.endswith("step-00000003")
         assert saved_at(tmp_path / number.name) == 3
 
 
@@ -246,16 +244,16 @@ def to_one(number: int) -> Callable[[int], None]:
 def test_a_program_with_many_open_files_and_its_loader_workers_end_in_order_with_code_75() -> None:
     code, errors = ended(to_all(signal.SIGTERM), "1 cpu 240 2", FILES="many")
     assert code == 75, errors
-    assert "ended by SIGTERM after update" in errors[-1]
+    assert "ended by SIGTERM after step" in errors[-1]
     assert "resume='auto' goes on from it; exit code 75" in errors[-1]
-    assert f"update-{saved_at(Path('run')):08}" in errors[-1]
+    assert f"step-{saved_at(Path('run')):08}" in errors[-1]
 
 
 @pytest.mark.real
 def test_the_deadline_ends_a_program_whose_save_takes_too_long() -> None:
     code, errors = ended(to_one(signal.SIGTERM), "1 cpu 1 0", SLOW="600")
     assert code == 75, errors
-    assert "the deadline: the fit was after update" in errors[-1]
+    assert "the deadline: the fit was after step" in errors[-1]
     assert "the newest checkpoint is" in errors[-1]
     quiet(run_dir="run", max_steps=saved_at(Path("run")) + 1).fit(Regression(), pairs(24), resume="auto")
 

@@ -27,7 +27,7 @@ def test_hooks_that_nobody_overrides_are_not_called() -> None:
 
 def log_points(log_every: int | str, **options: Any) -> list[tuple[int, dict[str, float]]]:
     points: list[tuple[int, dict[str, float]]] = []
-    keep = LambdaCallback(on_log=lambda run: points.append((run.progress.updates, dict(run.logged))))
+    keep = LambdaCallback(on_log=lambda run: points.append((run.progress.steps, dict(run.logged))))
     callbacks = [*options.pop("callbacks", ()), keep]
     quiet(max_epochs=1, log_every=log_every, callbacks=callbacks, **options).fit(Regression(), pairs())
     return points
@@ -35,7 +35,7 @@ def log_points(log_every: int | str, **options: Any) -> list[tuple[int, dict[str
 
 def test_what_callbacks_log_joins_the_next_log_point_and_reaches_loggers() -> None:
     log = LambdaCallback(
-        on_step_end=lambda run: run.log("updates", run.progress.updates),
+        on_step_end=lambda run: run.log("steps", run.progress.steps),
         on_log=lambda run: run.log("here", run.task.line.weight.norm()),  # a tensor with a graph
         on_epoch_end=lambda run: run.log("late", 1),
     )
@@ -48,7 +48,7 @@ def test_what_callbacks_log_joins_the_next_log_point_and_reaches_loggers() -> No
     )
     points = log_points("2 steps", callbacks=[log], loggers=logger)
     assert rows == points
-    assert [(step, values["updates"]) for step, values in points] == [(2, 2.0), (4, 4.0), (5, 5.0)]
+    assert [(step, values["steps"]) for step, values in points] == [(2, 2.0), (4, 4.0), (5, 5.0)]
     assert all(values["here"] > 0 and values["train/loss"] > 0 for _, values in points)
     assert ["late" in values for _, values in points] == [False, False, True]
     assert (config["trainer"]["max_epochs"], config["task"]["class"]) == (1, "Regression")
@@ -72,7 +72,7 @@ def watched(run_dir: Path, **ranks: Any) -> Any:
     optimizer = OptimizerConfig("sgd", lr=0.1, schedule="reduce_on_plateau", schedule_options=plateau)
     rows: list[tuple[int, dict[str, float], float]] = []
     keep = LambdaCallback(
-        on_log=lambda run: rows.append((run.progress.updates, dict(run.logged), run.learning_rates()["lr"]))
+        on_log=lambda run: rows.append((run.progress.steps, dict(run.logged), run.learning_rates()["lr"]))
     )
     # The one that logs comes after those that watch.
     callbacks = [EarlyStopping("validation/score", "min", patience=2), keep, Scores()]
@@ -128,7 +128,7 @@ def test_metrics_timing_and_milestones_of_a_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": True, "callbacks": [notes]}
     result = quiet(max_epochs=2, log_every="2 steps", **options).fit(Regression(), pairs(), pairs())
     assert set(result.metrics) == {"train/loss", "validation/loss"}
-    assert seen == [7, 14]  # each time five updates, a pass over the validation data, and a checkpoint
+    assert seen == [7, 14]  # each time five steps, a pass over the validation data, and a checkpoint
     assert set(parts) == {"data", "compute", "evaluation", "save"}
     assert all(seconds > 0 for seconds in parts.values())
     assert result.progress.seconds > 0
@@ -191,7 +191,7 @@ def test_the_default_policy_ranks_by_the_loss_and_a_resumed_fit_knows_it_under_i
     tmp_path: Path,
 ) -> None:
     evaluations: list[int] = []
-    count = LambdaCallback(on_evaluation_end=lambda run: evaluations.append(run.progress.updates))
+    count = LambdaCallback(on_evaluation_end=lambda run: evaluations.append(run.progress.steps))
     options: dict[str, Any] = {"callbacks": [count], "checkpoint": True, "run_dir": tmp_path}
     result = quiet(max_epochs=3, **options).fit(Evaluated(), pairs(4), pairs(2))
     assert str(result.best_checkpoint).endswith("6")

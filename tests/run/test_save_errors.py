@@ -50,38 +50,38 @@ def test_a_full_disk_does_not_end_a_run_that_warns_and_later_saves_succeed(
     run, seen = small_disk / "run", []
 
     def look(each: Any) -> None:
-        if each.progress.updates == 9:
+        if each.progress.steps == 9:
             seen.append((names(run), each.last_checkpoint, each.save_errors.counts))
-            for name in ("update-00000002", "update-00000004"):
+            for name in ("step-00000002", "step-00000004"):
                 verify(str(run / "checkpoints" / name))
             (small_disk / "filler").unlink()
 
     full = at(5, lambda: fill(small_disk))
     caplog.set_level(logging.DEBUG, "drivetrain.run.save_errors")  # which has those after the first of a kind
-    with told("the checkpoint after update 6 was not saved: cannot write") as text:
+    with told("the checkpoint after step 6 was not saved: cannot write") as text:
         task, result = train(run, full, LambdaCallback(on_step_end=look), asynchronous=asynchronous)
     assert "(ENOSPC); free some space" in text[0]
-    assert f"The newest checkpoint is still {run}/checkpoints/update-00000004" in text[0]
+    assert f"The newest checkpoint is still {run}/checkpoints/step-00000004" in text[0]
     (left, newest, counts), *_ = seen
     assert len(caplog.messages) == counts["checkpoint"]
-    assert counts["checkpoint"] == 2 or asynchronous  # in which that of update 8 may end in time
-    assert os.path.basename(newest) == "update-00000004"
-    assert {"index.json", "update-00000002", "update-00000004"} <= set(left)
-    assert names(run) == ["index.json", "update-00000010", "update-00000012"]
-    assert result.last_checkpoint.endswith("update-00000012")
+    assert counts["checkpoint"] == 2 or asynchronous  # in which that of step 8 may end in time
+    assert os.path.basename(newest) == "step-00000004"
+    assert {"index.json", "step-00000002", "step-00000004"} <= set(left)
+    assert names(run) == ["index.json", "step-00000010", "step-00000012"]
+    assert result.last_checkpoint.endswith("step-00000012")
     assert weights(task) == weights(train(tmp_path / "undisturbed")[0])
 
 
 def test_on_save_error_raises_by_default_and_names_what_is_left(small_disk: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot write '.*update-00000004.*ENOSPC") as caught:
+    with pytest.raises(CheckpointError, match=r"cannot write '.*step-00000004.*ENOSPC") as caught:
         train(small_disk / "run", at(4, lambda: fill(small_disk)), on_save_error="raise")
     notes = str(caught.value.__notes__)
-    assert f"the newest checkpoint is {small_disk}/run/checkpoints/update-00000002" in notes
+    assert f"the newest checkpoint is {small_disk}/run/checkpoints/step-00000002" in notes
     (small_disk / "filler").unlink()
     last = LambdaCallback(on_fit_end=lambda run: fill(small_disk, 100_000))
     with pytest.raises(CheckpointError, match=r"cannot write '.*model.safetensors'.*ENOSPC") as caught:
         train(small_disk / "other", last)
-    assert "update-00000012" in str(caught.value.__notes__)
+    assert "step-00000012" in str(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -92,10 +92,10 @@ def test_a_run_whose_end_cannot_be_saved_raises_and_writes_its_weights(
     with heard(UNSAVED), pytest.raises(CheckpointError) as caught:
         train(run, at(9, lambda: fill(small_disk, 500_000)), asynchronous=asynchronous)
     text = str(caught.value)
-    assert "the run ended after update 12 (max_steps=12 reached), which is not saved: cannot write" in text
-    assert f"The newest checkpoint is still {run}/checkpoints/update-00000008" in text
+    assert "the run ended after step 12 (max_steps=12 reached), which is not saved: cannot write" in text
+    assert f"The newest checkpoint is still {run}/checkpoints/step-00000008" in text
     assert (run / "model.safetensors").exists()
-    assert names(run) == ["index.json", "update-00000006", "update-00000008"]
+    assert names(run) == ["index.json", "step-00000006", "step-00000008"]
 
 
 # The logs.
@@ -120,14 +120,14 @@ def steps_in(run: Path, name: str) -> list[int]:  # the steps of a log, as its r
 def test_a_logger_on_a_full_disk_lacks_rows_and_goes_on_whole(small_disk: Path, name: str) -> None:
     run, options = small_disk / "run", {"loggers": (name,), "log_every": 1, "checkpoint": False}
     full, free = at(5, lambda: fill(small_disk, 0)), at(9, (small_disk / "filler").unlink)
-    with told("Logger logs at update 5 was not saved: cannot write '") as text:
+    with told("Logger logs at step 5 was not saved: cannot write '") as text:
         _, result = train(run, VALUES, full, free, **options)
     assert f"cannot write '{run}/{FILES[name]}" in text[0]
     assert "No space left on device (ENOSPC); free some space" in text[0]
     assert not list(run.glob("*.tmp"))
     assert "There is no checkpoint of this run yet" in text[0]
     assert "what is logged later is written if it can be; this is not written again" in text[0]
-    assert result.progress.updates == 12
+    assert result.progress.steps == 12
     assert steps_in(run, name) == [1, 2, 3, 4, 9, 10, 11, 12]
 
 
@@ -161,7 +161,7 @@ def test_a_log_that_a_resumed_run_cannot_cut_goes_by_on_save_error(
     monkeypatch.setattr("os.truncate", refuse)
     with pytest.raises(OSError, match=r"metrics\.csv") as caught:
         train(tmp_path, **options, on_save_error="raise")
-    assert "CSVLogger changes in its log to go on after update 3 was not saved" in caught.value.__notes__[0]
+    assert "CSVLogger changes in its log to go on after step 3 was not saved" in caught.value.__notes__[0]
     with heard("changes in its log") as texts:
         train(tmp_path, **options)
     assert [each.split()[1] for each in texts] == ["CSVLogger", "JSONLinesLogger"]
@@ -190,17 +190,17 @@ def on_a_rank(directory: Path, on_save_error: str, asynchronous: bool) -> Any:
 def test_a_shard_that_one_rank_cannot_write_is_everyones(tmp_path: Path, asynchronous: bool) -> None:
     first, second = on_two_ranks(on_a_rank, tmp_path, "warn", asynchronous)
     assert len(first[0]) == 1
-    words = ("the checkpoint after update 4 was not saved: cannot write", "(EFBIG)", "happened on rank 1")
+    words = ("the checkpoint after step 4 was not saved: cannot write", "(EFBIG)", "happened on rank 1")
     assert all(each in first[0][0] for each in words)
     assert second[0] == []
     assert first[1] == second[1]
-    assert names(tmp_path) == ["index.json", "update-00000002", "update-00000006"]
+    assert names(tmp_path) == ["index.json", "step-00000002", "step-00000006"]
 
 
 def test_a_shard_that_one_rank_cannot_write_ends_all_by_default(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"cannot write .*update-00000004.*EFBIG"):
+    with pytest.raises(RuntimeError, match=r"cannot write .*step-00000004.*EFBIG"):
         run_distributed(on_a_rank, tmp_path, "raise", False)
-    assert names(tmp_path) == ["index.json", "update-00000002"]
+    assert names(tmp_path) == ["index.json", "step-00000002"]
 
 
 @pytest.mark.parametrize(("policy", "asynchronous"), [("raise", False), ("warn", True)])
@@ -212,7 +212,7 @@ def test_a_run_directory_that_vanishes_is_made_again_and_its_checkpoints_are_nam
 
     def vanish() -> None:
         let_writing_end()
-        named.extend(each for each in names(run) if each.startswith("update"))
+        named.extend(each for each in names(run) if each.startswith("step"))
         shutil.rmtree(run)
 
     keeps = {"keep_last": 1, "best": 1, "by": "validation/loss", "mode": "max"}  # the first one, as it falls
@@ -221,8 +221,8 @@ def test_a_run_directory_that_vanishes_is_made_again_and_its_checkpoints_are_nam
     with heard() as caught:
         _, result = train(run, at(7, vanish), **options)
     (text,) = [each for each in caught if "checkpoints of this run" in each]
-    assert named == ["update-00000004", "update-00000006"]
-    assert "update-00000004 (the best), update-00000006. Still there: none." in text
-    assert result.best_checkpoint == str(run / "checkpoints" / "update-00000008")
-    assert names(run) == ["index.json", "update-00000008", "update-00000012"]
+    assert named == ["step-00000004", "step-00000006"]
+    assert "step-00000004 (the best), step-00000006. Still there: none." in text
+    assert result.best_checkpoint == str(run / "checkpoints" / "step-00000008")
+    assert names(run) == ["index.json", "step-00000008", "step-00000012"]
     assert "trainer" in json.loads((run / "config.json").read_text(encoding="utf-8"))

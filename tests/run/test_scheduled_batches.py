@@ -44,7 +44,7 @@ class Seen(Callback):
         self.windows.append((run.progress.epoch, numbers, run.window.last))
 
     def on_evaluation_end(self, run: Run) -> None:
-        self.validated.append(run.progress.updates)
+        self.validated.append(run.progress.steps)
 
     def sizes(self, epoch: int | None = None) -> list[list[int]]:
         return [[len(each) for each in window] for at, window, _ in self.windows if epoch in (None, at)]
@@ -82,12 +82,12 @@ def test_accumulation_by_epochs_and_batch_size_by_steps_make_their_windows() -> 
     seen, _, result = fitted(max_epochs=3, **BY_EPOCHS)
     assert [[len(each) for each in seen.sizes(epoch)] for epoch in range(3)] == [[4] * 3, [2] * 6, [1] * 12]
     assert [last for *_, last in seen.windows] == [number in (2, 8, 20) for number in range(21)]
-    assert seen.totals.updates == result.progress.updates == 21
-    assert (seen.totals.updates_per_epoch, seen.totals.gradient_accumulation_steps) == (None, 4)
+    assert seen.totals.steps == result.progress.steps == 21
+    assert (seen.totals.steps_per_epoch, seen.totals.gradient_accumulation_steps) == (None, 4)
     seen, _, result = fitted(max_epochs=2, **BY_STEPS)
     assert seen.sizes(0) == [[1], [1], [1], [4], [4], [4], [4], [4]]
     assert seen.sizes(1) == [[6], [6], [6], [5]]
-    assert seen.totals.updates == result.progress.updates == 12
+    assert seen.totals.steps == result.progress.steps == 12
 
 
 def test_every_schedule_reads_the_same_order_and_its_totals_are_those_made() -> None:
@@ -98,18 +98,18 @@ def test_every_schedule_reads_the_same_order_and_its_totals_are_those_made() -> 
             order = seen.order(epoch)
             assert order == plain.order(epoch)[: len(order)], options
             assert sorted(order) == list(range(SAMPLES)) or "limit_train_batches" in options
-        assert seen.totals.updates == result.progress.updates == len(seen.windows), options
+        assert seen.totals.steps == result.progress.steps == len(seen.windows), options
 
 
-@pytest.mark.heavy("a resume after each update")
+@pytest.mark.heavy("a resume after each step")
 @pytest.mark.parametrize(("workers", "options"), [(0, BY_EPOCHS), (0, BOTH), (2, BY_STEPS)])
-def test_a_scheduled_fit_resumed_after_any_update_is_bitwise_the_uninterrupted_one(
+def test_a_scheduled_fit_resumed_after_any_step_is_bitwise_the_uninterrupted_one(
     workers: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     options = {**options, "max_epochs": 3, "num_workers": workers}
     policy = CheckpointConfig(every="1 step", keep_last=None, best=0, by=None)
     whole, expected, _ = fitted(run_dir=tmp_path, checkpoint=policy, **options)
-    found = sorted((tmp_path / "checkpoints").glob("update-*"))
+    found = sorted((tmp_path / "checkpoints").glob("step-*"))
     assert len(found) == len(whole.windows)
     for path in found[2:9:3] if workers else found[:-1]:  # each starts workers anew
         seen, trained, _ = fitted(resume=str(path), **options)
@@ -129,16 +129,16 @@ def test_the_gradient_of_each_scheduled_window_is_that_of_its_samples() -> None:
     torch.testing.assert_close(trained.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_parts_of_an_epoch_and_intervals_follow_the_updates_of_each_epoch() -> None:
-    for max_epochs, updates, last in ((1.5, 6, [2, 2, 2]), (2.5, 15, [1] * 6), (0.5, 2, [4, 4])):
+def test_parts_of_an_epoch_and_intervals_follow_the_steps_of_each_epoch() -> None:
+    for max_epochs, steps, last in ((1.5, 6, [2, 2, 2]), (2.5, 15, [1] * 6), (0.5, 2, [4, 4])):
         seen, _, result = fitted(max_epochs=max_epochs, **BY_EPOCHS)
-        assert (seen.totals.updates, result.progress.updates) == (updates, updates)
+        assert (seen.totals.steps, result.progress.steps) == (steps, steps)
         assert [len(each) for each in seen.sizes(result.progress.epoch)] == last
     half: Any = {"max_epochs": 3, "validate_every": "0.5 epochs"}
-    assert fitted(**half, **BY_EPOCHS)[0].validated == [2, 3, 6, 9, 15, 21]  # of 3, 6 and 12 updates
+    assert fitted(**half, **BY_EPOCHS)[0].validated == [2, 3, 6, 9, 15, 21]  # of 3, 6 and 12 steps
 
 
-def test_a_skipped_update_moves_no_point_of_a_schedule() -> None:
+def test_a_skipped_step_moves_no_point_of_a_schedule() -> None:
     options: dict[str, Any] = {"batch_size": {0: 1, 24: 3}, "on_nonfinite": "skip", "max_epochs": 2}
     seen, _, result = fitted(data=Numbered(bad=(3, 8)), **options)
     assert result.progress.skipped == 4
@@ -146,11 +146,11 @@ def test_a_skipped_update_moves_no_point_of_a_schedule() -> None:
 
 
 def part(folder: Path, resume: str | None = None, **options: Any) -> Any:
-    """One fit without dropout; its weights, windows, and the updates that it made and had planned."""
+    """One fit without dropout; its weights, windows, and the steps that it made and had planned."""
     task = Regression(OptimizerConfig("adamw", lr=0.05))
     seen, _, result = fitted(task=task, run_dir=folder, checkpoint=True, resume=resume, **options)
     flat = torch.cat([each.detach().flatten() for each in task.parameters()]).tolist()
-    return flat, seen.windows, result.progress.updates, seen.totals.updates
+    return flat, seen.windows, result.progress.steps, seen.totals.steps
 
 
 def on_a_rank(folder: Path, options: dict[str, Any]) -> Any:
@@ -169,12 +169,12 @@ def test_two_ranks_read_each_sample_once_and_resume_bitwise_also_on_one(tmp_path
     for epoch in range(3):
         seen = [n for at, window, _ in windows if at == epoch for batch in window for n in batch]
         assert sorted(seen) == list(range(SAMPLES))
-    # As one process with batches of both, for such a schedule is one of updates.
+    # As one process with batches of both, for such a schedule is one of steps.
     alone = {at: 2 * each for at, each in BY_STEPS["batch_size"].items()}
     flat = part(tmp_path / "alone", max_epochs=3, batch_size=alone)[0]
     assert straight[0] == pytest.approx(flat, abs=1e-6)
     # On one process the rest of the epoch is read once.
-    with warned("samples per update, the checkpoint's had"):
+    with warned("samples per step, the checkpoint's had"):
         rest = part(tmp_path / "fewer", "auto", max_epochs=2, **BY_STEPS)
     read = [*straight[1][:3], *other[1][:3], *(each for each in rest[1] if each[0] == 0)]
     assert sorted(n for _, window, _ in read for batch in window for n in batch) == list(range(SAMPLES))

@@ -69,10 +69,10 @@ def test_the_note_of_an_error_says_where_the_run_stood() -> None:
     odd, broken = {"whole": pairs(4), "odd": pairs(5)}, variant(validation_step=step)()
     fit, starting = quiet(max_epochs=1).fit, quiet(max_epochs=1, callbacks=[starts]).fit
     for call, *words in (
-        (partial(fit, Failing(RuntimeError()), pairs()), "in training, after update 2, epoch 0, position 4"),
+        (partial(fit, Failing(RuntimeError()), pairs()), "in training, after step 2, epoch 0, position 4"),
         (
             partial(starting, Regression(), pairs(), pairs(4)),
-            "in validation, batch 0, after update 5, rank 0",
+            "in validation, batch 0, after step 5, rank 0",
         ),
         (partial(quiet().validate, broken, odd), "in validation, batch ", "of loader 'odd'"),
     ):
@@ -164,7 +164,7 @@ def test_gradients_of_a_window_that_failed_do_not_count_in_the_next_fit() -> Non
 SUSPENDED = """
 from tests.support.tasks import Regression, pairs
 from drivetrain import Trainer
-for step in (loop := Trainer(max_epochs=1, run_dir="run", progress_bar=False).steps(Regression(), pairs())):
+for result in (loop := Trainer(max_epochs=1, run_dir="run", progress_bar=False).steps(Regression(), pairs())):
     raise ValueError("planted")
 """
 
@@ -177,5 +177,5 @@ def test_a_steps_loop_that_is_suspended_when_the_program_ends_is_left_in_order()
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: planted"
     assert done.stderr.count("Traceback") == 1
-    assert Path("run/checkpoints/update-00000001").is_dir()
+    assert Path("run/checkpoints/step-00000001").is_dir()
     assert list(Path("run").glob("events*")), "loggers are closed, too"

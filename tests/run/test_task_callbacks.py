@@ -22,7 +22,7 @@ class Own(Regression):
 
 def test_a_task_configures_callbacks_of_its_own_and_leaves_values_out() -> None:
     points: list[float] = []
-    note = LambdaCallback(on_log=lambda run: points.append(run.progress.updates))
+    note = LambdaCallback(on_log=lambda run: points.append(run.progress.steps))
     options = {"max_epochs": 1, "log_every": 2, "callbacks": [note]}
     result = quiet(**options).fit(task := Own(), pairs(12, 2))
     assert (task.stages, points, result.metrics) == (["train"], [2, 4, 6], {"own": 1.0})

@@ -136,7 +136,7 @@ def test_trainable_parameters_of_two_ranks_resume_bitwise_and_on_one_rank(
 ) -> None:
     for straight, resumed in on_two_ranks(on_a_rank, strategy, tmp_path):
         assert straight == resumed
-    with warned("goes on with 4 samples per update"):
+    with warned("goes on with 4 samples per step"):
         _, result = fit(tmp_path / "run", max_steps=10, resume="auto")
-    assert result.progress.updates == 10
+    assert result.progress.steps == 10
     assert set(load_weights(result.last_checkpoint)) == KEPT

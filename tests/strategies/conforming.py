@@ -18,7 +18,7 @@ from drivetrain.testing.strategies.tasks import Tokens
 MakeStrategy = Callable[[int], Strategy]
 
 
-def updates(job: Job) -> None:
+def steps(job: Job) -> None:
     options: dict[str, Any] = {"max_grad_norm": 0.3, "max_epochs": 1}
     alone = job.fit(True, Tokens("sgd", schedule="cosine"), job.sequences(True), **options)
     data = job.sequences(False, 2)
@@ -36,7 +36,7 @@ def conforms(make: MakeStrategy, *checks: str, precision: str = "32", tolerance:
 def _checked(make: MakeStrategy, scratch: str, checks: Any, precision: str, tolerance: float) -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for name in checks:
-        check = updates if name == "updates" else CHECKS[name]
+        check = steps if name == "steps" else CHECKS[name]
         check(Job(make, rank, size, Path(scratch), precision, tolerance))
 
 

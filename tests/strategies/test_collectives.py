@@ -18,7 +18,7 @@ from drivetrain.strategies.fsdp.strategy import FSDP
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
-class Counting(Callback):  # collectives of some updates, and their numbers
+class Counting(Callback):  # collectives of some steps, and their numbers
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self.seen: Counter[str] = Counter()
@@ -26,12 +26,12 @@ class Counting(Callback):  # collectives of some updates, and their numbers
         self._profile: Any = None
 
     def on_step_start(self, run: Any) -> None:
-        if run.progress.updates == self.first:
+        if run.progress.steps == self.first:
             self._profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profile.__enter__()
 
     def on_step_end(self, run: Any) -> None:
-        if run.progress.updates == self.last:
+        if run.progress.steps == self.last:
             self._profile.__exit__(None, None, None)
             for event in self._profile.events():
                 if event.name.startswith("gloo:"):
@@ -41,7 +41,7 @@ class Counting(Callback):  # collectives of some updates, and their numbers
                     self.numbers[kind] += sum(torch.Size(shape).numel() for shape in shapes)
 
 
-def count(make: Any, data: Any, config: FSDPConfig | None = None, **options: Any) -> Any:  # of two updates
+def count(make: Any, data: Any, config: FSDPConfig | None = None, **options: Any) -> Any:  # of two steps
     counting = Counting(2, 4)
     strategy = DDP(world_size=2) if config is None else FSDP(config, world_size=2)
     options = {"max_steps": 4, "log_every": "100 steps", "callbacks": [counting], **options}
@@ -57,7 +57,7 @@ def size(task: nn.Module) -> int:
     return sum(each.numel() for each in task.parameters())
 
 
-def test_ddp_update_is_one_all_reduce_of_the_gradients() -> None:
+def test_ddp_step_is_one_all_reduce_of_the_gradients() -> None:
     def counts() -> dict[str, Any]:
         sentences = DataLoader(ragged(100), batch_size=2)  # type: ignore[arg-type, var-annotated]
         return {
@@ -103,13 +103,13 @@ def assert_gathered_once(found: Any, times: int, clipped: bool = False) -> None:
     assert numbers["all_gather"] * 2 == 2 * (3 * times + 1) * PART
 
 
-def test_fsdp_update_gathers_and_reduces_each_part_once() -> None:
+def test_fsdp_step_gathers_and_reduces_each_part_once() -> None:
     def counts() -> list[Any]:
         accumulated = count_fsdp("shard_grad_op", gradient_accumulation_steps=2)
         return [count_fsdp("full_shard", max_grad_norm=1.0), count_fsdp("shard_grad_op"), accumulated]
 
     for full, grad_op, (_, numbers) in on_two_ranks(counts):
-        assert numbers["all_reduce"] == 2 * 4 * PART, "once in an update"
+        assert numbers["all_reduce"] == 2 * 4 * PART, "once in a step"
         # For forward, and again for backward because it was freed in between.
         assert_gathered_once(full, 2, clipped=True)
         assert_gathered_once(grad_op, 1)

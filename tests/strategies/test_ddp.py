@@ -40,8 +40,8 @@ def fit(task: TaskModule, data: Any, **options: Any) -> list[Any]:
     return [each.tolist() for each in task.parameters()]
 
 
-def test_ddp_updates_equal_those_of_one_process() -> None:
-    conforms(ddp, "updates", "generator_steps", "all_begin_with_the_weights_of_rank_0")
+def test_ddp_steps_equal_those_of_one_process() -> None:
+    conforms(ddp, "steps", "generator_steps", "all_begin_with_the_weights_of_rank_0")
 
 
 @pytest.mark.landing
@@ -56,7 +56,7 @@ OPTIONS += [{"static_graph": True, "gradient_as_bucket_view": False, "bucket_mb"
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
 def test_ddp_options_conform(options: dict[str, Any]) -> None:
     tolerance = 2e-3 if "communication" in options else 1e-6
-    checks = ("updates", "parameters_may_be_unfrozen")
+    checks = ("steps", "parameters_may_be_unfrozen")
     conforms(lambda size: ddp(size, **options), *checks, tolerance=tolerance)
 
 

@@ -133,13 +133,13 @@ def trained(strategy: str, resume: str | None = None, **options: Any) -> list[fl
 @on_a_mac
 def test_training_on_metal_is_that_on_the_cpu() -> None:
     for precision, tolerance in {"32": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 2e-2, "bf16-true": 5e-2}.items():
-        expected = trained("cpu", precision=precision)  # with as many skipped updates
+        expected = trained("cpu", precision=precision)  # with as many skipped steps
         assert trained("mps", precision=precision) == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
 @on_a_mac
 def test_training_on_metal_is_resumed_bit_for_bit() -> None:
-    leave = LambdaCallback(on_step_end=lambda run: run.stop("left") if run.progress.updates == 3 else None)
+    leave = LambdaCallback(on_step_end=lambda run: run.stop("left") if run.progress.steps == 3 else None)
     whole = trained("mps")
     trained("mps", run_dir="run", checkpoint=True, callbacks=[leave])
     assert trained("mps", run_dir="run", checkpoint=True, resume="auto") == whole

@@ -31,7 +31,7 @@ def data(size: float) -> TensorDataset:
 
 
 def halved(kind: Any, batch_size: int, accumulation: int = 1, size: float = 3.0, **options: Any) -> Any:
-    """The weights, and of each update whether it was made, the scale after it and the gradient's norm."""
+    """The weights, and of each step whether it was made, the scale after it and the gradient's norm."""
     seen: list[tuple[bool, float]] = []
     norms: list[float] = []
 
@@ -48,7 +48,7 @@ def halved(kind: Any, batch_size: int, accumulation: int = 1, size: float = 3.0,
     return [*task.line.weight.flatten().tolist(), *task.line.bias.tolist()], seen, norms
 
 
-def exact() -> tuple[Tensor, float]:  # six updates in float64
+def exact() -> tuple[Tensor, float]:  # six steps in float64
     # Products of float16 are added in float32. So a gradient 2 mean(r x) of residuals r = w x + b - y is off
     # by at most 3 roundings of |w| |x| + |b| (weights, features and products) and 3 of |r|. A plain step of
     # a small rate does not enlarge what is off already.
@@ -91,7 +91,7 @@ def test_clipping_sees_the_gradient_without_the_loss_scale() -> None:
         assert float((torch.tensor(weights) - start).norm()) == pytest.approx(RATE * norm / 2, rel=0.01)
 
 
-def test_overflow_in_the_shard_of_one_rank_skips_the_update_of_all() -> None:
+def test_overflow_in_the_shard_of_one_rank_skips_the_step_of_all() -> None:
     # Of a weight of one row rank 1 has nothing.
     first, second = on_two_ranks(lambda: halved(FSDP, 4, size=1000.0))
     assert first == second

@@ -56,7 +56,7 @@ def compare(parts: int, nesterov: bool, **options: Any) -> None:
     alone = trained(SingleDevice("cpu"), nesterov)
     found = trained(FSDPConfig(**options), nesterov, parts)
     for name, value in alone.items():
-        # It is done in bfloat16, in which a rounding is 0.4 % of an update of 0.01.
+        # It is done in bfloat16, in which a rounding is 0.4 % of a step of 0.01.
         torch.testing.assert_close(found[name], value, rtol=0, atol=2e-4, msg=f"{options}: {name}")
 
 

@@ -222,8 +222,8 @@ def test_xla_refusals_before_torch_xla_is_loaded() -> None:
                 "torch_xla",
                 "pip",
             )
-        with pytest.raises(ConfigError, match=r"run_after='updates'.*Did you mean 'update'"):
-            kind.config_type(run_after="updates")
+        with pytest.raises(ConfigError, match=r"run_after='steps'.*Did you mean 'step'"):
+            kind.config_type(run_after="steps")
         assert kind.config_type().run_after == "micro_batch"
     assert_refused(StrategyError, rows)
 

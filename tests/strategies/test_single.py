@@ -26,7 +26,7 @@ def prepared(precision: str = "32") -> tuple[SingleDevice, nn.Linear, torch.opti
     return strategy, model, made.optimizer
 
 
-def overflowing_update(
+def overflowing_step(
     strategy: SingleDevice, model: nn.Linear, optimizer: torch.optim.SGD, gradient: float = 1e36
 ) -> bool:
     strategy.backward(model(torch.full((3,), gradient)).sum())
@@ -36,10 +36,10 @@ def overflowing_update(
     return applied
 
 
-def test_overflow_skips_the_update_and_halves_the_scale_which_is_stored() -> None:
+def test_overflow_skips_the_step_and_halves_the_scale_which_is_stored() -> None:
     strategy, model, optimizer = prepared("16-mixed")
     before = strategy.state_dict()["scaler"]["scale"]
-    assert not overflowing_update(strategy, model, optimizer)
+    assert not overflowing_step(strategy, model, optimizer)
     assert model.weight.tolist() == [[1.0, 1.0, 1.0]]
     assert strategy.state_dict()["scaler"]["scale"] == before / 2
     other, _, _ = prepared("16-mixed")
@@ -50,7 +50,7 @@ def test_overflow_skips_the_update_and_halves_the_scale_which_is_stored() -> Non
 
 def test_without_loss_scaling_nothing_is_skipped_or_stored() -> None:
     strategy, model, optimizer = prepared("32")
-    assert overflowing_update(strategy, model, optimizer)
+    assert overflowing_step(strategy, model, optimizer)
     assert strategy.state_dict() == {}
     scaled, _, _ = prepared("16-mixed")
     before = scaled.state_dict()
@@ -62,7 +62,7 @@ def test_without_loss_scaling_nothing_is_skipped_or_stored() -> None:
 def test_overflows_without_end_are_an_error_that_the_scale_does_not_cause() -> None:
     strategy, model, optimizer = prepared("16-mixed")
     for _ in range(30):
-        assert not overflowing_update(strategy, model, optimizer, torch.inf)
+        assert not overflowing_step(strategy, model, optimizer, torch.inf)
     assert strategy.state_dict()["scaler"]["scale"] == 2.0**-14
     with pytest.raises(StrategyError, match=r"gradients overflow even at the smallest.*'bf16-mixed'"):
-        overflowing_update(strategy, model, optimizer, torch.inf)
+        overflowing_step(strategy, model, optimizer, torch.inf)

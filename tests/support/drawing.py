@@ -37,9 +37,9 @@ def drawn_hooks(lines: list[Line]) -> set[str]:  # all hooks in the drawing
 
 
 class Play:
-    """The hooks of a run in the order of the drawing, given the updates of each epoch and what is due when.
+    """The hooks of a run in the order of the drawing, given the steps of each epoch and what is due when.
 
-    Updates count from 1; `batches` are those of a validation, and `micro_batches` those of each update.
+    Steps count from 1; `batches` are those of a validation, and `micro_batches` those of each step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Play:
         self._validates, self._logs, self._saves = validates, logs, saves
         self._batches, self._micro_batches = batches, micro_batches
         self._resumed = resumed_after is not None
-        self._update = resumed_after or 0
+        self._step = resumed_after or 0
         self._validating = False
 
     def hooks(self) -> list[str]:  # every call, in order
@@ -73,19 +73,19 @@ class Play:
         match line.text:
             case "for each epoch:":
                 for end in self._ends:
-                    if self._update < end:
+                    if self._step < end:
                         played += self._play(line.inner)
             case "for each window of micro-batches:":
-                end = next(end for end in self._ends if end > self._update)
-                while self._update < end:
-                    self._update += 1
+                end = next(end for end in self._ends if end > self._step)
+                while self._step < end:
+                    self._step += 1
                     played += self._play(line.inner)
             case "for each micro-batch:":
-                begun = max([0, *(end for end in self._ends if end < self._update)])
-                played += self._play(line.inner) * self._micro_batches[self._update - begun - 1]
+                begun = max([0, *(end for end in self._ends if end < self._step)])
+                played += self._play(line.inner) * self._micro_batches[self._step - begun - 1]
             case "when validation is due:":
                 self._validating = True
-                played += self._play(line.inner) if self._update in self._validates else []
+                played += self._play(line.inner) if self._step in self._validates else []
                 self._validating = False
             case "for each batch of each loader:":
                 played += self._play(line.inner) * self._batches
@@ -98,9 +98,9 @@ class Play:
             case "on_checkpoint_loaded":
                 return self._resumed
             case "on_log":
-                return self._validating or self._update in self._logs
+                return self._validating or self._step in self._logs
             case "on_epoch_end":
-                return self._update in self._ends
+                return self._step in self._ends
             case "on_checkpoint_saved":
-                return self._update in self._saves
+                return self._step in self._saves
         return hook != "on_exception"

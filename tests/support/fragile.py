@@ -1,4 +1,4 @@
-"""A task whose data say where its numbers break, and what tells whether an update left anything behind."""
+"""A task whose data say where its numbers break, and what tells whether a step left anything behind."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -88,7 +88,7 @@ def _tensors(tree: Any, name: str = "") -> dict[str, Tensor]:
 
 
 class LeftBehind(Callback):
-    """Notes of each window its loss, whether its update was made, and what a skipped one has changed."""
+    """Notes of each window its loss, whether its step was made, and what a skipped one has changed."""
 
     def __init__(self) -> None:
         self.changed: dict[int, list[str]] = {}  # by the number of the window

@@ -48,7 +48,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     for name in ("metrics.csv", "metrics.jsonl", "model.safetensors"):
         found[name] = (run_dir / name).read_bytes()
     index = json.loads((run_dir / "checkpoints" / "index.json").read_text(encoding="utf-8"))
-    kept = ("update", "metrics", "resume", "keeper")
+    kept = ("step", "metrics", "resume", "keeper")
     found["kept"] = [tuple(each[name] for name in kept) for each in _entries(index)]
     return found
 

@@ -39,10 +39,10 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*pairs), batch_size=4)
 
 
-def at(update: int, act: Callable[[], Any]) -> LambdaCallback:  # something that happens after an update
+def at(step: int, act: Callable[[], Any]) -> LambdaCallback:  # something that happens after a step
 
     def on_step_end(run: Any) -> None:
-        if run.progress.updates == update:
+        if run.progress.steps == step:
             act()
 
     return LambdaCallback(on_step_end=on_step_end)

@@ -26,8 +26,8 @@ from drivetrain import Callback, CheckpointConfig, OptimizerConfig, StepOutput, 
 
 SAMPLES, FEATURES, CLASSES = 21, 5, 3
 BATCH, ACCUMULATION, EPOCHS = 2, 3, 2
-UPDATES_PER_EPOCH = 4  # 21 samples are 11 micro-batches of 2, the last of 1: windows of 3, 3, 3 and 2
-UPDATES = EPOCHS * UPDATES_PER_EPOCH
+STEPS_PER_EPOCH = 4  # 21 samples are 11 micro-batches of 2, the last of 1: windows of 3, 3, 3 and 2
+STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
 class Augmented(Dataset[dict[str, Tensor]]):
@@ -94,7 +94,7 @@ def _one_sample_uses_the_running_statistics(module: nn.Module, inputs: tuple[Ten
 
 
 class Witness(Callback):
-    """Writes down each update: its samples, values, learning rate, and where a resumed run began."""
+    """Writes down each step: its samples, values, learning rate, and where a resumed run began."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -104,11 +104,11 @@ class Witness(Callback):
             file.write(json.dumps(row) + "\n")
 
     def on_fit_start(self, run: Any) -> None:
-        self._write(start=run.progress.updates)
+        self._write(start=run.progress.steps)
 
     def on_step_end(self, run: Any) -> None:
         self._write(
-            update=run.progress.updates,
+            step=run.progress.steps,
             epoch=run.progress.epoch,
             samples=[micro.batch["index"].tolist() for micro in run.window.micro_batches],
             values=[values.tolist() for _, values, _ in run.result.rows],
@@ -117,15 +117,15 @@ class Witness(Callback):
         )
 
     def on_log(self, run: Any) -> None:
-        self._write(logged=run.logged, at=run.progress.updates)
+        self._write(logged=run.logged, at=run.progress.steps)
 
 
 class Killer(Callback):
-    """Kills its process in a hook, after an update: what is in the middle of anything is lost."""
+    """Kills its process in a hook, after a step: what is in the middle of anything is lost."""
 
-    def __init__(self, hook: str, update: int) -> None:
+    def __init__(self, hook: str, step: int) -> None:
         def kill(run: Any) -> None:
-            if run.progress.updates == update:
+            if run.progress.steps == step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(self, hook, kill)
@@ -159,7 +159,7 @@ def train(
     if kill and "call" in kill:
         task.calls_left = kill["call"]
     elif kill and "hook" in kill:
-        callbacks.append(Killer(kill["hook"], kill["update"]))
+        callbacks.append(Killer(kill["hook"], kill["step"]))
     elif kill:
         kill_at_file_event(kill["event"], kill["part"], kill["number"])
     trainer = Trainer(

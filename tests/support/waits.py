@@ -1,4 +1,4 @@
-"""One table: how often the host waits for the device in a steady update of each configuration, and why.
+"""One table: how often the host waits for the device in a steady step of each configuration, and why.
 
 Without a GPU the operations that would wait are counted, and with one torch's own warnings: both must agree.
 """
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from drivetrain import Engine, OptimizerConfig, TaskModule, callbacks
 from drivetrain.testing import HostReads, no_host_reads
 
-UPDATES = 4
+STEPS = 4
 
 
 class Language(TaskModule):  # A model of tokens with a norm and dropout
@@ -68,7 +68,7 @@ def batches(count: int = 40, device: str = "cpu") -> list[dict[str, Tensor]]:
 
 
 class Row(NamedTuple):
-    """A Trainer's options, and the waits of an update with their reason.
+    """A Trainer's options, and the waits of a step with their reason.
 
     `on_device`: the data is there from the start. `on_cuda`: the most waits where one operation makes many.
     """
@@ -78,13 +78,13 @@ class Row(NamedTuple):
     reason: str = ""
     task: Callable[[], TaskModule] = Language
     on_device: bool = False
-    updates: int = UPDATES
+    steps: int = STEPS
     on_cuda: int | None = None
 
 
 _EVERY_4 = {"gradient_accumulation_steps": 4}
 _SCALE = "whether the gradients of an optimizer overflow decides about the schedule and the random streams"
-_DECIDES = "whether the loss is a number, or a spike, decides whether the update is made"
+_DECIDES = "whether the loss is a number, or a spike, decides whether the step is made"
 ONE_RANK = {
     "bare": Row(),
     "clipped by norm": Row({"max_grad_norm": 0.1}),
@@ -104,10 +104,10 @@ ONE_RANK = {
     'LossSpike("skip")': Row(
         {"callbacks": [callbacks.LossSpike("skip", window=10)]},
         1,
-        "a spike decides whether the update is made",
+        "a spike decides whether the step is made",
     ),
     "loggers": Row({"loggers": ("csv", "jsonl")}),
-    "no log point in 200 updates": Row({}, updates=200),
+    "no log point in 200 steps": Row({}, steps=200),
 }
 """On one device, in a fit."""
 
@@ -155,30 +155,30 @@ TWO_RANKS = {
 
 
 def waits(row: Row, device: str, directory: Path, **more: Any) -> float:
-    """Return how often the host waits in an update of a configuration."""
+    """Return how often the host waits in a step of a configuration."""
     options = {"strategy": device, "run_dir": directory, **row.options, **more}
-    count = row.updates * 4 + 20
+    count = row.steps * 4 + 20
     data: Any = batches(count, device if row.on_device else "cpu")
     if row.task is Duel:
         data = DataLoader(duels(count), batch_size=2)
-    found = no_host_reads(row.task(), data, updates=row.updates, allowed=math.inf, **options)
-    return len(found) / row.updates
+    found = no_host_reads(row.task(), data, steps=row.steps, allowed=math.inf, **options)
+    return len(found) / row.steps
 
 
 def waits_of_own_loop(device: str, weights_on_device: bool = False, ranks: int = 1) -> float:
-    """Return how often the host waits in an update of an `Engine` from four weighted backwards."""
+    """Return how often the host waits in a step of an `Engine` from four weighted backwards."""
     engine, reads = Engine(device, devices=ranks), 0
     model, optimizer = engine.prepare(WithLoss(), lambda params: torch.optim.AdamW(params, lr=1e-3))
-    data: Iterator[Any] = iter(engine.prepare_data(batches(ranks * 4 * (2 + UPDATES))))
-    for update in range(2 + UPDATES):
+    data: Iterator[Any] = iter(engine.prepare_data(batches(ranks * 4 * (2 + STEPS))))
+    for step in range(2 + STEPS):
         with HostReads(engine.device) as found:
             for batch in islice(data, 4):
-                weight = (batch["labels"] > 2).sum() if weights_on_device else 3.0 + update
+                weight = (batch["labels"] > 2).sum() if weights_on_device else 3.0 + step
                 engine.backward(model(batch), weight)
             engine.step(optimizer, max_grad_norm=1.0)
-        reads += len(found.reads) if update > 1 else 0
+        reads += len(found.reads) if step > 1 else 0
     engine.teardown()
-    return reads / UPDATES
+    return reads / STEPS
 
 
 def wrong(found: Mapping[str, float], rows: Mapping[str, Row], device: str) -> dict[str, float]:
@@ -193,4 +193,4 @@ def wrong(found: Mapping[str, float], rows: Mapping[str, Row], device: str) -> d
 
 def markdown() -> str:  # return the table of docs/explanation/the-step.md
     rows = [f"| {name} | {row.waits} | {row.reason} |" for name, row in ONE_RANK.items()]
-    return "\n".join(["| an update | waits | why |", "| --- | ---: | --- |", *rows])
+    return "\n".join(["| a step | waits | why |", "| --- | ---: | --- |", *rows])

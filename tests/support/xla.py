@@ -48,13 +48,13 @@ def counts() -> dict[str, int]:
     return {"compiled": compiled, "run": compiled + found, "copied": copied[0] if copied else 0}
 
 
-class Counts(Callback):  # notes what torch_xla did in each update, since the one before
+class Counts(Callback):  # notes what torch_xla did in each step, since the one before
     def __init__(self) -> None:
-        self.updates: list[dict[str, int]] = []
+        self.steps: list[dict[str, int]] = []
         self._before: dict[str, int] = {}
 
     def on_step_start(self, run: Any) -> None:
         self._before = counts()
 
     def on_step_end(self, run: Any) -> None:
-        self.updates.append({name: value - self._before[name] for name, value in counts().items()})
+        self.steps.append({name: value - self._before[name] for name, value in counts().items()})

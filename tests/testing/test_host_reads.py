@@ -59,15 +59,15 @@ def test_a_task_that_waits_fails_with_the_operation_and_its_line_and_how_often()
 
     line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
     with pytest.raises(AssertionError) as error:
-        no_host_reads(variant(loss=loss)(), pairs(30), updates=3)
-    assert "3 times in 3 updates, and 0 are allowed in each:" in str(error.value)
+        no_host_reads(variant(loss=loss)(), pairs(30), steps=3)
+    assert "3 times in 3 steps, and 0 are allowed in each:" in str(error.value)
     assert f"3 x _local_scalar_dense at {line}: a number is read" in str(error.value)
-    found = no_host_reads(variant(loss=loss)(), pairs(30), updates=3, allowed=1)
+    found = no_host_reads(variant(loss=loss)(), pairs(30), steps=3, allowed=1)
     assert [line in each for each in found] == 3 * [True]
 
 
 def test_a_fit_that_ends_too_early_is_no_proof() -> None:
-    with pytest.raises(AssertionError, match="ended after 5 updates and needs 6"):
+    with pytest.raises(AssertionError, match="ended after 5 steps and needs 6"):
         no_host_reads(variant()(), pairs(10), max_epochs=1)
 
 

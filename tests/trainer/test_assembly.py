@@ -41,7 +41,7 @@ def test_a_data_module_gives_each_verb_its_data() -> None:
     mine = quiet(max_epochs=1).fit(task, module, {"mine": pairs(2)})
     assert "validation/mine/loss" in mine.metrics
     half = SimpleNamespace(train_data=pairs)
-    assert quiet(max_epochs=1).fit(Regression(), half).progress.updates == 5
+    assert quiet(max_epochs=1).fit(Regression(), half).progress.steps == 5
 
 
 def dataset() -> TensorDataset:
@@ -146,13 +146,13 @@ def test_totals_of_the_fit_are_known_when_optimizers_are_configured() -> None:
     watch = [LambdaCallback(on_fit_start=lambda run: in_hook.append(run.totals))]
     trainer = quiet(max_epochs=3, gradient_accumulation_steps=2, callbacks=watch)
     trainer.fit(task, pairs(10))
-    whole = {"updates": 9, "epochs": 3, "updates_per_epoch": 3, "max_epochs": 3, "end": (3, 0)}
-    each = {"gradient_accumulation_steps": 2, "samples_per_update": 4, "world_size": 1}
+    whole = {"steps": 9, "epochs": 3, "steps_per_epoch": 3, "max_epochs": 3, "end": (3, 0)}
+    each = {"gradient_accumulation_steps": 2, "samples_per_step": 4, "world_size": 1}
     assert in_hook == task.seen == [Totals(**whole, **each)]
     assert task.totals == Totals()  # nothing is planned any more
     quiet(max_time=0.01).fit(task, pairs(10))  # no known length
     totals = task.seen[-1]
-    assert (totals.updates, totals.updates_per_epoch, totals.max_seconds) == (None, 5, 0.01)
+    assert (totals.steps, totals.steps_per_epoch, totals.max_seconds) == (None, 5, 0.01)
 
 
 def totals_on_a_rank() -> Totals:
@@ -164,8 +164,8 @@ def totals_on_a_rank() -> Totals:
 
 
 def test_totals_count_all_ranks() -> None:
-    each = {"gradient_accumulation_steps": 2, "samples_per_update": 8, "world_size": 2}
-    whole = {"updates": 9, "epochs": 3, "updates_per_epoch": 3, "max_epochs": 3, "end": (3, 0)}
+    each = {"gradient_accumulation_steps": 2, "samples_per_step": 8, "world_size": 2}
+    whole = {"steps": 9, "epochs": 3, "steps_per_epoch": 3, "max_epochs": 3, "end": (3, 0)}
     assert on_two_ranks(totals_on_a_rank) == [Totals(**whole, **each)] * 2
 
 
@@ -173,7 +173,7 @@ def test_a_task_knows_its_progress_also_after_a_resume(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 
     def step(self: Any, batch: Any) -> Any:
-        seen.append((self.progress.epoch, self.progress.updates))
+        seen.append((self.progress.epoch, self.progress.steps))
         return Regression.training_step(self, batch)
 
     task = variant(training_step=step)()

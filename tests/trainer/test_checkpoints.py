@@ -19,30 +19,30 @@ def test_a_changed_working_directory_loses_nothing(tmp_path: Path, monkeypatch: 
     quiet(max_epochs=2, run_dir="run", checkpoint=True, callbacks=[leave]).fit(Regression(), pairs())
     assert not list((tmp_path / "other").iterdir())
     assert (tmp_path / "run" / "model.safetensors").exists()
-    assert (tmp_path / "run" / "checkpoints" / "update-00000010").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000010").exists()
 
 
 def test_resume_from_another_run_is_not_mixed_into_a_used_directory(tmp_path: Path) -> None:
     for name in ("a", "b"):
         quiet(max_epochs=1, run_dir=tmp_path / name, checkpoint=True).fit(Regression(), pairs())
     trainer = quiet(max_epochs=2, run_dir=tmp_path / "b", checkpoint=True)
-    for other in (tmp_path / "a", tmp_path / "a" / "checkpoints" / "update-00000005"):
+    for other in (tmp_path / "a", tmp_path / "a" / "checkpoints" / "step-00000005"):
         with pytest.raises(ConfigError, match="holds the checkpoints of an earlier run"):
             trainer.fit(Regression(), pairs(), resume=str(other))
     (tmp_path / "link").symlink_to(tmp_path / "b")
-    own = tmp_path / "link" / "checkpoints" / "update-00000005"
-    assert trainer.fit(Regression(), pairs(), resume=str(own)).progress.updates == 10
+    own = tmp_path / "link" / "checkpoints" / "step-00000005"
+    assert trainer.fit(Regression(), pairs(), resume=str(own)).progress.steps == 10
 
 
 def test_resume_by_the_runs_path_sets_a_damaged_checkpoint_aside(tmp_path: Path) -> None:
     policy = CheckpointConfig(every="1 epoch", keep_last=2, best=0)
     trainer = quiet(max_epochs=2, run_dir=tmp_path, checkpoint=policy)
     trainer.fit(Regression(), pairs())
-    (tmp_path / "checkpoints" / "update-00000010" / "model.safetensors").unlink()
-    with warned(r"update-00000010\.bad"):
+    (tmp_path / "checkpoints" / "step-00000010" / "model.safetensors").unlink()
+    with warned(r"step-00000010\.bad"):
         trainer.fit(Regression(), pairs(), resume=str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["index.json", "update-00000005", "update-00000010", "update-00000010.bad"]
+    assert names == ["index.json", "step-00000005", "step-00000010", "step-00000010.bad"]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_program_that_is_started_again_resumes(
     run_dir, seen = tmp_path / "run", []
     quiet(max_epochs=1, run_dir="elsewhere", checkpoint=True).fit(Regression(), pairs())
     quiet(max_epochs=2, run_dir=run_dir, checkpoint=True).fit(Regression(), pairs(), resume=resume)
-    noting = LambdaCallback(on_fit_start=lambda run: seen.append(run.progress.updates))
+    noting = LambdaCallback(on_fit_start=lambda run: seen.append(run.progress.steps))
     trainer = quiet(max_epochs=3, run_dir=run_dir, checkpoint=True, callbacks=[noting])
     with pytest.raises(ConfigError, match="holds the checkpoints of an earlier run"):  # a new run
         trainer.fit(Regression(), pairs(), resume=resume)
@@ -89,8 +89,8 @@ def test_log_tells_where_a_resumed_fit_continues() -> None:
 
     assert told(None, checkpoint=False) == []
     assert told("auto", max_steps=7) == ["begins anew: no checkpoint in run"]
-    newest = "run/checkpoints/update-00000007"
-    assert told("auto", max_steps=8) == [f"goes on from {newest} (update 7, epoch 1)"]
+    newest = "run/checkpoints/step-00000007"
+    assert told("auto", max_steps=8) == [f"goes on from {newest} (step 7, epoch 1)"]
     assert told("auto", progress_bar=False) == []
 
 
@@ -108,10 +108,10 @@ def test_best_is_found_again_by_the_loader_and_the_mode_that_ranked(tmp_path: Pa
         losses[:] = values
         trainer = quiet(max_epochs=3, run_dir=tmp_path / name, checkpoint=policy)
         result = trainer.fit(task, pairs(), loaders)
-        assert str(result.best_checkpoint).endswith(f"update-000000{best}"), name
+        assert str(result.best_checkpoint).endswith(f"step-000000{best}"), name
         expected, found = Regression(), Regression()
         expected.load_weights(str(result.best_checkpoint))
-        being_written = tmp_path / name / "checkpoints" / ".saving-update-00000016-ab12"
+        being_written = tmp_path / name / "checkpoints" / ".saving-step-00000016-ab12"
         being_written.mkdir()
         # By a policy that need not repeat the mode, and without touching the directory of a run in progress.
         again = True if name == "max" else policy

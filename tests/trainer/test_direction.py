@@ -53,7 +53,7 @@ def test_what_compares_values_knows_which_way_is_better(tmp_path: Path) -> None:
     trainer = quiet(checkpoint=policy, callbacks=stops, **options)
     result = trainer.fit(trained, pairs(4), pairs(2))
     assert "validation/costs did not improve on 1" in result.stop_reason
-    assert str(result.best_checkpoint).endswith("update-00000006")
+    assert str(result.best_checkpoint).endswith("step-00000006")
     assert quiet(**options).validate(trained, pairs(2), checkpoint="best")
     chosen = quiet(
         max_epochs=3, train_metrics=False, callbacks=[EarlyStopping("validation/f1", "min", patience=1)]

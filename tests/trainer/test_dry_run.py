@@ -28,13 +28,13 @@ class Watched(Regression):  # notes the features that it trains and validates on
         return super().validation_step(batch)
 
 
-# Notes each evaluation: whether it is the short one, after how many updates, and its batches.
+# Notes each evaluation: whether it is the short one, after how many steps, and its batches.
 class Evaluations(Callback):
     def __init__(self) -> None:
         self.seen: list[tuple[bool, int, int | None]] = []
 
     def on_evaluation_end(self, run: Run) -> None:
-        self.seen.append((run.evaluation.is_sanity_check, run.progress.updates, run.evaluation.batches))
+        self.seen.append((run.evaluation.is_sanity_check, run.progress.steps, run.evaluation.batches))
         run.log("seen", float(len(self.seen)))
 
 
@@ -49,7 +49,7 @@ def test_dry_run_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: 
             result = trainer.fit(task, data, data, resume="auto")
         assert "LossSpike" in said[0]
         assert "EarlyStopping" not in said[0]
-        assert (result.progress.updates, len(task.trained), len(task.validated)) == (batches,) * 3
+        assert (result.progress.steps, len(task.trained), len(task.validated)) == (batches,) * 3
         assert {"train/loss", "validation/loss"} <= set(result.metrics)
         assert (result.run_dir, result.last_checkpoint, result.model_path) == (None, None, None)
         task.validated.clear()
@@ -90,13 +90,13 @@ def test_ranks_overfit_on_batches_of_their_own() -> None:
     assert first[2] == second[2]
 
 
-def test_sanity_validation_shows_a_fault_before_the_first_update() -> None:
+def test_sanity_validation_shows_a_fault_before_the_first_step() -> None:
     def fail(self: Any, batch: Any) -> Any:
         raise ValueError("broken")
 
     for options, words in (
-        ({}, ("sanity_validation=None", "after update 0")),
-        ({"sanity_validation": None}, ("after update 500",)),
+        ({}, ("sanity_validation=None", "after step 0")),
+        ({"sanity_validation": None}, ("after step 500",)),
     ):
         with pytest.raises(ValueError, match="broken") as raised:
             quiet(max_epochs=1, **options).fit(variant(validation_step=fail)(), pairs(1000), pairs())

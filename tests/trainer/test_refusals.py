@@ -153,11 +153,11 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
         "weights": (fit(run_dir=tmp_path / "b", resume=result.model_path), "task.load_weights(path)"),
         "a file": (fit(run_dir=tmp_path / "file"), "cannot be made", "is a file"),
         "auto": (fit(resume="auto"), "give the Trainer a run_dir"),
-        "used": (fit(run_dir=run_dir, checkpoint=True), "after update 5", "resume='auto'"),
+        "used": (fit(run_dir=run_dir, checkpoint=True), "after step 5", "resume='auto'"),
         "true": (lambda: trainer.validate(Regression(), pairs(), checkpoint=True), "'best' or 'last'"),
         "linear": (
             lambda: quiet(max_time=60).plan(Regression(OptimizerConfig("sgd", schedule="linear")), pairs()),
-            "must know the number of updates"),
+            "must know the number of steps"),
     }  # fmt: skip
     assert_refused(ConfigError, given)
     there: dict[str, tuple[Any, ...]] = {

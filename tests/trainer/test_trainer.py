@@ -72,10 +72,10 @@ def test_steps_are_a_fit_and_their_body_comes_before_the_save(tmp_path: Path) ->
     assert weights(task) == fitted()
     policy = CheckpointConfig(every="2 steps", by=None)
     task = Regression()
-    for step in quiet(max_steps=4, checkpoint=policy, run_dir=tmp_path).steps(task, pairs()):
+    for result in quiet(max_steps=4, checkpoint=policy, run_dir=tmp_path).steps(task, pairs()):
         with torch.no_grad():
-            task.line.bias.fill_(float(step.update))
-    saved = tmp_path / "checkpoints" / "update-00000002"
+            task.line.bias.fill_(float(result.step))
+    saved = tmp_path / "checkpoints" / "step-00000002"
     assert Regression.from_checkpoint(str(saved)).line.bias.tolist() == [1.0]
 
 
@@ -84,8 +84,8 @@ def test_leaving_the_loop_ends_the_run_in_order(tmp_path: Path) -> None:
     watch = LambdaCallback(on_fit_end=lambda run: heard.append(run.stop_reason))
     options: Any = {"log_every": "100 steps", "checkpoint": True, "loggers": "csv", "run_dir": tmp_path}
     steps = quiet(max_epochs=3, callbacks=[watch], **options).steps(task := Regression(), pairs())
-    for step in steps:
-        if step.update == 2:
+    for result in steps:
+        if result.step == 2:
             break
     steps.close()
     assert heard == ["the loop was left by its caller"]

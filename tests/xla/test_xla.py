@@ -1,4 +1,4 @@
-"""One device of XLA: the same numbers, one program for each update, and no wait for the device."""
+"""One device of XLA: the same numbers, one program for each step, and no wait for the device."""
 
 import os
 import sys
@@ -52,33 +52,33 @@ def counted(name: str, devices: int, samples: int, window: int, run_after: str =
 
 
 @pytest.mark.parametrize(("name", "devices"), [*NAMES[:2], V2])
-def test_update_is_one_program_that_is_compiled_no_more_after_the_second(name: str, devices: int) -> None:
-    updates = apart(lambda: counted(name, devices, 16, 1).updates)
-    assert len(updates) == 12
-    assert updates[2:] == [{"compiled": 0, "run": 1, "copied": 0}] * 10
-    assert all(each["copied"] == 0 for each in updates)
+def test_step_is_one_program_that_is_compiled_no_more_after_the_second(name: str, devices: int) -> None:
+    steps = apart(lambda: counted(name, devices, 16, 1).steps)
+    assert len(steps) == 12
+    assert steps[2:] == [{"compiled": 0, "run": 1, "copied": 0}] * 10
+    assert all(each["copied"] == 0 for each in steps)
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)
 def test_accumulation_runs_micro_batches_by_themselves_or_a_window_at_once(name: str, devices: int) -> None:
-    for run_after, programs in (("micro_batch", 2), ("update", 1)):
-        updates = apart(lambda after=run_after: counted(name, devices, 22, 2, after).updates)
-        assert len(updates) == 9  # the third of an epoch has a micro-batch of two
-        assert updates[6:] == [{"compiled": 0, "run": programs, "copied": 0}] * 3
-        assert all(each["copied"] == 0 for each in updates)
+    for run_after, programs in (("micro_batch", 2), ("step", 1)):
+        steps = apart(lambda after=run_after: counted(name, devices, 22, 2, after).steps)
+        assert len(steps) == 9  # the third of an epoch has a micro-batch of two
+        assert steps[6:] == [{"compiled": 0, "run": programs, "copied": 0}] * 3
+        assert all(each["copied"] == 0 for each in steps)
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_run_after_update_conforms(name: str, devices: int) -> None:
+def test_run_after_step_conforms(name: str, devices: int) -> None:
     kind: Any = STRATEGIES[name]
     checks = ["same_as_the_big_batch", "generator_steps", "resume_is_bitwise"]
-    check_strategy(make(name, kind.config_type(run_after="update"), devices), 1, checks=checks)
+    check_strategy(make(name, kind.config_type(run_after="step"), devices), 1, checks=checks)
 
 
 def own_loop(
-    strategy: Any, updates: int, resume: str | None = None, save: str | None = None
+    strategy: Any, steps: int, resume: str | None = None, save: str | None = None
 ) -> tuple[list[float], dict[str, Tensor], list[str]]:
-    """Up to some updates in a loop of one's own: their norms, the weights, and the model's keys meanwhile."""
+    """Up to some steps in a loop of one's own: their norms, the weights, and the model's keys meanwhile."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
     model = nn.Sequential(*blocks, nn.Linear(4, 2))
@@ -89,8 +89,8 @@ def own_loop(
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(4, 2, 3, 4, generator=generator).to(engine.device)
     norms = []
-    for update in range(engine.progress.updates, updates):
-        for batch, weight in zip(batches[update], (1.0, 3.0), strict=True):
+    for step in range(engine.progress.steps, steps):
+        for batch, weight in zip(batches[step], (1.0, 3.0), strict=True):
             engine.backward((wrapped(batch) - batch.sum(-1, keepdim=True)).square().mean(), weight)
         norm = engine.step(optimizer, max_grad_norm=1.0).grad_norm
         assert norm is not None

@@ -60,7 +60,7 @@ def pictures(samples: int) -> TensorDataset:
 
 
 def fitted(task: Images, trainer_of: Any) -> tuple[Buffers, float]:
-    """The buffers after each update of two micro-batches of 8, or one of 5; the validation's loss."""
+    """The buffers after each step of two micro-batches of 8, or one of 5; the validation's loss."""
     seen: Buffers = []
 
     def note(run: Any) -> None:
@@ -125,7 +125,7 @@ def test_task_is_an_ordinary_one_after_any_error(name: str, devices: int) -> Non
         data = DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)
 
         def interrupt(run: Any) -> None:
-            if run.task.place == "callback" and run.progress.updates == 3:
+            if run.task.place == "callback" and run.progress.steps == 3:
                 raise KeyboardInterrupt
 
         for place in ("forward", "loss", "backward", "callback"):

@@ -71,14 +71,14 @@ class Callback(Hooked):
                         on_evaluation_step_end
                     on_evaluation_end
                     on_log
-                on_epoch_end                      after the epoch's last update
+                on_epoch_end                      after the epoch's last step
                 on_save                           savers
                 on_checkpoint_saved               after each checkpoint that a saver wrote
         on_fit_end
         on_exception                              when anything above raises
 
     Values that are not logged yet when training ends get a last `on_log` before `on_fit_end`. A fit with
-    validation data that has never validated does so after its last update, before `on_save`.
+    validation data that has never validated does so after its last step, before `on_save`.
     `validate`, `test` and `predict` outside a fit call the evaluation's hooks alone. Callbacks are called in
     the order of the Trainer's argument. Every rank calls them, with the same `run.metrics`, so that all
     decide the same. A callback that writes to a screen or a file first asks `run.is_main`.
@@ -89,7 +89,7 @@ class Callback(Hooked):
     A hook must neither draw from torch's global random stream nor change `run.progress`.
 
     Attributes:
-        after_saver: Whether it is called after the saver, and so finds the update's checkpoint and the
+        after_saver: Whether it is called after the saver, and so finds the step's checkpoint and the
             finished weights on the disk.
         resume_name: The `fit(..., resume=<this name>)` that resumes from `fetch_checkpoint`; None if it keeps
             no checkpoints.
@@ -171,11 +171,11 @@ class Callback(Hooked):
 
     @unused
     def on_step_end(self, run: Run) -> None:
-        """The update is made (or skipped: see `run.result.applied`) and `run.progress` counts it."""
+        """The step is made (or skipped: see `run.result.applied`) and `run.progress` counts it."""
 
     @unused
     def on_epoch_end(self, run: Run) -> None:
-        """The epoch's last update is over, its validation included."""
+        """The epoch's last step is over, its validation included."""
 
     @unused
     def on_evaluation_start(self, run: Run) -> None:
@@ -199,7 +199,7 @@ class Callback(Hooked):
 
     @unused
     def on_save(self, run: Run) -> None:
-        """The update is complete. Savers belong here, so that they save the changes of other hooks.
+        """The step is complete. Savers belong here, so that they save the changes of other hooks.
 
         Called once more if the run was asked to stop in this hook, so that its end is saved.
         """

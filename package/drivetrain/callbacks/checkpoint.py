@@ -44,11 +44,11 @@ _LOG = logger(__name__)
 class CheckpointSaver(Callback):
     """Saves resume points at intervals, and the best checkpoints by a metric (keepers).
 
-    The Trainer makes one from `checkpoint=`. It acts in `on_save`, after all other hooks of an update, so
+    The Trainer makes one from `checkpoint=`. It acts in `on_save`, after all other hooks of a step, so
     that their changes are in the file. A run that stops itself is saved once more, unless it was just saved.
 
     Args:
-        policies: The policies; one save serves all that ask for one at an update.
+        policies: The policies; one save serves all that ask for one at a step.
         manager: The checkpoints of the run directory.
         root: The directory or address for the finished weights.
         metric_required: Whether a run without a metric that ranks keepers is an error. It is not for the
@@ -88,7 +88,7 @@ class CheckpointSaver(Callback):
             for each in metrics_of(policies[0].name)
         ]
         self._triggers: dict[str, Trigger] = {}
-        self._saving_update = -1
+        self._saving_step = -1
         self._unsaved: StorageError | None = None
         self._unsaved_tensors: UnsavedTensors | None = None
         self._must_save = False
@@ -151,7 +151,7 @@ class CheckpointSaver(Callback):
         self._note_committed(run, committed)
 
     def after_rollback(self, run: Run) -> None:
-        """Save at the end of this update, because the run was rolled back."""
+        """Save at the end of this step, because the run was rolled back."""
         self.manager.forget_matching()
         for trigger in self._triggers.values():
             trigger.start(run.progress)
@@ -162,11 +162,11 @@ class CheckpointSaver(Callback):
     @named_place("in a save")
     def on_save(self, run: Run) -> None:
         """Save if an interval ends here, a metric is among the best, or the run is about to end."""
-        if self._unsaved_tensors is None and run.result is not None:  # the first update of this program
+        if self._unsaved_tensors is None and run.result is not None:  # the first step of this program
             self._unsaved_tensors = UnsavedTensors(run.engine)
             _check_extent(run)
         elif self._unsaved_tensors is not None:
-            self._unsaved_tensors.end_update()
+            self._unsaved_tensors.end_step()
         if self.manager.is_writing:
             committed = None
             with self._tolerating(run):
@@ -178,7 +178,7 @@ class CheckpointSaver(Callback):
         due: list[str] = []
         if applied or epoch_ended:
             due = [name for name, each in self._triggers.items() if each.due(progress, epoch_ended)]
-        best = self._best_by(run) if run.latest_at == progress.updates else []
+        best = self._best_by(run) if run.latest_at == progress.steps else []
         if self._must_save or run.saves_now or run.stop_reason is not None:
             due.append("")
         if not (due or best) or run.nonfinite.spoiled:
@@ -203,14 +203,14 @@ class CheckpointSaver(Callback):
         bad: NonFiniteError | None = None
         with run.timed("save"):
             self.settle(run)
-            self._saving_update, saved = progress.updates, None
+            self._saving_step, saved = progress.steps, None
             try:
                 with self._tolerating(run), ExitStack() as stack:
                     for each in run.callbacks:
                         stack.enter_context(each.saving(run))
                     factory = partial(self._snapshot, run, taken)
                     saved = self.manager.save(
-                        progress.updates, progress.epoch, run.metrics, factory, resume=resume, keeper=keeper
+                        progress.steps, progress.epoch, run.metrics, factory, resume=resume, keeper=keeper
                     )
                 if saved is not None and not self.manager.is_writing:
                     self._note_committed(run, saved.path)
@@ -241,8 +241,8 @@ class CheckpointSaver(Callback):
             self._unsaved = error
             if not run.save_errors.tolerates:
                 raise
-            lost = f"the checkpoint after update {self._saving_update}"
-            is_last = run.stop_reason is not None and self._saving_update == run.progress.updates
+            lost = f"the checkpoint after step {self._saving_step}"
+            is_last = run.stop_reason is not None and self._saving_step == run.progress.steps
             then = OVER if is_last or run.exception is not None else AGAIN
             run.save_errors.report("checkpoint", lost, error, run.last_checkpoint, then)
 
@@ -272,7 +272,7 @@ class CheckpointSaver(Callback):
             self._restore_best(run)
         with run.engine.exchanged():
             weights, _ = module_state(run.task)
-        ended = f"the run ended after update {run.progress.updates} ({run.stop_reason})"
+        ended = f"the run ended after step {run.progress.steps} ({run.stop_reason})"
         besides = ""
         with run.timed("save"):  # all ranks learn of an error, and none goes on before the file exists
             try:
@@ -297,7 +297,7 @@ class CheckpointSaver(Callback):
         elif run.is_main:
             _LOG.warning(
                 f"CheckpointConfig(restore_best=True): no checkpoint is the best by {by!r}, so the task has"
-                " the weights of the last update"
+                " the weights of the last step"
             )
 
     def _write_finished(self, run: Run, weights: dict[str, Tensor]) -> None:

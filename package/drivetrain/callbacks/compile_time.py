@@ -24,7 +24,7 @@ class CompileTime(Callback):
     them. They are not logged, because they are no property of the training.
 
     Args:
-        show: Whether the main rank prints them to stderr after the first update that compiled anything,
+        show: Whether the main rank prints them to stderr after the first step that compiled anything,
             together with what was compiled.
     """
 
@@ -46,7 +46,7 @@ class CompileTime(Callback):
         callback_handler.register_end_callback(self._end)
 
     def on_step_end(self, run: Run) -> None:
-        """Report after the first update that compiled anything."""
+        """Report after the first step that compiled anything."""
         if self._is_shown:
             return
         seconds = run.timing["compile"] - self._before

@@ -20,13 +20,13 @@ _WITH_CACHE = ("cuda", "mps", "xpu")
 
 @by_name
 class EmptyCache(Callback):
-    """Empties the cache of the device's memory allocator after every n-th update.
+    """Empties the cache of the device's memory allocator after every n-th step.
 
     Training then needs less memory at its peak if the cache has become fragmented, as with batches of many
     shapes. Each time costs some milliseconds, because the device must finish its work and allocate anew.
 
     Args:
-        every: The number of updates between two times.
+        every: The number of steps between two times.
 
     Raises:
         ConfigError: `every` is no whole number, at least 1; by the Trainer: the device has no such cache.
@@ -44,5 +44,5 @@ class EmptyCache(Callback):
 
     def on_step_end(self, run: Run) -> None:
         """Empty the cache if it is due."""
-        if run.progress.updates % self.every == 0:
+        if run.progress.steps % self.every == 0:
             torch.get_device_module(run.engine.device).empty_cache()

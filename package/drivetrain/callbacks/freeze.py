@@ -39,7 +39,7 @@ class Freeze(Callback):
 
     Frozen parameters get no gradient, so that nothing moves them: no weight decay, no momentum. Norms of the
     gradient and clipping leave them out. Those that are unfrozen later are in the optimizer from the start;
-    it creates their state at their first update. For parameters that are frozen for the whole fit there is
+    it creates their state at their first step. For parameters that are frozen for the whole fit there is
     neither. Batch norms, and other modules with running statistics, are in evaluation mode while all of
     their parameters are frozen. Dropout stays as it is.
 
@@ -200,13 +200,13 @@ class Freeze(Callback):
             for name, updater in run.engine.updaters.items():
                 if not updater.parameters:
                     raise ConfigError(
-                        f"Freeze freezes all parameters of the optimizer {name!r} at update"
-                        f" {run.progress.updates}: it has nothing to train. Leave some out by exclude="
+                        f"Freeze freezes all parameters of the optimizer {name!r} at step"
+                        f" {run.progress.steps}: it has nothing to train. Leave some out by exclude="
                     )
         self._hold(run.task, patterns)
         due = [repr(name) for name in before if name not in self._pending]
         if due and run.is_main:
-            _LOG.info(f"Freeze: {', '.join(due)} trains after {run.progress.updates} updates")
+            _LOG.info(f"Freeze: {', '.join(due)} trains after {run.progress.steps} steps")
 
     def _hold(self, task: nn.Module, patterns: Collection[str]) -> None:
         """Put frozen modules with running statistics in evaluation mode, and the others back in theirs."""
@@ -226,7 +226,7 @@ class Freeze(Callback):
         return self._pattern_of([each for each, _ in module.named_buffers(name, recurse=False)]) in patterns
 
     def _warn_of_points_after_the_end(self, totals: Totals) -> None:
-        ends = {"steps": totals.updates, "epochs": totals.epochs}
+        ends = {"steps": totals.steps, "epochs": totals.epochs}
         for pattern, point in self.until.items():
             end = None if point is None else ends.get(point.unit)
             if point is not None and end is not None and point.amount >= end:
@@ -241,7 +241,7 @@ def _point(value: Interval | None) -> Every | None:
     if every is not None and every.seconds is not None:
         raise ConfigError(
             f"Freeze cannot unfreeze at {value!r}: a resumed run, or another machine, would do it at another"
-            " update. Give steps, epochs, samples or tokens"
+            " step. Give steps, epochs, samples or tokens"
         )
     return every
 

@@ -19,6 +19,6 @@ class LearningRateMonitor(Callback):
     """
 
     def on_log(self, run: Run) -> None:
-        """Log the rates of the next update."""
+        """Log the rates of the next step."""
         for name, rate in run.learning_rates().items():
             run.log(name, rate)

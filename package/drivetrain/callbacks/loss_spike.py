@@ -1,4 +1,4 @@
-"""Spikes of the loss: skip the update, or roll the run back to before the spike."""
+"""Spikes of the loss: skip the step, or roll the run back to before the spike."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ LEAST = 1e-3
 """The smallest deviation to assume, as a fraction of the median: equal losses would have none."""
 
 _UNREAD = 1000
-"""The most updates between two reads of the losses, if no log point or save comes first."""
+"""The most steps between two reads of the losses, if no log point or save comes first."""
 
 
 @by_name
 class LossSpike(Callback):
-    """Detects updates whose loss is far above the recent ones, and skips them or rolls the run back.
+    """Detects steps whose loss is far above the recent ones, and skips them or rolls the run back.
 
     A loss is a spike when ``(loss - median) / max(1.4826 MAD, 0.001 |median|)`` is above the threshold. The
     median and the median absolute deviation are taken over the last `window` losses that were not spikes.
     This is the modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993; unlike a
     mean and a variance, it is not moved by spikes. A NaN or infinite loss is a spike, too. Losses are those
-    of whole updates, over all micro-batches and ranks. The first `window` losses are not judged.
+    of whole steps, over all micro-batches and ranks. The first `window` losses are not judged.
 
-    "skip" skips the update before the optimizer's step, as `on_nonfinite="skip"` does. This needs the loss on
-    the host in every update.
+    "skip" leaves the step out before the optimizer makes it, as `on_nonfinite="skip"` does. It needs the
+    loss on the host in every step.
 
     "rollback" checks losses at log points and before saves, where the run waits for the device anyway. It
     restores the newest checkpoint from before the spike and goes on with the data that come next. The data
@@ -71,14 +71,14 @@ class LossSpike(Callback):
         window: The number of losses to compare with; at least 10.
         max_rollbacks: With "rollback", the number of roll backs, over all restarts, after which the next one
             ends the run with an error; None allows 3.
-        max_in_a_row: With "skip", the number of updates in a row that may be skipped; one more ends the run
+        max_in_a_row: With "skip", the number of steps in a row that may be skipped; one more ends the run
             with an error. None allows 10.
-        sync: Whether "skip" may wait for an accelerator in every update.
+        sync: Whether "skip" may wait for an accelerator in every step.
 
     Raises:
         ConfigError: An argument that is not allowed; when a Trainer is made, "rollback" without checkpoints,
             or "skip" on an accelerator without `sync`; or, at a log point, a metric that no step returns.
-        StrategyError: When a Trainer is made: "skip" with a strategy that cannot skip updates.
+        StrategyError: When a Trainer is made: "skip" with a strategy that cannot skip steps.
         DivergenceError: During a run: more spikes than allowed.
     """
 
@@ -137,7 +137,7 @@ class LossSpike(Callback):
         check_skipping("LossSpike(action='skip')", strategy)
         if strategy.device.type != "cpu" and not self.sync:
             raise ConfigError(
-                f"LossSpike(action='skip') on {strategy.device.type!r} waits for the device in every update,"
+                f"LossSpike(action='skip') on {strategy.device.type!r} waits for the device in every step,"
                 " since the loss must be known before the optimizer's step. Allow it with sync=True, or use"
                 " action='rollback', which looks at log points only"
             )
@@ -155,15 +155,15 @@ class LossSpike(Callback):
             run.nonfinite.rollbacks.append(self._rolls_back)
 
     def on_step_end(self, run: Run) -> None:
-        """Keep the update's loss, on the device."""
-        step, limit = run.result, run.totals.max_updates
-        if self.action == "rollback" and step is not None and step.applied:
-            self._pending.append((step.update, step.rows))
-            # At the limit, the run must know whether this was the last update.
-            if len(self._pending) >= _UNREAD or run.progress.updates == limit:
+        """Keep the step's loss, on the device."""
+        result, limit = run.result, run.totals.max_steps
+        if self.action == "rollback" and result is not None and result.applied:
+            self._pending.append((result.step, result.rows))
+            # At the limit, the run must know whether this was the last step.
+            if len(self._pending) >= _UNREAD or run.progress.steps == limit:
                 self._rolls_back()
-        elif self.action == "skip" and step is not None and self.metric not in self._names:
-            self._names |= _names(step.rows)
+        elif self.action == "skip" and result is not None and self.metric not in self._names:
+            self._names |= _names(result.rows)
 
     def on_log(self, run: Run) -> None:
         """Log the number of spikes.
@@ -216,13 +216,13 @@ class LossSpike(Callback):
         spread = DEVIATION * median(abs(each - middle) for each in self._losses)
         return (loss - middle) / max(spread, LEAST * abs(middle), 1e-300)
 
-    def _of_updates(self, updates: Sequence[tuple[int, Sequence[Row]]]) -> list[tuple[int, float]]:
-        """Return the losses of updates, over all ranks; waits for the device once for all of them."""
+    def _of_steps(self, steps: Sequence[tuple[int, Sequence[Row]]]) -> list[tuple[int, float]]:
+        """Return the losses of steps, over all ranks; waits for the device once for all of them."""
         run = self._run
         assert run is not None
         numbers: list[Tensor] = []
         wide = wide_dtype(run.engine.device)
-        for _, rows in updates:
+        for _, rows in steps:
             both = torch.zeros(2, dtype=wide, device=run.engine.device)
             for names, values, weight in rows:
                 if self.metric in names and (isinstance(weight, Tensor) or weight):
@@ -234,17 +234,15 @@ class LossSpike(Callback):
         sums = run.engine.data_ranks.total(torch.cat(numbers).tolist())
         pairs = zip(sums[::2], sums[1::2], strict=True)
         return [
-            (update, total / weight)
-            for (update, _), (total, weight) in zip(updates, pairs, strict=True)
-            if weight
+            (step, total / weight) for (step, _), (total, weight) in zip(steps, pairs, strict=True) if weight
         ]
 
     def _refuses(self, updater: Updater, rows: Sequence[Row]) -> bool:
-        """Return whether the update is skipped; see `drivetrain.engine.skip.Refusal`."""
+        """Return whether the step is skipped; see `drivetrain.engine.skip.Refusal`."""
         run = self._run
         assert run is not None
-        update = run.progress.updates
-        for _, loss in self._of_updates([(update, rows)]):
+        step = run.progress.steps
+        for _, loss in self._of_steps([(step, rows)]):
             far = self._deviations(loss)
             if far <= self.threshold:
                 self._losses.append(loss)
@@ -254,11 +252,11 @@ class LossSpike(Callback):
             self._in_a_row += 1
             if self._in_a_row > self.max_in_a_row:
                 raise DivergenceError(
-                    f"{self._in_a_row} updates in a row, number {update} each time, had a spike:"
+                    f"{self._in_a_row} steps in a row, number {step} each time, had a spike:"
                     f" {self._describe(loss, far)}. The loss has left its level, or the data have changed;"
                     f" allowed are max_in_a_row={self.max_in_a_row}"
                 )
-            self._warn(f"update {update} was not made: {self._describe(loss, far)}")
+            self._warn(f"step {step} was not made: {self._describe(loss, far)}")
             return True
         return False
 
@@ -268,11 +266,11 @@ class LossSpike(Callback):
             return self._roll_back(error.what)
         pending, self._pending = self._pending, []
         self._check({name for _, rows in pending for name in _names(rows)})
-        for update, loss in self._of_updates(pending) if pending else ():
+        for step, loss in self._of_steps(pending) if pending else ():
             far = self._deviations(loss)
             if far <= self.threshold:
                 self._losses.append(loss)
-            elif self._roll_back(f"a spike at update {update}: {self._describe(loss, far)}"):
+            elif self._roll_back(f"a spike at step {step}: {self._describe(loss, far)}"):
                 return True
         return False
 
@@ -281,14 +279,14 @@ class LossSpike(Callback):
 
         A saver calls `NonFinitePolicy.rolls_back` before it saves, so that no checkpoint contains a spike.
         The position in the data stays; everything else is restored. The state is saved at the end of the
-        current update, so that a resumed run goes on from there.
+        current step, so that a resumed run goes on from there.
 
         Raises:
             DivergenceError: The run was rolled back too often.
         """
         run = self._run
         assert run is not None
-        before, rollbacks = run.progress.updates, self.rollbacks
+        before, rollbacks = run.progress.steps, self.rollbacks
         if rollbacks >= self.max_rollbacks:
             raise DivergenceError(
                 f"{why}; this run was rolled back {rollbacks} time(s) before, as"
@@ -312,8 +310,7 @@ class LossSpike(Callback):
         self.rollbacks, self._pending = rollbacks + 1, []
         run.log("spikes", self.rollbacks)  # in case this was the last log point
         self._warn(
-            f"{why}; back to {found[0]}. The data of {before - run.progress.updates} update(s) are passed"
-            " over"
+            f"{why}; back to {found[0]}. The data of {before - run.progress.steps} step(s) are passed over"
         )
         return True
 

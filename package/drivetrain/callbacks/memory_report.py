@@ -20,16 +20,16 @@ _LOG = logger(__name__)
 
 @by_name
 class MemoryReport(Callback):
-    """Watches the second update of a fit in this process, and reports what its memory was used for.
+    """Watches the second step of a fit in this process, and reports what its memory was used for.
 
-    The first update is not typical: it makes the optimizers' states. The second takes some 0.05 ms longer for
-    each of its operations; all others take no longer. Updates that a loss scale skips do not count.
+    The first step is not typical: it makes the optimizers' states. The second takes some 0.05 ms longer for
+    each of its operations; all others take no longer. Steps that a loss scale skips do not count.
 
     Args:
         show: Whether the main rank prints a table to stderr.
 
     Attributes:
-        use: The result; None until the second update, and after a fit of one update.
+        use: The result; None until the second step, and after a fit of one step.
 
     Raises:
         ConfigError: At the start of a fit: the task is compiled.
@@ -43,7 +43,7 @@ class MemoryReport(Callback):
         self._watch: MemoryWatch | None = None
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
-        """Check that the operations of an update can be observed.
+        """Check that the operations of a step can be observed.
 
         Raises:
             StrategyError: The task runs on XLA, or is trained by DeepSpeed.
@@ -56,11 +56,11 @@ class MemoryReport(Callback):
         if strategy.device.type == "xla":
             raise StrategyError(
                 f"MemoryReport with strategy {strategy.name!r}: it cannot see the operations on XLA, which"
-                " compiles each update as a whole. Leave it out"
+                " compiles each step as a whole. Leave it out"
             )
 
     def on_fit_start(self, run: Run) -> None:
-        """Start counting updates.
+        """Start counting steps.
 
         Raises:
             ConfigError: The task is compiled.
@@ -68,11 +68,11 @@ class MemoryReport(Callback):
         if run.engine.compilation.parts:
             raise ConfigError("MemoryReport cannot see the operations of a compiled task. Use compile=False")
         self.use = self._watch = None
-        self._first = run.progress.updates
+        self._first = run.progress.steps
 
     def on_step_start(self, run: Run) -> None:
-        """Watch the second update."""
-        if run.progress.updates - self._first == 1 and run.window is not None:
+        """Watch the second step."""
+        if run.progress.steps - self._first == 1 and run.window is not None:
             engine = run.engine
             optimizers = [each.optimizer for each in engine.updaters.values()]
             batch = [each.batch for each in run.window.micro_batches]
@@ -83,14 +83,14 @@ class MemoryReport(Callback):
         """Report the result."""
         watch = self._watch
         self._leave()
-        if watch is not None and run.progress.updates - self._first == 2:
+        if watch is not None and run.progress.steps - self._first == 2:
             self.use = watch.use()
             self._show(run, str(self.use))
 
     def on_fit_end(self, run: Run) -> None:
-        """Report if there was no second update."""
+        """Report if there was no second step."""
         if self.use is None:
-            self._show(run, "MemoryReport: this fit has no second update, the one that is watched")
+            self._show(run, "MemoryReport: this fit has no second step, the one that is watched")
 
     def _show(self, run: Run, text: str) -> None:
         if self.show and run.is_main:

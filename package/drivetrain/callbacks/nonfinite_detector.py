@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOG = logger(__name__)
 
 _KEPT = 1000
-"""The number of updates kept between two log points; after more, the host reads whether one was bad."""
+"""The number of steps kept between two log points; after more, the host reads whether one was bad."""
 
 _HEADER = f"{'abs min':>9} {'abs max':>9}"
 
@@ -67,7 +67,7 @@ class NonFiniteDetector(Callback):
 
     Hooks on all modules check every output of a forward and every gradient of an output, in the order of
     computation. The batch is checked before, and the gradients of the parameters are checked after. The
-    checks run on the device; a log point or a skipped update reads one number. The result appears in the
+    checks run on the device; a log point or a skipped step reads one number. The result appears in the
     error of `on_nonfinite="raise"`, in the reason of "stop" and in the log line of "skip". With several
     ranks, the rank that found it reports it. Modules are named as in the state dict.
 
@@ -76,7 +76,7 @@ class NonFiniteDetector(Callback):
 
     With `history`, the smallest and the largest absolute value of the inputs, the outputs and the weights of
     the last calls of modules are logged as a table. It shows where values grew or vanished before they
-    overflowed. The run then waits for the device after each update, and keeps all calls of an update.
+    overflowed. The run then waits for the device after each step, and keeps all calls of a step.
 
     Args:
         ignore: Globs on names of modules whose outputs are infinite on purpose, such as masks.
@@ -99,13 +99,13 @@ class NonFiniteDetector(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._calls: list[_Measured] = []  # of this update
+        self._calls: list[_Measured] = []  # of this step
         self._ends: list[int] = []  # for each flag, the number of calls until then
-        self._remembered: dict[int, list[_Measured]] = {}  # the last calls of bad updates
+        self._remembered: dict[int, list[_Measured]] = {}  # the last calls of bad steps
         self._handles: list[Any] = []
         self._places: list[str] = []
         self._flags: list[Tensor] = []
-        self._seen: list[tuple[int, list[str], Tensor]] = []  # updates, their places, and which are bad
+        self._seen: list[tuple[int, list[str], Tensor]] = []  # steps, their places, and which are bad
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that modules are not compiled.
@@ -128,7 +128,7 @@ class NonFiniteDetector(Callback):
             ConfigError: `ignore` has a pattern that no module matches.
         """
         self._forget()
-        self._update = run.progress.updates
+        self._step = run.progress.steps
         modules = {clean_name(name): each for name, each in run.task.named_modules()}
         lost = [each for each in self._ignored if not any(fnmatchcase(name, each) for name in modules)]
         if lost:
@@ -145,12 +145,12 @@ class NonFiniteDetector(Callback):
         run.nonfinite.find = self.find
 
     def on_step_start(self, run: Run) -> None:
-        """Check the batches of an update."""
-        self._update = run.progress.updates
+        """Check the batches of a step."""
+        self._step = run.progress.steps
         self._clear()
         for number, each in enumerate(run.window.micro_batches):
             for tensor in _tensors(each.batch):
-                self._note(f"batch {number} of the update's data", tensor)
+                self._note(f"batch {number} of the step's data", tensor)
 
     def on_before_optimizer_step(self, run: Run) -> None:
         """Check the gradients before the optimizer's step."""
@@ -159,19 +159,19 @@ class NonFiniteDetector(Callback):
                 self._note(f"{_PARAMETER} {name!r}", each.grad)
 
     def on_step_end(self, run: Run) -> None:
-        """End an update; discard the findings of a skipped one, such as an overflow of the loss scale."""
+        """End a step; discard the findings of a skipped one, such as an overflow of the loss scale."""
         if run.result is not None and not run.result.applied:
             self._clear()
         self._fold()
 
     def on_log(self, run: Run) -> None:
-        """Discard the findings, except the last update's: its gradient may not be finite.
+        """Discard the findings, except the last step's: its gradient may not be finite.
 
-        A log point of a validation alone has not read the losses of the updates before it.
+        A log point of a validation alone has not read the losses of the steps before it.
         """
         if any(run.names.stage_of(name) == "train" for name in run.logged):
             del self._seen[:-1]
-            kept = {update for update, *_ in self._seen}
+            kept = {step for step, *_ in self._seen}
             self._remembered = {each: calls for each, calls in self._remembered.items() if each in kept}
 
     def on_fit_end(self, run: Run) -> None:
@@ -228,18 +228,18 @@ class NonFiniteDetector(Callback):
     # The findings.
 
     def _fold(self) -> None:
-        """Store which of this update's places are bad."""
+        """Store which of this step's places are bad."""
         if not self._flags:
             return
         if len(self._seen) >= _KEPT and not bool(torch.cat([bad for *_, bad in self._seen]).any()):
             self._seen.clear()
         if len(self._seen) < _KEPT:  # the first bad places are the ones to report
             bad = torch.stack(self._flags_on(self._device))
-            self._seen.append((self._update, self._places, bad))
+            self._seen.append((self._step, self._places, bad))
             if self.history and bool(bad.any()):
                 end = self._ends[int(bad.int().argmax())]
                 calls = self._calls[max(0, end - self.history) : end]
-                self._remembered.setdefault(self._update, calls)
+                self._remembered.setdefault(self._step, calls)
         self._clear()
 
     def _flags_on(self, device: torch.device) -> list[Tensor]:
@@ -255,8 +255,8 @@ class NonFiniteDetector(Callback):
             flags[number] = each
         return flags
 
-    def find(self, update: int) -> tuple[int, str] | None:
-        """Return the first place that was not finite since the last log point, up to an update, and reset.
+    def find(self, step: int) -> tuple[int, str] | None:
+        """Return the first place that was not finite since the last log point, up to a step, and reset.
 
         Waits for the device.
 
@@ -268,17 +268,17 @@ class NonFiniteDetector(Callback):
         seen, self._seen = self._seen, []
         self.frames = []
         for found, places, bad in seen:
-            if found <= update and bool(bad.any()):
+            if found <= step and bool(bad.any()):
                 place = places[int(bad.int().argmax())]
                 self._show(found, place)
-                when = "" if found == update else f", at update {found}"
+                when = "" if found == step else f", at step {found}"
                 # A bad gradient of a parameter may come from another rank, by the reduction of gradients.
                 return int(place.startswith(_PARAMETER)), f"first in {place}{when}"
         return None
 
-    def _show(self, update: int, place: str) -> None:
+    def _show(self, step: int, place: str) -> None:
         """Log the last calls before a bad place."""
-        calls = self._remembered.pop(update, [])
+        calls = self._remembered.pop(step, [])
         self._remembered = {}
         if not calls:
             return
@@ -286,7 +286,7 @@ class NonFiniteDetector(Callback):
             Frame(module, {name: _numbers(each) for name, each in zip(names, measured, strict=True)})
             for module, names, measured in calls
         ]
-        lines = [f"update {update}, {place}: the last {len(calls)} calls of modules until then", _HEADER]
+        lines = [f"step {step}, {place}: the last {len(calls)} calls of modules until then", _HEADER]
         for frame in self.frames:
             lines.append(f"{'':20}{frame.module}")
             lines += [

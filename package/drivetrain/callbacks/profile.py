@@ -1,4 +1,4 @@
-"""A profile of a fit: the time of its phases, and traces and memory of chosen updates."""
+"""A profile of a fit: the time of its phases, and traces and memory of chosen steps."""
 
 from __future__ import annotations
 
@@ -58,23 +58,23 @@ class Profile(Callback):
     - "table": the time of each phase of the whole fit: waiting for data, transfer, forward, backward,
       clipping, optimizer, each hook of each callback, log points, validation, saving. It is printed at the
       end, and written as text and JSON.
-    - "trace": a trace of chosen updates by `torch.profiler`, with the phases as ranges, for
+    - "trace": a trace of chosen steps by `torch.profiler`, with the phases as ranges, for
       https://ui.perfetto.dev or chrome://tracing.
-    - "memory": on CUDA, a snapshot of all that chosen updates allocated and freed, for
+    - "memory": on CUDA, a snapshot of all that chosen steps allocated and freed, for
       https://pytorch.org/memory_viz; on a CPU, a list of the operators that allocated most.
-    - "python": the time of each Python function in chosen updates, by `cProfile`, for `python -m pstats`.
+    - "python": the time of each Python function in chosen steps, by `cProfile`, for `python -m pstats`.
 
     The table has the host's times: no phase waits for a device. A GPU works behind the host, and its time
     shows where the host waits for it, as at log points. A trace has the times of both.
 
-    Updates are numbered from 0 over all restarts; a skipped one counts too. The updates that the schedule
+    Steps are numbered from 0 over all restarts; a skipped one counts too. The steps that the schedule
     chooses are slower. In the others each phase takes a few microseconds longer. Evaluations outside a fit
     are not profiled. A file that cannot be written is left out with a warning.
 
     Args:
-        schedule: The updates for "trace", "memory" and "python": a mapping of the arguments of
+        schedule: The steps for "trace", "memory" and "python": a mapping of the arguments of
             `torch.profiler.schedule`, or its result. None is
-            ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the updates 10, 11 and 12.
+            ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the steps 10, 11 and 12.
         kinds: Some of "table", "trace", "memory" and "python".
         ranks: The ranks to profile: a number, several, or "all". Each writes its own files.
         folder: The folder for the files; None takes `profile` in the run directory.
@@ -114,7 +114,7 @@ class Profile(Callback):
         self.files: list[Path] = []
         check_names("Profile(options=)", self.options, _OPTIONS)
         if schedule is not None and self.kinds == ("table",):
-            raise ConfigError("Profile(schedule=) has no effect on 'table', which covers all updates")
+            raise ConfigError("Profile(schedule=) has no effect on 'table', which covers all steps")
         if self.options and "trace" not in self.kinds:
             raise ConfigError("Profile(options=) is for 'trace', and kinds= has no 'trace'")
         if self.options.get("with_stack") and "python" in self.kinds:
@@ -142,7 +142,7 @@ class Profile(Callback):
         device = strategy.device.type
         if "trace" in self.kinds and device == "xla":
             raise StrategyError(
-                "Profile: torch.profiler cannot see the operations on XLA, which compiles each update as a"
+                "Profile: torch.profiler cannot see the operations on XLA, which compiles each step as a"
                 " whole. Use kinds='table', XLAReport, or torch_xla.debug.profiler"
             )
         if "memory" in self.kinds and device not in ("cuda", "cpu"):
@@ -169,7 +169,7 @@ class Profile(Callback):
         if self.ranks is None or ranks.rank in self.ranks:
             session = _ProfileSession(self, run, _made(folder), ranks.rank)
             try:
-                with phases_of(run, session.phases, session.before_update):
+                with phases_of(run, session.phases, session.before_step):
                     yield
             except BaseException:
                 self.files = session.end()
@@ -202,7 +202,7 @@ class _ProfileSession:
         self._base: int | None = None
         self._number = 0
         self._action = ProfilerAction.NONE
-        self._first: int | None = None  # the first update of the present recording, or None
+        self._first: int | None = None  # the first step of the present recording, or None
         self._recorded = False
         self._profiler: Any = None
         self._python: cProfile.Profile | None = None
@@ -212,10 +212,10 @@ class _ProfileSession:
         self._snapshots_memory = "memory" in profile.kinds and not on_cpu
         self._uses_torch = "trace" in profile.kinds or self._lists_memory
 
-    def before_update(self, made: int) -> None:
-        """Begin or end to record, as the schedule has it; the update after `made` others comes next."""
+    def before_step(self, made: int) -> None:
+        """Begin or end to record, as the schedule has it; the step after `made` others comes next."""
         if self._base is None:
-            self._base = self._run.progress.updates
+            self._base = self._run.progress.steps
         before, self._number = self._action, self._base + made
         if self._profile.kinds == ("table",):
             return
@@ -253,7 +253,7 @@ class _ProfileSession:
             return
         if torch.autograd.profiler._is_profiler_enabled:
             raise ConfigError(
-                f"Profile cannot record update {self._number}: another profiler of torch is active, and there"
+                f"Profile cannot record step {self._number}: another profiler of torch is active, and there"
                 " can be only one. End it, or leave Profile out"
             )
         self._profiler = torch.profiler.profile(profile_memory=self._lists_memory, **self._profile.options)
@@ -277,13 +277,13 @@ class _ProfileSession:
             found.enable()
         except ValueError as error:
             raise ConfigError(
-                f"Profile cannot record the Python functions of update {self._number}: {error}. End it,"
+                f"Profile cannot record the Python functions of step {self._number}: {error}. End it,"
                 " or leave 'python' out of kinds"
             ) from error
         self._python = found
 
     def _finish(self, last: int) -> None:
-        """End to record, and write the files of the updates up to `last`."""
+        """End to record, and write the files of the steps up to `last`."""
         first, self._first = self._first, None
         python, self._python = self._python, None
         profiler, self._profiler = self._profiler, None
@@ -295,20 +295,18 @@ class _ProfileSession:
             profiler.stop_trace()
         if first is None:
             return
-        updates = f"updates-{first}-{last}"
+        steps = f"steps-{first}-{last}"
         if python is not None:
-            self._write(f"python-{updates}", ".prof", python.dump_stats)
-            self._write(f"python-{updates}", ".txt", lambda path: _list_functions(python, path))
+            self._write(f"python-{steps}", ".prof", python.dump_stats)
+            self._write(f"python-{steps}", ".txt", lambda path: _list_functions(python, path))
         if self._snapshots_memory:
-            self._write(f"memory-{updates}", ".pickle", torch.cuda.memory._dump_snapshot)
+            self._write(f"memory-{steps}", ".pickle", torch.cuda.memory._dump_snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
         if self._lists_memory:
             operators = profiler.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=_ROWS)
-            self._write(
-                f"memory-{updates}", ".txt", lambda path: path.write_text(operators, encoding="utf-8")
-            )
+            self._write(f"memory-{steps}", ".txt", lambda path: path.write_text(operators, encoding="utf-8"))
         if "trace" in self._profile.kinds:
-            self._write(f"trace-{updates}", ".json.gz", lambda path: profiler.export_chrome_trace(str(path)))
+            self._write(f"trace-{steps}", ".json.gz", lambda path: profiler.export_chrome_trace(str(path)))
 
     def end(self) -> list[Path]:
         """Write what there is at the end of the fit, or after an error, and return all files."""
@@ -320,21 +318,21 @@ class _ProfileSession:
         return self._files
 
     def check_recorded(self) -> None:
-        """Warn if no update was recorded."""
+        """Warn if no step was recorded."""
         if self._base is not None and not self._recorded and self._profile.kinds != ("table",):
             _LOG.warning(
-                f"Profile: the schedule chose none of the updates {self._base} to {self._number}, so none was"
+                f"Profile: the schedule chose none of the steps {self._base} to {self._number}, so none was"
                 " recorded. Give a schedule with a shorter wait, or train longer"
             )
 
     def _write_table(self) -> None:
-        first = self._run.progress.updates if self._base is None else self._base
+        first = self._run.progress.steps if self._base is None else self._base
         last = max(self._number, first)
         passed = perf_counter() - self._began
         content = {
             "rank": self._rank,
             "device": self._run.engine.device.type,
-            "updates": [first, last],
+            "steps": [first, last],
             "seconds": passed,
             "phases": [
                 {"name": name, "calls": each.calls, "seconds": each.seconds, "own_seconds": each.own}
@@ -344,7 +342,7 @@ class _ProfileSession:
         text = _table(content, self.phases)
         if self._profile.show and self._run.is_main:
             _LOG.info(text)
-        name = f"table-updates-{first}-{last}"
+        name = f"table-steps-{first}-{last}"
         self._write(name, ".txt", lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
         self._write(
             name, ".json", lambda path: path.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -423,7 +421,7 @@ def _action(schedule: Callable[[int], ProfilerAction], number: int) -> ProfilerA
     action = schedule(number)
     if not isinstance(action, ProfilerAction):
         raise ConfigError(
-            f"Profile(schedule=...) returned {action!r} for update {number}; it must return a"
+            f"Profile(schedule=...) returned {action!r} for step {number}; it must return a"
             " torch.profiler.ProfilerAction"
         )
     return action
@@ -436,7 +434,7 @@ def _list_functions(profile: cProfile.Profile, path: Path) -> None:
 
 def _table(content: Mapping[str, Any], phases: Phases) -> str:
     """Return the table as a text: the phases with the longest time of their own first."""
-    whole, (first, last) = content["seconds"], content["updates"]
+    whole, (first, last) = content["seconds"], content["steps"]
     rows = [("phase", "calls", "seconds", "own", "own %", "ms a call")]
     for name, each in sorted(phases.found.items(), key=lambda row: row[1].own, reverse=True):
         mean = f"{1e3 * each.seconds / each.calls:.3f}" if each.calls else ""
@@ -444,7 +442,7 @@ def _table(content: Mapping[str, Any], phases: Phases) -> str:
     other = whole - phases.seconds
     rows.append(("other", "", *_seconds(other, other, whole), ""))
     device, rank = content["device"], content["rank"]
-    title = f"profile of updates {first} to {last} on rank {rank}, {device!r}: {whole:.3f} s of the host"
+    title = f"profile of steps {first} to {last} on rank {rank}, {device!r}: {whole:.3f} s of the host"
     return "\n".join([title, *columns(rows, range(1, 6))])
 
 

@@ -26,7 +26,7 @@ _LEAST_BAR = 8
 
 @by_name
 class ProgressBar(Callback):
-    """Shows the updates made, the time left and the latest metrics, on stderr of the main rank.
+    """Shows the steps made, the time left and the latest metrics, on stderr of the main rank.
 
     On a terminal and in a notebook it is a tqdm bar, with a second, transient one during evaluation and
     prediction. A terminal keeps one line per epoch above the bar, with all values. The bar has as many of
@@ -35,7 +35,7 @@ class ProgressBar(Callback):
     Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without control
     characters. The values of a validation between two lines appear in the next::
 
-        epoch 2/3 | update 50/135 | train/loss 0.512 | validation/accuracy 0.93
+        epoch 2/3 | step 50/135 | train/loss 0.512 | validation/accuracy 0.93
 
     Args:
         metrics: The names to show. By default the first four of each stage, in the order of logging.
@@ -51,11 +51,11 @@ class ProgressBar(Callback):
         self._beside: list[tuple[str, str]] = []  # each value for the bar, under its name and a short one
         self._loader: str | None = None
         self._due = self._unsaid = False
-        # The time of the next drawing. Infinity if nothing is drawn: an update then only reads the clock.
+        # The time of the next drawing. Infinity if nothing is drawn: a step then only reads the clock.
         self._next = math.inf
 
     def on_fit_start(self, run: Run) -> None:
-        """Open the bar at the run's current update."""
+        """Open the bar at the run's current step."""
         if not run.is_main:
             return
         self._fitting = True
@@ -63,10 +63,10 @@ class ProgressBar(Callback):
         self._look_for_screen()
         if self._bar_class is not None:
             self._bar = self._bar_class(
-                initial=run.progress.updates,
-                total=run.totals.updates,
+                initial=run.progress.steps,
+                total=run.totals.steps,
                 desc=self._epoch_text(run),
-                unit="update",
+                unit="step",
                 **_DRAW_EXPLICITLY,
             )
 
@@ -103,7 +103,7 @@ class ProgressBar(Callback):
         self._due = self._due or (self._bar is not None and self._unsaid)
 
     def on_save(self, run: Run) -> None:
-        """Write the line of this update if it is due, with all values of the update."""
+        """Write the line of this step if it is due, with all values of the step."""
         if self._due and run.stop_reason is None:
             self._print(run)
 
@@ -137,15 +137,15 @@ class ProgressBar(Callback):
 
     def _print(self, run: Run) -> None:
         self._due = self._unsaid = False
-        updates = _of("update", run.progress.updates, run.totals.updates)
+        steps = _of("step", run.progress.steps, run.totals.steps)
         values = [f"{name} {run.metrics[name]:.4g}" for name in self._shown(run, run.metrics)]
-        parts = [self._epoch_text(run), updates, *values]
+        parts = [self._epoch_text(run), steps, *values]
         if self._bar is None:
             print(" | ".join(parts), file=sys.stderr, flush=True)
         elif self._bar.fits:
             if self._beside:
                 self._bar.show_beside(self._beside)
-            self._bar.n = run.progress.updates  # write() draws the bar again, below the line
+            self._bar.n = run.progress.steps  # write() draws the bar again, below the line
             self._bar.write(_wrapped(parts, self._bar.format_dict["ncols"]), file=sys.stderr)
 
     def _look_for_screen(self) -> None:
@@ -155,7 +155,7 @@ class ProgressBar(Callback):
     def _draw(self, run: Run) -> None:
         if self._beside:
             self._bar.show_beside(self._beside)
-        self._bar.update(run.progress.updates - self._bar.n)
+        self._bar.update(run.progress.steps - self._bar.n)
         self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS
 
     def _draw_evaluation(self, run: Run) -> None:
@@ -203,7 +203,7 @@ class ProgressBar(Callback):
 
 
 _NARROW = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-"""A bar for a narrow screen: tqdm's, without the updates per second."""
+"""A bar for a narrow screen: tqdm's, without the steps per second."""
 
 # tqdm decides in which calls of update() it draws; here the callback has decided already.
 _DRAW_EXPLICITLY = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}

@@ -31,7 +31,7 @@ _HINT = (
 class SequenceLength(Callback):
     """Cuts the sequences of training batches to a length that changes during the run.
 
-    Short sequences at first make early updates cheaper and steadier (Li et al., "The Stability-Efficiency
+    Short sequences at first make early steps cheaper and steadier (Li et al., "The Stability-Efficiency
     Dilemma: Investigating Sequence Length Warmup for Training GPT Models", 2022). Each batch is cut at its
     end, on the host, before its tokens and the weight of its loss are counted. Evaluations are not cut.
 
@@ -72,7 +72,7 @@ class SequenceLength(Callback):
         """Let the training data pass through `cut`."""
         assert run.train_feed is not None
         self._found = self.fields
-        self._is_first = run.progress.updates + run.progress.skipped == 0
+        self._is_first = run.progress.steps + run.progress.skipped == 0
         run.train_feed.cut(self.lengths, self._cut, "SequenceLength")
 
     def _cut(self, batch: Batch, length: int) -> Batch:

@@ -110,8 +110,8 @@ class RankSizes:
 
     Attributes:
         parameters: Its parameters.
-        gradients: The gradients of an update; None if the strategy does not show them, as DeepSpeed's.
-        optimizer_state: The optimizers' state after an update; under ZeRO with the float32 copies of the
+        gradients: The gradients of a step; None if the strategy does not show them, as DeepSpeed's.
+        optimizer_state: The optimizers' state after a step; under ZeRO with the float32 copies of the
             parameters that it steps.
         buffers: Its buffers.
     """
@@ -134,11 +134,11 @@ class ModelSummary(Callback):
         batch: A batch of the training data, to show each module's shapes and floating-point operations too;
             see `summarize`.
         sizes: Whether to print the bytes of parameters, gradients, optimizer state and buffers of each rank
-            after the first update.
+            after the first step.
 
     Attributes:
         summary: The table as data; None before a fit.
-        sizes: The bytes of each rank, in rank order, on all ranks; empty before the first update.
+        sizes: The bytes of each rank, in rank order, on all ranks; empty before the first step.
 
     Raises:
         ConfigError: A negative depth.
@@ -198,7 +198,7 @@ class ModelSummary(Callback):
             self._gradients = max(self._gradients or 0, now)
 
     def _note_sizes(self, run: Run) -> None:
-        """Exchange the sizes after the first update, and print them."""
+        """Exchange the sizes after the first step, and print them."""
         if self.sizes or run.result is None or not run.result.applied:
             return
         engine, task = run.engine, run.task
@@ -234,7 +234,7 @@ def _sizes_table(sizes: Sequence[RankSizes]) -> str:
         values = [getattr(each, name) for name in names]
         rows.append((str(rank), *("unknown" if value is None else sized(value) for value in values)))
     header = ["rank", *(name.replace("_", " ") for name in names)]
-    return "\n".join(["sizes after the first update", *_table(header, rows, range(1, len(header)))[:-1]])
+    return "\n".join(["sizes after the first step", *_table(header, rows, range(1, len(header)))[:-1]])
 
 
 def _dtype_table(precision: Precision) -> str:

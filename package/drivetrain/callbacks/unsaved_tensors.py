@@ -68,14 +68,14 @@ class UnsavedTensors:
     """Finds tensors that training changes, that steps read, and that no checkpoint holds.
 
     It checks buffers and trained parameters that the state dict leaves out, and a module's plain attributes,
-    with what is in their containers and in objects of the user's classes. In the second update of a program,
-    each call of torch in the task's step is looked at, and again in an update after a save, if a tensor has
+    with what is in their containers and in objects of the user's classes. In the second step of a program,
+    each call of torch in the task's step is looked at, and again in a step after a save, if a tensor has
     changed that no step was seen to read. A tensor that is written whole before it is read is a record or
     scratch memory, and one that only grows is a cache. Nobody sees who reads an array of numpy: those are
     named that are changed in place. Compiled code is not looked at, so that there each change counts.
 
     Args:
-        engine: Runs the task's steps, and has made the first update of this program.
+        engine: Runs the task's steps, and has made the first step of this program.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -94,7 +94,7 @@ class UnsavedTensors:
             self._watch_next(self._marks)
 
     def _watch_next(self, names: Collection[str]) -> None:
-        """Look at the calls of torch in the next update's step."""
+        """Look at the calls of torch in the next step."""
         if not self._can_watch:
             return
         engine, inner = self._engine, self._engine.run_step
@@ -122,8 +122,8 @@ class UnsavedTensors:
         watch.end = end
         engine.run_step = watched
 
-    def end_update(self) -> None:
-        """Note what an update's step has read, if it was looked at."""
+    def end_step(self) -> None:
+        """Note what a step has read, if it was looked at."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
@@ -132,7 +132,7 @@ class UnsavedTensors:
             self._written |= watch.written - watch.read
 
     def warn(self, task: nn.Module, saved: Snapshot) -> None:
-        """Warn of tensors that have changed since the first update, once for each name.
+        """Warn of tensors that have changed since the first step, once for each name.
 
         Args:
             task: The task.
@@ -209,13 +209,13 @@ class _Watch(TorchFunctionMode):
     """Notes which tensors a step reads before it writes all of them.
 
     Args:
-        tensors: The tensors by place, which the previous update has left.
+        tensors: The tensors by place, which the previous step has left.
 
     Attributes:
         places: All places.
         read: The places of those that are read first.
         written: The places of those that are written before what is written is read.
-        is_over: Whether the update is over.
+        is_over: Whether the step is over.
     """
 
     def __init__(self, tensors: Mapping[_Place, Tensor]) -> None:

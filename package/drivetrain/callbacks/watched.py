@@ -74,7 +74,7 @@ class Watched:
                 raise self._error("which no validation loader gives", self._possible(run))
 
     def _begin_logging(self, run: Run) -> None:
-        every, per_epoch = run.triggers.log.every, run.totals.updates_per_epoch
+        every, per_epoch = run.triggers.log.every, run.totals.steps_per_epoch
         if every is None:
             raise ConfigError(
                 f"{self._who} at each log point, but log_every=None logs nothing during training. Give the"
@@ -92,8 +92,8 @@ class Watched:
         return [name for name in names if name is not None] or [*run.metrics]
 
     def has_new_value(self, run: Run) -> bool:
-        """Return, once for each value, whether the log points after the last update gave the value."""
-        if run.latest_at != run.progress.updates or run.latest_at == self._value_at:
+        """Return, once for each value, whether the log points after the last step gave the value."""
+        if run.latest_at != run.progress.steps or run.latest_at == self._value_at:
             return False
         if self.name in run.latest:
             self._value_at = run.latest_at

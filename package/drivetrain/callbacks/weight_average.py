@@ -1,4 +1,4 @@
-"""Averages of the weights over updates: EMA, SWA and LAWA."""
+"""Averages of the weights over steps: EMA, SWA and LAWA."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WeightAverage(Callback):
         kind: "ema", "swa" or "lawa".
         decay: The share of the old average in "ema", above 0 and below 1; None is 0.999.
         every: The interval of averaging in steps or whole epochs; None is "1 step" for "ema", else "1 epoch".
-        start: Average from here on, in steps or whole epochs; None from the first update.
+        start: Average from here on, in steps or whole epochs; None from the first step.
         window: The number of weights in "lawa"; each takes as much memory as the weights. None is 5.
         evaluate: Whether the validations of a fit use the average.
         save: Whether the average is what checkpoints and the finished weights hold as the model. A resume
@@ -215,8 +215,8 @@ class WeightAverage(Callback):
         if not self._averages and run.is_main and run.stop_reason not in run.stopping.signals:
             start = "" if self.start is None else f" after start='{self.start}'"
             _LOG.warning(
-                f"WeightAverage: no point of every='{self.every}'{start} came in the {run.progress.updates}"
-                " updates of this fit, so nothing was averaged. Give a shorter every= or an earlier start="
+                f"WeightAverage: no point of every='{self.every}'{start} came in the {run.progress.steps}"
+                " steps of this fit, so nothing was averaged. Give a shorter every= or an earlier start="
             )
         if not (self.save and self._averages):
             return
@@ -239,12 +239,12 @@ class WeightAverage(Callback):
         epochs = progress.epoch + (1 if ends else 0)
         if start is not None:
             before = (
-                progress.updates <= start.amount if start.unit == "steps" else progress.epoch < start.amount
+                progress.steps <= start.amount if start.unit == "steps" else progress.epoch < start.amount
             )
             if before:
                 return False
         if self.every.unit == "steps":
-            return progress.updates % int(self.every.amount) == 0
+            return progress.steps % int(self.every.amount) == 0
         return ends and epochs % int(self.every.amount) == 0
 
     @torch.no_grad()

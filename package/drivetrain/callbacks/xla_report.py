@@ -56,4 +56,4 @@ class XLAReport(Callback):
 
         self.text = metrics.metrics_report()
         if self.show and run.is_main:
-            _LOG.info(f"update {run.progress.updates}, XLA:\n{self.text}")
+            _LOG.info(f"step {run.progress.steps}, XLA:\n{self.text}")

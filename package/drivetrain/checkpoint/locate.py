@@ -133,7 +133,7 @@ def newest_first(directory: str) -> list[str]:
             entry = entries.get(name) or entry_from_snapshot(
                 name, io.load(files.join(directory, name), groups=())
             )
-            keys[name] = (entry.order, entry.update)
+            keys[name] = (entry.order, entry.step)
         except DamagedCheckpointError:
             keys[name] = (0, 0)  # last; reported only if no good one comes before it
     return sorted(keys, key=lambda name: keys[name], reverse=True)

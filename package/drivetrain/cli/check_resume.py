@@ -12,7 +12,7 @@ _EPILOG = """\
 Run the first 10 steps of a script, save after 5, kill after 7 and resume:
   drivetrain check-resume train.py --batch-size 32
 Save earlier, with an epoch that ends within the steps:
-  drivetrain check-resume --updates 8 --save-after 3 --epoch 4 train.py
+  drivetrain check-resume --steps 8 --save-after 3 --epoch 4 train.py
 Run two processes, or this package's command line:
   drivetrain check-resume --nproc 2 train.py
   drivetrain check-resume -m drivetrain fit --task digits.Digits --data digits.data
@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     """
     parsed = _parser().parse_args(words)
     ignore = tuple(parsed.ignore)
-    check = Check(parsed.updates, parsed.save_after, parsed.epoch, ignore, parsed.timeout, parsed.fit)
+    check = Check(parsed.steps, parsed.save_after, parsed.epoch, ignore, parsed.timeout, parsed.fit)
     program = [*(["-m"] if parsed.module else []), parsed.program, *parsed.arguments]
     report = check_program(program, check, parsed.nproc)
     print(report)
@@ -48,7 +48,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--updates", type=int, default=10, metavar="N", help="steps to compare; default: 10")
+    add("--steps", type=int, default=10, metavar="N", help="steps to compare; default: 10")
     add(
         "--save-after",
         type=int,

@@ -35,7 +35,7 @@ def fit(settings: Settings, as_json: bool) -> None:
         print_json(_fit_json(result))
         return
     progress = result.progress
-    print(f"{result.stop_reason} after {progress.updates} updates, {progress.epoch} epochs")
+    print(f"{result.stop_reason} after {progress.steps} steps, {progress.epoch} epochs")
     _print_table(result.metrics)
     for name, path in _files(result).items():
         if path is not None:

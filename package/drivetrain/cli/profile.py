@@ -1,4 +1,4 @@
-"""`drivetrain profile`: run a program's fit for some updates, and say what the time went to."""
+"""`drivetrain profile`: run a program's fit for some steps, and say what the time went to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from drivetrain.trainer.observer import observing
 Step = TypeVar("Step")
 
 _EPILOG = """\
-Run the first 20 updates of a script, and trace the last 3:
+Run the first 20 steps of a script, and trace the last 3:
   drivetrain profile train.py --batch-size 32
 List the memory and the Python functions too:
   drivetrain profile --kinds table,trace,memory,python train.py
@@ -76,7 +76,7 @@ class _FirstFit:
 
     Args:
         profile: The callback.
-        steps: The number of updates.
+        steps: The number of steps.
         run_dir: Where the fit writes, instead of the program's own directories.
     """
 
@@ -103,7 +103,7 @@ class _FirstFit:
         }
 
     def loops(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-        """Return the updates of a loop unchanged."""
+        """Return the steps of a loop unchanged."""
         return steps
 
     def evaluates(self, trainer: RunSettings) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ class _FirstFit:
 
 
 def _last(steps: int) -> dict[str, int]:
-    """Return the schedule of the last updates."""
+    """Return the schedule of the last steps."""
     active = min(3, steps - 1)
     warmup = min(2, steps - active)
     return {"wait": steps - active - warmup, "warmup": warmup, "active": active, "repeat": 1}
@@ -140,12 +140,12 @@ def _print(files: Sequence[Path]) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="drivetrain profile",
-        description="Run updates of a program's first fit, print the time of each phase, and trace the last.",
+        description="Run steps of a program's first fit, print the time of each phase, and trace the last.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--steps", type=int, default=20, metavar="N", help="updates to run; default: 20")
+    add("--steps", type=int, default=20, metavar="N", help="steps to run; default: 20")
     add(
         "--kinds",
         default="table,trace",

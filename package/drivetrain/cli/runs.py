@@ -11,10 +11,10 @@ from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
 
 _ABOUT = {
-    "list": "List the runs in a directory, with the starts, updates, wall time and goodput of each. Exit code"
+    "list": "List the runs in a directory, with the starts, steps, wall time and goodput of each. Exit code"
     " 1 if none can be read.",
     "show": "Show how a run spent its time, over all its restarts. Goodput is the share of the wall time"
-    " spent on updates that count. Set-up, waiting for data, evaluation, saving, restoring, repeated updates"
+    " spent on steps that count. Set-up, waiting for data, evaluation, saving, restoring, repeated steps"
     " and waiting for a restart do not count.",
 }
 _PATHS = {"list": "a directory of runs, such as runs", "show": "a run directory, or its ledger.jsonl"}
@@ -68,12 +68,12 @@ def _list(parsed: argparse.Namespace) -> int:
         print_json({"runs": [each.to_json() for each in found], "trouble": trouble})
         return 0 if found else 1
     table(
-        ("run", "attempts", "updates", "wall", "goodput", "ended", "heard"),
+        ("run", "attempts", "steps", "wall", "goodput", "ended", "heard"),
         [
             (
                 str(each.directory),
                 str(len(each.attempts)),
-                str(each.updates),
+                str(each.steps),
                 span(each.wall),
                 f"{each.goodput:.1%}",
                 _ended(each.attempts[-1]),
@@ -100,7 +100,7 @@ def _show(parsed: argparse.Namespace) -> int:
             ("began", _moment(ledger.attempts[0].began)),
             ("heard of", f"{_moment(last.heard)}, {span(time.time() - last.heard)} ago"),
             ("attempts", str(len(ledger.attempts))),
-            ("updates", str(ledger.updates)),
+            ("steps", str(ledger.steps)),
             ("ended", _ended(last)),
             ("wall time", span(ledger.wall)),
             ("goodput", f"{ledger.goodput:.1%}, which is compute / wall time"),
@@ -113,7 +113,7 @@ def _show(parsed: argparse.Namespace) -> int:
     if len(ledger.attempts) > 1:
         line()
         table(
-            ("attempt", "began", "waited", "lasted", "compute", "lost work", "updates", "ended"),
+            ("attempt", "began", "waited", "lasted", "compute", "lost work", "steps", "ended"),
             [
                 (
                     str(number),
@@ -122,7 +122,7 @@ def _show(parsed: argparse.Namespace) -> int:
                     span(each.wall),
                     span(each.seconds["compute"]),
                     span(each.seconds["lost work"]),
-                    "none" if each.resumed is None else f"{each.resumed} to {each.updates}",
+                    "none" if each.resumed is None else f"{each.resumed} to {each.steps}",
                     _ended(each),
                 )
                 for number, each in enumerate(ledger.attempts, 1)

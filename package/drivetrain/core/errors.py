@@ -62,25 +62,25 @@ class Preempted(SystemExit):
 
 
 class NonFiniteError(DrivetrainError, ArithmeticError):
-    """A loss, metric or weight became NaN or infinite; names the update, the rank and the metrics.
+    """A loss, metric or weight became NaN or infinite; names the step, the rank and the metrics.
 
     Attributes:
         what: The value that is not finite, and its place.
         help: How to fix it.
-        update: The update, from 0; None if it is not known.
+        step: The step, from 0; None if it is not known.
     """
 
-    def __init__(self, what: str, help: str = "", update: int | None = None) -> None:
+    def __init__(self, what: str, help: str = "", step: int | None = None) -> None:
         super().__init__(f"{what}. {help}" if help else what)
-        self.what, self.help, self.update = what, help, update
+        self.what, self.help, self.step = what, help, step
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by the constructor's arguments: errors travel between processes."""
-        return type(self), (self.what, self.help, self.update), {"__notes__": getattr(self, "__notes__", [])}
+        return type(self), (self.what, self.help, self.step), {"__notes__": getattr(self, "__notes__", [])}
 
 
 class DivergenceError(DrivetrainError, ArithmeticError):
-    """Training spikes again and again, whatever is left out; names the updates."""
+    """Training spikes again and again, whatever is left out; names the steps."""
 
 
 class MissingDependencyError(DrivetrainError, ImportError):

@@ -13,14 +13,14 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.progress import Progress
 
 _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
-_COUNTS = {"steps": "updates", "epochs": "epoch", "samples": "samples", "tokens": "tokens"}
+_COUNTS = {"steps": "steps", "epochs": "epoch", "samples": "samples", "tokens": "tokens"}
 _DIGITS = r"\d+(?:_\d+)*"
 _INTERVAL = re.compile(
     rf"((?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d+)?)?\s*([a-z]+)?", re.ASCII | re.IGNORECASE
 )
 """A number as Python writes it, underscores included, and a unit; either may be missing, not both."""
 PerEpoch = int | Callable[[int], int]
-"""The updates of an epoch: a number, or a function of the epoch."""
+"""The steps of an epoch: a number, or a function of the epoch."""
 
 _SYNONYMS = {"updates": "steps", "step": "steps", "update": "steps"}
 
@@ -68,8 +68,8 @@ def _unit(name: str, spec: object) -> str:
     for each in units:
         if unit in (each, each[:-1]):
             return each
-    updates = "Updates are called steps. " if unit.startswith(("batch", "iter")) else ""
-    raise ConfigError(f"unknown unit {name!r} in the interval {spec!r}. {updates}{nearest(unit, units)}")
+    hint = "Optimizer steps are called steps. " if unit.startswith(("batch", "iter")) else ""
+    raise ConfigError(f"unknown unit {name!r} in the interval {spec!r}. {hint}{nearest(unit, units)}")
 
 
 def _number(spec: object) -> float:
@@ -117,10 +117,10 @@ def exact(amount: float) -> Fraction:
     return Fraction(amount).limit_denominator(1_000_000)
 
 
-def part_of_epoch(every: Every, updates_per_epoch: int) -> Fraction:
-    """Return the number of updates in a fraction of an epoch, at least one."""
-    # Exact: rounding would put 0.3 epochs of 10 updates at the fourth.
-    return max(Fraction(1), exact(every.amount) * updates_per_epoch)
+def part_of_epoch(every: Every, steps_per_epoch: int) -> Fraction:
+    """Return the number of steps in a fraction of an epoch, at least one."""
+    # Exact: rounding would put 0.3 epochs of 10 steps at the fourth.
+    return max(Fraction(1), exact(every.amount) * steps_per_epoch)
 
 
 class Trigger:
@@ -128,7 +128,7 @@ class Trigger:
 
     Args:
         every: The interval; None is never due.
-        updates_per_epoch: Needed for fractions of an epoch: the number, or a function of the epoch that
+        steps_per_epoch: Needed for fractions of an epoch: the number, or a function of the epoch that
             returns it; None if the data's length is not known.
 
     Attributes:
@@ -138,7 +138,7 @@ class Trigger:
         ConfigError: A fraction of an epoch of unknown length.
     """
 
-    def __init__(self, every: Every | None, updates_per_epoch: PerEpoch | None = None) -> None:
+    def __init__(self, every: Every | None, steps_per_epoch: PerEpoch | None = None) -> None:
         self.every = every
         self.ends_epochs = False
         self._by_epoch: Callable[[int], int] | None = None
@@ -156,18 +156,18 @@ class Trigger:
         if every.unit == "steps":
             self._steps = int(every.amount)
         elif every.unit == "epochs":
-            self._set_epochs(every, updates_per_epoch)
+            self._set_epochs(every, steps_per_epoch)
         else:
             self._counter = _COUNTS.get(every.unit, "seconds")
             self._amount = every.seconds or every.amount
 
-    def _set_epochs(self, every: Every, updates_per_epoch: PerEpoch | None) -> None:
+    def _set_epochs(self, every: Every, steps_per_epoch: PerEpoch | None) -> None:
         if every.amount == int(every.amount):
             self._epochs = int(every.amount)
-        elif every.amount < 1 and updates_per_epoch is not None:
-            if callable(updates_per_epoch):
-                self._by_epoch, updates_per_epoch = updates_per_epoch, updates_per_epoch(0)
-            self._set_part(every, updates_per_epoch)
+        elif every.amount < 1 and steps_per_epoch is not None:
+            if callable(steps_per_epoch):
+                self._by_epoch, steps_per_epoch = steps_per_epoch, steps_per_epoch(0)
+            self._set_part(every, steps_per_epoch)
         else:
             raise ConfigError(
                 f"an interval of {every} needs"
@@ -175,9 +175,9 @@ class Trigger:
                 " instead"
             )
 
-    def _set_part(self, every: Every, updates_per_epoch: int) -> None:
-        self._within_epoch = part_of_epoch(every, updates_per_epoch).as_integer_ratio()
-        self._per_epoch = updates_per_epoch
+    def _set_part(self, every: Every, steps_per_epoch: int) -> None:
+        self._within_epoch = part_of_epoch(every, steps_per_epoch).as_integer_ratio()
+        self._per_epoch = steps_per_epoch
 
     @property
     def by_time(self) -> bool:
@@ -185,15 +185,15 @@ class Trigger:
         return self.every is not None and self.every.seconds is not None
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
-        """Return whether the interval ends with the last update.
+        """Return whether the interval ends with the last step.
 
         Args:
-            progress: The counts after that update. If the epoch has just ended, `epoch` includes it.
-            epoch_ended: Whether the update was the last of its epoch.
+            progress: The counts after that step. If the epoch has just ended, `epoch` includes it.
+            epoch_ended: Whether the step was the last of its epoch.
         """
         if self._steps:
-            due = progress.updates % self._steps == 0 or (epoch_ended and self.ends_epochs)
-            return due and self._is_new(progress.updates)
+            due = progress.steps % self._steps == 0 or (epoch_ended and self.ends_epochs)
+            return due and self._is_new(progress.steps)
         if self._epochs:
             return epoch_ended and progress.epoch % self._epochs == 0
         if self._within_epoch is not None:
@@ -201,9 +201,9 @@ class Trigger:
                 per_epoch = self._by_epoch(progress.epoch - epoch_ended)
                 if per_epoch != self._per_epoch and self.every is not None:
                     self._set_part(self.every, per_epoch)
-            # Count from the last call: nobody calls after a skipped update, and savers call when
-            # `epoch_updates` is already 0, that of the next epoch.
-            before, done = self._position, self._per_epoch if epoch_ended else progress.epoch_updates
+            # Count from the last call: nobody calls after a skipped step, and savers call when
+            # `epoch_steps` is already 0, that of the next epoch.
+            before, done = self._position, self._per_epoch if epoch_ended else progress.epoch_steps
             self._position = 0 if epoch_ended else done
             return self._passes_part(before, done)
         if self._counter:
@@ -213,29 +213,29 @@ class Trigger:
         return False
 
     def is_due_by(self, done: int, progress: Progress) -> bool:
-        """Return whether a part of the epoch has ended since it was last due, after so many updates.
+        """Return whether a part of the epoch has ended since it was last due, after so many steps.
 
         Args:
-            done: The updates of the epoch, the skipped ones included.
+            done: The steps of the epoch, the skipped ones included.
             progress: The counts.
         """
         return self._within_epoch is not None and self._passes_part(self._position, done)
 
     def _passes_part(self, before: int, done: int) -> bool:
-        # Parts of 0.5 epochs of 5 updates end at 2.5 and 5: due at the first update at or after each.
+        # Parts of 0.5 epochs of 5 steps end at 2.5 and 5: due at the first step at or after each.
         assert self._within_epoch is not None
         above, below = self._within_epoch
         return done * below // above > before * below // above
 
-    def _is_new(self, update: int) -> bool:
-        # A skipped update leaves the count unchanged; an interval that was due there is not due twice.
-        new, self._last = update != self._last, update
+    def _is_new(self, step: int) -> bool:
+        # A skipped step leaves the count unchanged; an interval that was due there is not due twice.
+        new, self._last = step != self._last, step
         return new
 
     def start(self, progress: Progress) -> None:
         """Begin at `progress`; intervals that ended before it are not due again."""
-        self._last = progress.updates
-        self._position = progress.epoch_updates
+        self._last = progress.steps
+        self._position = progress.epoch_steps
         if self._counter:
             self._done = int(getattr(progress, self._counter) / self._amount)
 
@@ -245,27 +245,27 @@ class Point:
 
     Args:
         begins: The interval.
-        updates_per_epoch: As for `Trigger`.
+        steps_per_epoch: As for `Trigger`.
 
     Raises:
         ConfigError: The point is in the middle of an epoch of unknown length.
     """
 
-    def __init__(self, begins: Every, updates_per_epoch: PerEpoch | None = None) -> None:
+    def __init__(self, begins: Every, steps_per_epoch: PerEpoch | None = None) -> None:
         self.begins = begins
         self._whole, part = divmod(exact(begins.amount), 1)
-        if part and begins.unit == "epochs" and updates_per_epoch is None:
+        if part and begins.unit == "epochs" and steps_per_epoch is None:
             raise ConfigError(
                 f"{begins} from the start need data of known length; give whole epochs or a number of steps"
             )
-        if callable(updates_per_epoch):
-            updates_per_epoch = updates_per_epoch(int(self._whole))
-        self._part = part * (updates_per_epoch or 0)
+        if callable(steps_per_epoch):
+            steps_per_epoch = steps_per_epoch(int(self._whole))
+        self._part = part * (steps_per_epoch or 0)
 
     def reached(self, progress: Progress, epoch_ended: bool = False) -> bool:
         """Return whether the run is at the point, or past it; see `Trigger.due`."""
         if self.begins.unit == "epochs":
-            done = 0 if epoch_ended else progress.epoch_updates
+            done = 0 if epoch_ended else progress.epoch_steps
             return (progress.epoch, done) >= (self._whole, self._part)
         counter = _COUNTS.get(self.begins.unit, "seconds")
         return bool(getattr(progress, counter) >= (self.begins.seconds or self.begins.amount))
@@ -277,15 +277,15 @@ class DelayedTrigger(Trigger):
     Args:
         every: The interval; None is never due.
         begins: The point, as the interval from the run's start.
-        updates_per_epoch: As for `Trigger`.
+        steps_per_epoch: As for `Trigger`.
 
     Raises:
         ConfigError: The point is in the middle of an epoch of unknown length.
     """
 
-    def __init__(self, every: Every | None, begins: Every, updates_per_epoch: PerEpoch | None = None) -> None:
-        super().__init__(every, updates_per_epoch)
-        self._begins = Point(begins, updates_per_epoch)
+    def __init__(self, every: Every | None, begins: Every, steps_per_epoch: PerEpoch | None = None) -> None:
+        super().__init__(every, steps_per_epoch)
+        self._begins = Point(begins, steps_per_epoch)
 
     @property
     def by_time(self) -> bool:
@@ -293,7 +293,7 @@ class DelayedTrigger(Trigger):
         return super().by_time or self._begins.begins.seconds is not None
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
-        """Return whether the interval ends with the last update, at or after the point."""
+        """Return whether the interval ends with the last step, at or after the point."""
         return super().due(progress, epoch_ended) and self._begins.reached(progress, epoch_ended)
 
     def is_due_by(self, done: int, progress: Progress) -> bool:
@@ -301,20 +301,20 @@ class DelayedTrigger(Trigger):
         return super().is_due_by(done, progress) and self._begins.reached(progress)
 
 
-class FirstUpdateTrigger(Trigger):
-    """A trigger that is also due after the first update of a run."""
+class FirstStepTrigger(Trigger):
+    """A trigger that is also due after the first step of a run."""
 
-    def __init__(self, every: Every | None, updates_per_epoch: PerEpoch | None = None) -> None:
-        super().__init__(every, updates_per_epoch)
+    def __init__(self, every: Every | None, steps_per_epoch: PerEpoch | None = None) -> None:
+        super().__init__(every, steps_per_epoch)
         self._awaited = True
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
-        """Return whether the interval ends with the last update, or that was the first."""
-        due, first = super().due(progress, epoch_ended), self._awaited and progress.updates == 1
+        """Return whether the interval ends with the last step, or that was the first."""
+        due, first = super().due(progress, epoch_ended), self._awaited and progress.steps == 1
         self._awaited = self._awaited and not first
         return due or first
 
     def start(self, progress: Progress) -> None:
         """Begin at `progress`."""
         super().start(progress)
-        self._awaited = progress.updates == 0
+        self._awaited = progress.steps == 0

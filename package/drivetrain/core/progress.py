@@ -14,26 +14,26 @@ class Progress:
     """Counts since the start of the run, over all its restarts.
 
     Attributes:
-        updates: Optimizer updates made; a skipped update is not counted.
+        steps: Optimizer steps made; a skipped step is not counted.
         micro_batches: Micro-batches trained on.
         samples: Training samples seen.
         tokens: Training tokens seen, as counted by `TaskModule.tokens`.
         epoch: Full passes over the training data.
-        epoch_updates: Updates made in the current epoch.
+        epoch_steps: Steps made in the current epoch.
         epoch_batches: Micro-batches trained on in the current epoch.
         position: The data cursor in the current epoch: samples for indexed data, batches for iterable data.
-        skipped: Updates that were skipped (an fp16 overflow, a window of weight zero, values that are not
+        skipped: Steps that were skipped (an fp16 overflow, a window of weight zero, values that are not
             finite, a spike of the loss) or rolled back.
         seconds: Wall time spent in training runs.
         bad_batches: Micro-batches left out because loading them failed, summed over all ranks.
     """
 
-    updates: int = 0
+    steps: int = 0
     micro_batches: int = 0
     samples: int = 0
     tokens: int = 0
     epoch: int = 0
-    epoch_updates: int = 0
+    epoch_steps: int = 0
     epoch_batches: int = 0
     position: int = 0
     skipped: int = 0

@@ -1,12 +1,12 @@
 """Random streams as functions of a run's progress.
 
-Before update `u`, torch's generators on the host and the device are seeded by a function of (seed, u, rank).
+Before step `u`, torch's generators on the host and the device are seeded by a function of (seed, u, rank).
 Before a batch is loaded, in whichever process, all of the host's generators (torch's, Python's `random`,
 numpy's global one) are seeded by a function of (seed, epoch, position of its first sample). Draws in between,
 by a validation, a callback or a logger, move nothing. A resumed run draws the same numbers as an
 uninterrupted one, without saving the state of torch's generators.
 
-Python's and numpy's generators are not seeded before every update: it would cost 9 us, as much as all the
+Python's and numpy's generators are not seeded before every step: it would cost 9 us, as much as all the
 rest of the engine. They are a separate stream for steps that draw from them: seeded at the start, saved in
 checkpoints, and protected from evaluation, logging and epoch hooks by `shielded`. If loading a batch draws
 from them, training continues from their state after that batch, even if a worker loaded it: see `HostDraws`.
@@ -30,11 +30,11 @@ _MT19937_WORDS = 624
 _MASK = (1 << 63) - 1
 _MASK64 = (1 << 64) - 1
 # The odd constant of a Weyl sequence, 2**64 divided by the golden ratio. Multiplying by an odd number is a
-# bijection modulo 2**32. So no two updates within 2**32 share a seed, even in a generator that reads only the
+# bijection modulo 2**32. So no two steps within 2**32 share a seed, even in a generator that reads only the
 # lower 32 bits, as torch's CPU generator does.
 _WEYL = 0x9E3779B97F4A7C15
 
-UPDATES, BATCHES, ORDER, EVALUATION, HOST, ROUNDING = range(1, 7)
+STEPS, BATCHES, ORDER, EVALUATION, HOST, ROUNDING = range(1, 7)
 """Purposes of streams. Each is the first key of `mix`, so that streams of one seed are unrelated."""
 
 
@@ -139,14 +139,14 @@ class Streams:
     def __init__(self, seed: int, rank: int = 0, device: torch.device | None = None) -> None:
         self.seed = seed
         self.rank = rank
-        self._updates = mix(UPDATES, seed, rank)
+        self._steps = mix(STEPS, seed, rank)
         self._evaluations = mix(EVALUATION, seed, rank)
         self._seed_host = torch.default_generator.manual_seed
         self._device = device_generators(device) if device else ()
 
-    def seed_update(self, update: int) -> None:
-        """Seed torch's generators for an update."""
-        value = (self._updates + update * _WEYL) & _MASK
+    def seed_step(self, step: int) -> None:
+        """Seed torch's generators for a step."""
+        value = (self._steps + step * _WEYL) & _MASK
         self._seed_host(value)
         for generator in self._device:
             generator.manual_seed(value)

@@ -137,7 +137,7 @@ def ramp(first: int, last: int, *, over: str | int, by: int) -> dict[Any, int]:
     Args:
         first: The number at the start.
         last: The number at the end of `over` and after it.
-        over: The length of the ramp: "5000 steps", "2_000_000 samples", "10 epochs", or a number of updates.
+        over: The length of the ramp: "5000 steps", "2_000_000 samples", "10 epochs", or a number of steps.
         by: The size of a step; it divides `last - first`.
 
     Raises:

@@ -77,7 +77,7 @@ class Logger(Protocol):
     """A destination for scalars and the configuration; see `drivetrain.loggers`."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log scalars at an update."""
+        """Log scalars at a step."""
         ...
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -117,5 +117,5 @@ class HistogramLogger(Logger, Protocol):
     """A logger that takes histograms too."""
 
     def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Log histograms at an update."""
+        """Log histograms at a step."""
         ...

@@ -118,7 +118,7 @@ def duration(name: str, value: str | float | timedelta | None) -> float | None:
     if found is None:
         raise ConfigError(
             f"{name} must be a positive time, not {value!r}: a number of seconds, a timedelta, or a text in"
-            " seconds, minutes or hours, such as '2 hours'. Updates and epochs are limited by max_steps and"
+            " seconds, minutes or hours, such as '2 hours'. Steps and epochs are limited by max_steps and"
             " max_epochs"
         )
     return found

@@ -53,7 +53,7 @@ class Measure:
 
 
 class Window(NamedTuple):
-    """The micro-batches of one update.
+    """The micro-batches of one step.
 
     Attributes:
         micro_batches: On the host, in order; `Transfer.moving` moves them to the device.
@@ -174,7 +174,7 @@ class Feed:
         self.plan, self._cut = plan, cut
 
     @property
-    def samples_per_update(self) -> int | None:
+    def samples_per_step(self) -> int | None:
         """The number of samples of a whole window over all processes, at the start of a run; None if
         unknown.
         """
@@ -193,7 +193,7 @@ class Feed:
         return min(count, self._limit)
 
     @property
-    def updates_per_epoch(self) -> int | None:
+    def steps_per_epoch(self) -> int | None:
         """The number of windows in an epoch; None if unknown, or if `plan` has it by epoch."""
         if self.plan is not None and self.plan.varies:
             return None
@@ -221,7 +221,7 @@ class Feed:
         if not plan.counts_samples:  # positions of such data are its own
             left = self.source.count(position) if self.source.exact else None
             position = done if left is None else (self.source.count() or 0) - left
-        return Place(epoch, position, done, progress.updates + progress.skipped, progress.samples)
+        return Place(epoch, position, done, progress.steps + progress.skipped, progress.samples)
 
     def _left(self, done: int) -> int | None:
         return None if self._limit is None else self._limit - done
@@ -286,7 +286,7 @@ class Feed:
                 micro_batches = self._as_expected(micro_batches, position)
             source.seed_epoch(epoch)
             # The data's state is taken before the next batch is asked for, because it must not count a batch
-            # that no update has used.
+            # that no step has used.
             self._state = source.snapshot() if state is None else state
         looks_ahead = transfer.draws_ahead and not (source.stateful and left is not None)
         drawn: list[MicroBatch] = []

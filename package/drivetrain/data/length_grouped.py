@@ -1,4 +1,4 @@
-"""A shuffled order that puts samples of similar lengths into the same update."""
+"""A shuffled order that puts samples of similar lengths into the same step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUPS = 50
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """A sampler for `DataLoader(sampler=...)` that puts samples of similar lengths into the same update.
+    """A sampler for `DataLoader(sampler=...)` that puts samples of similar lengths into the same step.
 
     The data is shuffled, sorted by length in parts of 50 groups, and cut into groups, whose order is shuffled
     again. The group with the longest sample comes first, so that too little memory shows at once. As for
@@ -27,7 +27,7 @@ class LengthGroupedSampler(Sampler[int]):
 
     Args:
         lengths: The length of each sample.
-        group_size: The samples of a group: those of one update over all processes. With another group size
+        group_size: The samples of a group: those of one step over all processes. With another group size
             the order is another one.
 
     Raises:

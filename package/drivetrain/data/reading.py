@@ -57,7 +57,7 @@ def as_source(
         changes: Whether a bare Dataset may change between epochs, so that each needs new workers.
         collate: Makes a batch from the samples of a bare Dataset; None uses torch's default.
         group_by_length: The length of a bare Dataset's sample; see `lengths_of`. None does not group.
-        accumulation: Micro-batches of an update in one process, for the groups.
+        accumulation: Micro-batches of a step in one process, for the groups.
 
     Raises:
         ConfigError: `group_by_length` for data that is no bare Dataset with a length.

@@ -253,7 +253,7 @@ class IterableSource(Source):
     already used. Otherwise the batches are drawn again, and a warning says so. A `state_dict` that takes
     arguments is for a loader of its own package, and is not used.
 
-    Every update calls `state_dict` and copies the result, even if no checkpoint is due. Whether a window is
+    Every step calls `state_dict` and copies the result, even if no checkpoint is due. Whether a window is
     the last of its epoch shows only when the next batch is drawn, which moves the state. Whether the window
     is saved is decided after that, by a time, a metric, a signal or a callback. Keep the state small.
 

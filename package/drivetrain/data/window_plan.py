@@ -1,6 +1,6 @@
 """The sizes of a run's windows where they change by schedule, without reading any data.
 
-A round is one micro-batch on each process, and a window the rounds of one update.
+A round is one micro-batch on each process, and a window the rounds of one step.
 A window's micro-batches, the samples of a batch and the length of sequences follow from the window's place:
 its number in the run, its epoch, and the samples before it. So batches can be made ahead, and a resumed run
 cuts the data as the uninterrupted one. Windows of equal size are counted by division.
@@ -24,7 +24,7 @@ class Place(NamedTuple):
         epoch: Its epoch.
         position: The samples before it in the epoch; or rounds of batches, see `WindowPlan`.
         rounds: The rounds of batches before it in the epoch.
-        windows: The windows before it in the run, of updates made and skipped.
+        windows: The windows before it in the run, of steps made and skipped.
         samples: The samples before it in the run.
     """
 
@@ -91,7 +91,7 @@ class WindowPlan:
         self._shares = shares if self.counts_samples else 1
         self._limit = limit
         self._begun = Place()
-        self._counted_epoch = -1, (0, 0)  # what was counted last: it is asked for after every update
+        self._counted_epoch = -1, (0, 0)  # what was counted last: it is asked for after every step
 
     # Where the run is.
 

@@ -180,7 +180,7 @@ class Signals:
         return None
 
     def _wait_for_thread(self) -> None:
-        """Give the thread a moment to handle the signal, so that the current update is the last."""
+        """Give the thread a moment to handle the signal, so that the current step is the last."""
         until = time.monotonic() + _MOMENT
         while self._ends is not None and time.monotonic() < until:
             try:

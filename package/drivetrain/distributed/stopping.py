@@ -1,4 +1,4 @@
-"""Let all ranks act after the same update when one of them asks, without a collective in the others."""
+"""Let all ranks act after the same step when one of them asks, without a collective in the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAUNCHERS = 2.0
 class Stopping:
     """One rank's part of the agreement: how far its main thread is, and where all ranks meet.
 
-    Each update ends in *boundaries*, as many on all ranks: one before all that is due after it, one after its
+    Each step ends in *boundaries*, as many on all ranks: one before all that is due after it, one after its
     savers, and one wherever hooks may have asked in between. At a boundary the main thread increments
     `passed` and then calls `meets`. A rank that asks is held at once, the others when its request arrives.
     The thread that holds sets `held` and then reads `passed`; the main thread does the reverse. So it cannot
@@ -26,11 +26,11 @@ class Stopping:
     no rank waits for another's main thread. At the meeting the ranks gather all that they have asked for, and
     the next `round` begins.
 
-    If all ranks ask at the same point of an update, each is held from its own request on, so they meet after
-    this very update, as one process does. Neither side takes a lock, so a signal handler may ask too.
+    If all ranks ask at the same point of a step, each is held from its own request on, so they meet after
+    this very step, as one process does. Neither side takes a lock, so a signal handler may ask too.
 
     Attributes:
-        passed: The last boundary that was passed, from 0, which is before the first update.
+        passed: The last boundary that was passed, from 0, which is before the first step.
         round: The number of meetings so far. Held and wanted are meant for one round, so that a new round
             resets both in one assignment.
         held: The round of the answer that the main thread must wait for at the next boundary.

@@ -1,1 +1,1 @@
-"""One update: the micro-batches of a window in, the optimizers' steps made."""
+"""One step: the micro-batches of a window in, new weights out."""

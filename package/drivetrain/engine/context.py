@@ -1,4 +1,4 @@
-"""The interface between the engine and the parts of an update: task, step and services."""
+"""The interface between the engine and the parts of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.placeholder import Placeholders
-from drivetrain.engine.skip import UpdateGate
+from drivetrain.engine.skip import StepGate
 from drivetrain.engine.updater import Updater
 from drivetrain.engine.weighting import StepResult, Weighted
 from drivetrain.strategies import Strategy
@@ -33,7 +33,7 @@ class StepContext(Protocol):
         evaluate_step: Runs the step of the evaluation in progress on a batch.
         strategy: The strategy.
         ranks: The ranks of the job.
-        sharing: The ranks that share the micro-batches of an update; None if there is only one.
+        sharing: The ranks that share the micro-batches of a step; None if there is only one.
         parameters: The trained parameters.
         updaters: The optimizers by name.
         only_updater: The first of them.
@@ -42,13 +42,13 @@ class StepContext(Protocol):
             on one rank.
         train_metrics: The declared metrics of training, or None.
         placeholders: Runs micro-batches of weight zero without side effects.
-        gate: Decides which updates are skipped, or None.
+        gate: Decides which steps are skipped, or None.
         streams: The random streams.
         transfer: Moves batches to the device.
         progress: The counts.
         micro_batch_end: Called after each micro-batch's backward, or None.
         passes: Forwards and backwards so far.
-        begins_again: Whether an update may be repeated. A repetition must not update a metric twice.
+        begins_again: Whether a step may be repeated. A repetition must not update a metric twice.
     """
 
     task: TaskModule
@@ -65,7 +65,7 @@ class StepContext(Protocol):
     order: CollectiveOrder | None
     train_metrics: DeclaredMetrics | None
     placeholders: Placeholders
-    gate: UpdateGate | None
+    gate: StepGate | None
     streams: Streams
     transfer: Transfer
     progress: Progress

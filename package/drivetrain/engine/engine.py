@@ -1,6 +1,6 @@
-"""One update, made from micro-batches.
+"""One step, made from micro-batches.
 
-`Engine.train_step` shows from top to bottom what an update is. `prepare`, `backward` and `step` are the same
+`Engine.train_step` shows from top to bottom what a step is. `prepare`, `backward` and `step` are the same
 parts for your own loop over any `nn.Module`.
 """
 
@@ -37,7 +37,7 @@ from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.engine.own_loop import EngineData, prepare_module
 from drivetrain.engine.placeholder import Placeholders
-from drivetrain.engine.skip import UpdateGate
+from drivetrain.engine.skip import StepGate
 from drivetrain.engine.splitting import MicroBatches
 from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
 from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, weigh
@@ -122,7 +122,7 @@ class Engine:
         self.micro_batch_end: Callable[[], None] | None = None
         self.before_optimizer_step: Callable[[], None] | None = None
         self.splitter: MicroBatches | None = None
-        self.gate: UpdateGate | None = None
+        self.gate: StepGate | None = None
         self.refuse_nonfinite = refuse_nonfinite
         self.max_grad_value: float | None = None
         self.evaluation_precision: Precision | None = None  # None evaluates in the precision of training
@@ -133,7 +133,7 @@ class Engine:
         self.placeholders = Placeholders()
         self.order: CollectiveOrder | None = None
         self.passes = 0  # forwards and backwards so far, for watchdogs
-        self.begins_again = False  # whether an update may be repeated; that must not update a metric twice
+        self.begins_again = False  # whether a step may be repeated; that must not update a metric twice
         self._window = OpenWindow(self.data_ranks)
         self._channel = ProgramChannel(self.ranks, self.progress)
         self.weight_updates = WeightUpdates(self.precision.updates_of_weights, seed, self.progress)
@@ -147,7 +147,7 @@ class Engine:
         task: TaskModule,
         *,
         training: bool = True,
-        total_updates: int | None = None,
+        total_steps: int | None = None,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         metrics: DeclaredMetrics | None = None,
@@ -159,7 +159,7 @@ class Engine:
         Args:
             task: The task; its parameters are moved in place.
             training: Whether optimizers are needed.
-            total_updates: The run's length for schedules, or None when it is not known.
+            total_steps: The run's length for schedules, or None when it is not known.
             max_grad_norm: Clipping for optimizers that set none.
             max_grad_value: The limit of each gradient's element, for optimizers without a limit of the norm.
             metrics: Declared metrics to update in training, or None.
@@ -183,10 +183,10 @@ class Engine:
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
             return
-        specs = configured_specs(task, self.strategy, total_updates)
+        specs = configured_specs(task, self.strategy, total_steps)
 
         def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
-            self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self.weight_updates)
+            self.updaters = build_updaters(task, specs, total_steps, max_grad_norm, self.weight_updates)
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
@@ -195,16 +195,16 @@ class Engine:
         self.memory.attach(self.step_module)
         self.trainable = [p for p in task.parameters() if p.requires_grad]
         self.parameters = self.trainable  # without those that `freeze` has frozen for now
-        for parameter in self.parameters:  # an old gradient would count into the first update
+        for parameter in self.parameters:  # an old gradient would count into the first step
             parameter.grad = None
-        self._moving = [each for each in self.updaters.values() if each.follows_updates]
+        self._moving = [each for each in self.updaters.values() if each.follows_steps]
         self.only_updater = next(iter(self.updaters.values()))
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._optimize = self._chosen_optimize()
         self._choose_step()
 
     def _chosen_optimize(self) -> Callable[[Engine, Weighted], Optimized] | None:
-        """Return what makes an update, if `train_step` does not: the task, or its training step.
+        """Return what makes a step, if `train_step` does not: the task, or its training step.
 
         Raises:
             ConfigError: The batches of a task that makes it should be split.
@@ -214,7 +214,7 @@ class Engine:
         if self.splitter is not None:
             raise ConfigError(
                 f"micro_batch with {type(self.task).__name__}.optimize: parts of a batch are run again when"
-                " memory runs out, and the task makes its updates itself. Use smaller batches with"
+                " memory runs out, and the task makes its steps itself. Use smaller batches with"
                 " gradient_accumulation_steps"
             )
         return self.task.optimize
@@ -236,8 +236,8 @@ class Engine:
         self.run_step = self.compilation.marking(run_step)
 
     def freeze(self, names: Collection[str]) -> None:
-        """Freeze the parameters with these names from the next update on, and train all other ones that the
-        optimizers have. All ranks call it together, between updates.
+        """Freeze the parameters with these names from the next step on, and train all other ones that the
+        optimizers have. All ranks call it together, between steps.
 
         Args:
             names: Clean names.
@@ -254,18 +254,18 @@ class Engine:
         self._choose_step()
 
     def set_rates(self) -> None:
-        """Set the learning rates of the next update."""
+        """Set the learning rates of the next step."""
         for updater in self.updaters.values():
-            updater.set_rate(self.progress.updates)
+            updater.set_rate(self.progress.steps)
 
     @named_place("in the step")
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Make one update: forward and backward of each micro-batch, then clip, step, zero and schedule.
+        """Make one step: forward and backward of each micro-batch, then clip, step, zero and schedule.
 
         The gradient is sum(weight x loss) / sum(weight) over the micro-batches, so that any split of a batch
-        gives the same update; see `weigh`.
+        gives the same step; see `weigh`.
         """
-        self.streams.seed_update(self.progress.updates)
+        self.streams.seed_step(self.progress.steps)
         if self.gate is not None:
             self.gate.begin()
         pairs, total = weigh(micro_batches, self.sharing, self.placeholders)
@@ -283,7 +283,7 @@ class Engine:
         """Run forward and backward of each micro-batch.
 
         Returns:
-            The scalars of each, and the inputs for the declared metrics once the update is made.
+            The scalars of each, and the inputs for the declared metrics once the step is made.
         """
         strategy, run_step = self.strategy, self.run_step
         rows: list[Row] = []
@@ -313,7 +313,7 @@ class Engine:
         return sum(each.bad for each in micro_batches) if self._alone else self.placeholders.bad
 
     def show_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
-        """Update the declared metrics with a micro-batch: now, or after the update if it may be skipped.
+        """Step the declared metrics with a micro-batch: now, or after the step if it may be skipped.
 
         Args:
             outputs: The outputs of the task's step.
@@ -338,7 +338,7 @@ class Engine:
             parameters: The parameters whose gradients are cleared.
 
         Returns:
-            Whether the update was made, and the gradient's norm before clipping.
+            Whether the step was made, and the gradient's norm before clipping.
         """
         strategy, norm = self.strategy, None
         if self._scaled:
@@ -364,7 +364,7 @@ class Engine:
         if not applied:
             self.placeholders.drop()
             if not refused:
-                self.refuse_nonfinite(rows, self.progress.updates, strategy.rank)
+                self.refuse_nonfinite(rows, self.progress.steps, strategy.rank)
         return applied, norm
 
     def finish(
@@ -376,8 +376,8 @@ class Engine:
         seen: list[Any],
         total: Everywhere | None,
     ) -> StepResult:
-        """Count an update, made or skipped, with its batches; update its metrics."""
-        progress, update, before = self.progress, self.progress.updates, self.progress.micro_batches
+        """Count a step, made or skipped, with its batches; update its metrics."""
+        progress, step, before = self.progress, self.progress.steps, self.progress.micro_batches
         for micro_batch in micro_batches:
             progress.position += micro_batch.advance
         for counted in micro_batches if total is None else (total,):
@@ -387,15 +387,15 @@ class Engine:
         progress.epoch_batches += len(micro_batches)
         if not applied:
             progress.skipped += 1
-            return StepResult(rows, False, norm, update)
-        progress.updates += 1
-        progress.epoch_updates += 1
-        self.buffer.add(rows, update)
+            return StepResult(rows, False, norm, step)
+        progress.steps += 1
+        progress.epoch_steps += 1
+        self.buffer.add(rows, step)
         for inputs in seen:
             self.train_metrics.update(inputs, before)  # type: ignore[union-attr]
         for updater in self._moving:
-            updater.advance(update + 1)
-        return StepResult(rows, True, norm, update)
+            updater.advance(step + 1)
+        return StepResult(rows, True, norm, step)
 
     @contextmanager
     def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
@@ -501,7 +501,7 @@ class Engine:
         self._window.backward(self.strategy, loss, weight)
 
     def step(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> StepResult:
-        """Make an update from the gradients added since the last one, and clear them.
+        """Make a step from the gradients added since the last one, and clear them.
 
         Args:
             optimizer: The optimizer from `prepare`.
@@ -513,10 +513,10 @@ class Engine:
         progress, updater = self.progress, Updater(DEFAULT, optimizer, max_grad_norm=max_grad_norm)
         self._window.close(self.strategy, updater.parameters)
         applied, norm = self.update(updater, (), updater.parameters)
-        result = StepResult([], applied, norm, progress.updates)
-        progress.updates += applied
+        result = StepResult([], applied, norm, progress.steps)
+        progress.steps += applied
         progress.skipped += not applied
-        self.streams.seed_update(progress.updates)
+        self.streams.seed_step(progress.steps)
         return result
 
     def save(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> None:

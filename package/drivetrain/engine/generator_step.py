@@ -16,8 +16,8 @@ from drivetrain.task.output import Optimized, no_loss, read_output
 
 
 def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
-    """Make one update of a task whose step is a generator: forward, backward and step at each yield."""
-    # All bodies of the window run side by side, so that each named update sees the whole window's
+    """Make one step of a generator task: forward, backward and an optimizer's step at each yield."""
+    # All bodies of the window run side by side, so that each named step sees the whole window's
     # gradient.
     placeholders, task = engine.placeholders, engine.task
     pairs = list(engine.transfer.moving(pairs))
@@ -40,7 +40,7 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
             if order is not None:
                 order.next("ends the step")
             returned = returned_rows(yielded, pairs)
-            if dropped:  # they may depend on the skipped update
+            if dropped:  # they may depend on the skipped step
                 dropped += returned
             else:
                 rows += returned

@@ -1,4 +1,4 @@
-"""The use of memory in an update, at its peak."""
+"""The use of memory in a step, at its peak."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations", "ste
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes in use in one process at the peak of an update.
+    """Bytes in use in one process at the peak of a step.
 
     The parts count tensors. They do not count the scratch memory that a kernel, such as an LSTM's, allocates
     while it runs; on CUDA it is in `measured`.
@@ -35,8 +35,8 @@ class MemoryUse:
         gradients: The parameters' gradients that existed at that moment.
         activations: Tensors that forward keeps for backward, the batch, and temporary tensors.
         step: Temporary tensors of the optimizers' steps, such as float32 copies of 16-bit weights.
-        other: All memory from before the update, such as a strategy's buffers for exchanging gradients or
-            gathering sharded weights; on CUDA also the update's first batch, whose copy is started early.
+        other: All memory from before the step, such as a strategy's buffers for exchanging gradients or
+            gathering sharded weights; on CUDA also the step's first batch, whose copy is started early.
         measured: The peak: on CUDA as the allocator reports it; on the CPU, where torch keeps no account, the
             sum of the parts.
         device: The device whose memory this is.
@@ -62,7 +62,7 @@ class MemoryUse:
         if not self.device.startswith("cpu"):
             sizes[f"measured on {self.device}"] = self.measured
         rows = [(f"  {name}", f"{size / 2**20:12,.2f} MiB") for name, size in sizes.items()]
-        return "\n".join(["memory at the peak of an update", *columns(rows)])
+        return "\n".join(["memory at the peak of a step", *columns(rows)])
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class _Memory:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Watches the memory of the update that runs while it is entered.
+    """Watches the memory of the step that runs while it is entered.
 
     A tensor counts from the first operation that takes or makes it until it is freed; the watch keeps none
     alive. Steps that an optimizer compiles run unwatched. torch's MemTracker (in
@@ -98,7 +98,7 @@ class MemoryWatch(TorchDispatchMode):
         self._steps: list[Any] = []
         self._in_step = False
         self._held: dict[int, _Memory] = {}
-        # Memory that exists before this update.
+        # Memory that exists before this step.
         self._older: set[int] = set()
         self._total = self._peak = 0
         self._at_peak: list[_Memory] = []
@@ -167,7 +167,7 @@ class MemoryWatch(TorchDispatchMode):
         return sizes
 
     def _count(self, values: Iterable[object], kind: str, older: bool = False) -> None:
-        """Count the memory of new tensors, which may be older than this update."""
+        """Count the memory of new tensors, which may be older than this step."""
         for storage in _storages(values):
             key, size = storage._cdata, storage.nbytes()
             if key not in self._held and size and storage.device.type == self._device.type:

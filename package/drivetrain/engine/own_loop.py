@@ -21,7 +21,7 @@ from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.task import StepModule
 
 _STRIDE = 15_485_863
-"""The distance between the streams of a window's micro-batches, numbered like those of far later updates."""
+"""The distance between the streams of a window's micro-batches, numbered like those of far later steps."""
 
 
 def prepare_module(
@@ -118,11 +118,11 @@ class EngineData:
             # Evaluation data: each sample once, on one of the ranks.
             yield from (each.batch for each in self._feed.micro_batches() if not each.is_placeholder)
             return
-        update, number = -1, 0
+        step, number = -1, 0
         for micro_batch in self._feed.micro_batches(progress.epoch, progress.position):
-            update, number = progress.updates, number + 1 if progress.updates == update else 0
-            # An update's first micro-batch has the same random stream as under a Trainer.
-            self._streams.seed_update(update + number * _STRIDE)
+            step, number = progress.steps, number + 1 if progress.steps == step else 0
+            # A step's first micro-batch has the same random stream as under a Trainer.
+            self._streams.seed_step(step + number * _STRIDE)
             progress.position += micro_batch.advance
             progress.micro_batches += 1
             everywhere = micro_batch.everywhere

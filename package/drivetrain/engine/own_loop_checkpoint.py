@@ -156,7 +156,7 @@ def load_own_loop(
         tree = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
         found = _take_over(strategy, path, snapshot, tree, module, optimizer, state)
         progress.load_json(snapshot.progress)
-        streams.seed_update(progress.updates)
+        streams.seed_step(progress.steps)
         return found
 
 

@@ -66,7 +66,7 @@ class Placeholders:
         return micro_batch._replace(batch=last.batch, is_placeholder=True)
 
     def drop(self) -> None:
-        """Forget the last batch: its update was skipped, perhaps because the batch holds a NaN."""
+        """Forget the last batch: its step was skipped, perhaps because the batch holds a NaN."""
         self._last = None
 
     def run(

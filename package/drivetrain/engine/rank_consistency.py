@@ -33,7 +33,7 @@ _METHODS = (
 """Methods of a task that affect what the ranks exchange."""
 
 _SAMPLED = (0, 1, 10, 100, 1000, 10_000, 100_000)
-"""Schedules are compared at these updates."""
+"""Schedules are compared at these steps."""
 
 _OTHER_OPTIMIZERS = "the ranks have different optimizers, so each would train a different model"
 
@@ -123,7 +123,7 @@ def _require_same_task(ranks: Ranks, described: Mapping[str, str]) -> None:
 
 
 def check_same_optimizers(
-    task: nn.Module, updaters: Mapping[str, Updater], total_updates: int | None, ranks: Ranks
+    task: nn.Module, updaters: Mapping[str, Updater], total_steps: int | None, ranks: Ranks
 ) -> None:
     """Check that the ranks made the same optimizers, because each would silently train its own model.
 
@@ -131,7 +131,7 @@ def check_same_optimizers(
         ConfigError: An optimizer differs in its kind, parameters, settings, schedule or clipping; says how.
     """
     if ranks.size > 1:
-        made = dict(_made(task, updaters, total_updates))
+        made = dict(_made(task, updaters, total_steps))
         require_same(ranks, made, _OTHER_OPTIMIZERS, "Let configure_optimizers give the same on all")
 
 
@@ -166,14 +166,14 @@ def _text(value: Any) -> str:
 
 
 def _made(
-    task: nn.Module, updaters: Mapping[str, Updater], total_updates: int | None
+    task: nn.Module, updaters: Mapping[str, Updater], total_steps: int | None
 ) -> Iterator[tuple[str, str]]:
     """Describe optimizers, each part under a name."""
     for each in updaters.values():
         which = f"optimizer {each.name!r}"
         yield from _settings(task, which, each.optimizer)
         yield f"max_grad_norm of {which}", _text(each.max_grad_norm)
-        for name, value in _scheduled(each, total_updates):
+        for name, value in _scheduled(each, total_steps):
             yield f"{name} of {which}", value
 
 
@@ -189,12 +189,12 @@ def _settings(module: nn.Module, which: str, optimizer: Optimizer) -> Iterator[t
                 yield f"{name} of group {number} of {which}", _text(value)
 
 
-def _scheduled(updater: Updater, total_updates: int | None) -> Iterator[tuple[str, str]]:
+def _scheduled(updater: Updater, total_steps: int | None) -> Iterator[tuple[str, str]]:
     schedule, scheduler = updater.schedule, updater.scheduler
     if schedule is not None:
-        last = _SAMPLED[-1] if total_updates is None else max(total_updates - 1, 0)
-        for update in dict.fromkeys(min(each, last) for each in _SAMPLED):
-            yield f"the schedule's factor at update {update}", _text(schedule(update))
+        last = _SAMPLED[-1] if total_steps is None else max(total_steps - 1, 0)
+        for step in dict.fromkeys(min(each, last) for each in _SAMPLED):
+            yield f"the schedule's factor at step {step}", _text(schedule(step))
         for name, value in getattr(schedule, "__dict__", {}).items():
             yield f"the schedule's {name}", _text(value)
     if scheduler is not None:

@@ -1,6 +1,6 @@
-"""Skipping updates: the question before each optimizer's step, and the search for NaN and infinity.
+"""Skipping steps: the question before each optimizer's step, and the search for NaN and infinity.
 
-A skipped update changes nothing: the optimizer is never called, so that weights, the optimizer's state and
+A skipped step changes nothing: the optimizer is never called, so that weights, the optimizer's state and
 its counts stay the same to the last bit. The forward has changed buffers by then, such as the running means
 of batch norm. They are restored.
 """
@@ -18,15 +18,15 @@ from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.updater import Updater
 
 Refusal = Callable[[Updater, Sequence[Row]], bool]
-"""Returns whether an update is skipped, given its optimizer and the scalars of its micro-batches. All ranks
+"""Returns whether a step is skipped, given its optimizer and the scalars of its micro-batches. All ranks
 call it together and get the same answer."""
 
 
-class UpdateGate:
-    """Decides before each step of an optimizer whether the update is skipped.
+class StepGate:
+    """Decides before each step of an optimizer whether it is skipped.
 
     Args:
-        task: The module whose buffers are restored after a skipped update.
+        task: The module whose buffers are restored after a skipped step.
 
     Attributes:
         refusals: The functions to call, in order, until one refuses.
@@ -42,7 +42,7 @@ class UpdateGate:
         self._buffers.keep(self._task)
 
     def refuses(self, updater: Updater, rows: Sequence[Row]) -> bool:
-        """Return whether the update is skipped; if so, restore the buffers."""
+        """Return whether the step is skipped; if so, restore the buffers."""
         refused = any(each(updater, rows) for each in self.refusals)
         if refused:
             self._buffers.put_back()

@@ -64,7 +64,7 @@ def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
         )
 
 
-class _RepeatUpdate(Exception):  # noqa: N818 - no error: another process ran out of memory
+class _RepeatStep(Exception):  # noqa: N818 - no error: another process ran out of memory
     """Ends an attempt on a process that had enough memory."""
 
 
@@ -79,7 +79,7 @@ class MicroBatches:
     Attributes:
         searches: Whether the spec is "auto".
         size: The largest number of samples of a training part; None before the first out-of-memory error.
-        begun_again: Functions to call each time an update is repeated.
+        begun_again: Functions to call each time a step is repeated.
 
     Raises:
         ConfigError: The task's step is a generator.
@@ -146,7 +146,7 @@ class MicroBatches:
     ) -> tuple[list[Row], list[Any], Everywhere | None, bool]:
         """Run forward and backward of all parts; also return whether any rank had something to learn from."""
         engine = self._engine
-        engine.streams.seed_update(engine.progress.updates)
+        engine.streams.seed_step(engine.progress.steps)
         if engine.gate is not None:
             engine.gate.begin()
         pairs, total = weigh(micro_batches, engine.sharing, engine.placeholders)
@@ -168,7 +168,7 @@ class MicroBatches:
             if outputs is not None:
                 engine.show_metrics(outputs, part.batch, seen)
         if self.searches and self._ranks.size > 1 and self._ranks.total([0.0])[0]:
-            raise _RepeatUpdate
+            raise _RepeatStep
         return rows, seen, total, bool(pairs)
 
     def _until_it_fits(
@@ -185,7 +185,7 @@ class MicroBatches:
             try:
                 return attempt()
             except Exception as error:
-                lacks = isinstance(error, _RepeatUpdate) or is_out_of_memory(error)
+                lacks = isinstance(error, _RepeatStep) or is_out_of_memory(error)
                 if not (self.searches and lacks):
                     self._add_parts_note(error)
                     raise
@@ -231,7 +231,7 @@ class MicroBatches:
 
     def _shrink_training(self, error: Exception) -> None:
         """Lower the size on all ranks after an error, or raise it."""
-        failed = not isinstance(error, _RepeatUpdate)
+        failed = not isinstance(error, _RepeatStep)
         if failed:
             if self._largest <= 1:
                 error.add_note(_NOT_EVEN_ONE)

@@ -25,11 +25,11 @@ _LABELS = ("labels", "label", "targets", "target", "y")
 
 @contextmanager
 def checking_loss_weight(engine: Engine, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
-    """Run the block, the first update of a program, and warn if `loss_weight` does not match the loss.
+    """Run the block, the first step of a program, and warn if `loss_weight` does not match the loss.
 
     A task without `loss_weight` gets a warning about ignored labels. An existing `loss_weight` is compared
-    with the number of labels that `cross_entropy` or `nll_loss` counts, if the update calls one of them once
-    for each micro-batch. A compiled step is not examined. The update waits for the device, because labels are
+    with the number of labels that `cross_entropy` or `nll_loss` counts, if the step calls one of them once
+    for each micro-batch. A compiled step is not examined. The step waits for the device, because labels are
     read.
     """
     task = engine.task

@@ -54,7 +54,7 @@ class Updater:
         name: Its name in `configure_optimizers`; "default" for an only one.
         optimizer: The optimizer.
         parameters: The parameters it trains now.
-        schedule: The factor of the base rate as a function of the update, or None when it is always 1.
+        schedule: The factor of the base rate as a function of the step, or None when it is always 1.
         torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
         given: The settings that the user gave, as texts by name; see `note_given`.
@@ -126,8 +126,8 @@ class Updater:
         return None if self.torch_schedule is None else self.torch_schedule.scheduler
 
     @property
-    def follows_updates(self) -> bool:
-        """Whether anything is to be done after each update."""
+    def follows_steps(self) -> bool:
+        """Whether anything is to be done after each step."""
         timed = self.torch_schedule
         return self.schedule is not None or (timed is not None and timed.unit == "steps")
 
@@ -156,23 +156,23 @@ class Updater:
         self.parameters = [each for group in groups for each in group["params"] if each.requires_grad]
         start_momenta(self.optimizer)
 
-    def set_rate(self, update: int) -> None:
-        """Set the learning rate for `update`; does nothing without a schedule of ours."""
+    def set_rate(self, step: int) -> None:
+        """Set the learning rate for `step`; does nothing without a schedule of ours."""
         if self.schedule is not None:
-            apply_factor(self.optimizer, self.schedule(update))
+            apply_factor(self.optimizer, self.schedule(step))
 
-    def advance(self, update: int) -> None:
-        """After an update, set the rate of the next one, number `update`."""
+    def advance(self, step: int) -> None:
+        """After a step, set the rate of the next one, number `step`."""
         if self.schedule is not None:
-            apply_factor(self.optimizer, self.schedule(update))
+            apply_factor(self.optimizer, self.schedule(step))
         if self.torch_schedule is not None:
-            self.torch_schedule.step("steps", update, _NO_VALUES)
+            self.torch_schedule.step("steps", step, _NO_VALUES)
 
-    def observe(self, metrics: Mapping[str, float], update: int) -> None:
-        """After an evaluation, pass the metrics to a schedule that uses them; `update` is the next one."""
+    def observe(self, metrics: Mapping[str, float], step: int) -> None:
+        """After an evaluation, pass the metrics to a schedule that uses them; `step` is the next one."""
         if isinstance(self.schedule, PlateauSchedule):
             self.schedule.observe(metrics)
-            self.set_rate(update)
+            self.set_rate(step)
         if self.torch_schedule is not None:
             self.torch_schedule.step("validations", 1, metrics)
 
@@ -263,7 +263,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
                 raise ConfigError(
                     f"configure_optimizers returned a {type(spec).__name__} for {name!r}; allowed are an"
                     " OptimizerConfig, or a function of the parameters that returns an optimizer or"
-                    " (optimizer, scheduler), the scheduler stepped once per update, or a TorchSchedule"
+                    " (optimizer, scheduler), the scheduler stepped once per step, or a TorchSchedule"
                 )
             specs[name] = spec
         return specs
@@ -273,7 +273,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
     raise ConfigError(
         f"configure_optimizers returned {given}; allowed are an OptimizerConfig, a"
         " mapping of names to them, or a function of the parameters that returns an optimizer or"
-        " (optimizer, scheduler), the scheduler stepped once per update, or a TorchSchedule"
+        " (optimizer, scheduler), the scheduler stepped once per step, or a TorchSchedule"
     )
 
 
@@ -284,7 +284,7 @@ def _check_not_class(spec: object) -> None:
 
 
 def configured_specs(
-    task: TaskModule, strategy: Strategy, total_updates: int | None
+    task: TaskModule, strategy: Strategy, total_steps: int | None
 ) -> dict[str, OptimizerSpec]:
     """Return the optimizers of a task, or those that the strategy's own configuration chooses, by name.
 
@@ -297,7 +297,7 @@ def configured_specs(
             f"{type(task).__name__}.training_step is a generator, which strategy {strategy.name!r}"
             f" cannot run: {reason}. Use 'ddp' or 'fsdp'"
         )
-    configured = strategy.configured_optimizer(task, total_updates)
+    configured = strategy.configured_optimizer(task, total_steps)
     specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)
     if len(specs) > 1 and not is_interleaved(task) and not overrides(task, "optimize"):
         raise ConfigError(
@@ -330,7 +330,7 @@ def parameter_names(task: nn.Module, name: str, spec: OptimizerConfig, alone: bo
 def build_updaters(
     task: nn.Module,
     specs: Mapping[str, OptimizerSpec],
-    total_updates: int | None,
+    total_steps: int | None,
     max_grad_norm: float | None,
     weight_updates: WeightUpdates | None = None,
 ) -> dict[str, Updater]:
@@ -339,7 +339,7 @@ def build_updaters(
     Args:
         task: The task, with its parameters and their names.
         specs: The result of `optimizer_specs`.
-        total_updates: The run's length, or None if unknown.
+        total_steps: The run's length, or None if unknown.
         max_grad_norm: The run's clipping, for optimizers that set none.
         weight_updates: How weights of 16 bits take updates; None leaves it to the optimizers.
 
@@ -353,7 +353,7 @@ def build_updaters(
             names = parameter_names(task, name, spec, alone=len(specs) == 1)
             with weight_updates.building(task) as finish:
                 optimizer = finish(build_optimizer(spec, task, names))
-            schedule = build_schedule(spec, total_updates)
+            schedule = build_schedule(spec, total_steps)
             norm = spec.max_grad_norm if spec.max_grad_norm is not None else max_grad_norm
             titles = group_titles(task, optimizer, spec.groups)
             updaters[name] = Updater(name, optimizer, schedule, None, norm, titles)
@@ -396,7 +396,7 @@ def from_factory(
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
             f"the optimizer {type(made).__name__} cannot be used here: its step evaluates the loss many times"
-            " through a closure, and between the loss and the update there may be accumulation, scaling and"
+            " through a closure, and between the loss and the step there may be accumulation, scaling and"
             " clipping"
         )
     if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):

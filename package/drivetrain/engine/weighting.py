@@ -1,4 +1,4 @@
-"""The window of one update: the weights of its micro-batches, and the result of the update.
+"""The window of one step: the weights of its micro-batches, and the result of the step.
 
 The gradient of a window is sum(weight x loss) / sum(weight), over its micro-batches and all ranks. If the
 weights are known before the first backward, as in a Trainer, each backward gets its share of the sum. Your
@@ -35,7 +35,7 @@ def weigh(
 
     Args:
         micro_batches: This rank's micro-batches.
-        ranks: The ranks that make the update together; None for one process.
+        ranks: The ranks that make the step together; None for one process.
         placeholders: Prepares placeholders.
 
     Returns:
@@ -197,34 +197,34 @@ class OpenWindow:
 
 
 class StepResult:
-    """The result of one update.
+    """The result of one step.
 
     Attributes:
         rows: The scalars of its micro-batches.
-        applied: False when the update was skipped (16-bit overflow, a window of weight zero, or a loss or
+        applied: False when the step was skipped (16-bit overflow, a window of weight zero, or a loss or
             gradient that a policy refuses).
         grad_norm: The gradient's norm before clipping (0-d, on the device), or None without clipping.
-        update: The update's number, from 0.
+        step: The step's number, from 0.
     """
 
-    __slots__ = ("applied", "grad_norm", "rows", "update")
+    __slots__ = ("applied", "grad_norm", "rows", "step")
 
-    def __init__(self, rows: list[Row], applied: bool, grad_norm: Tensor | None, update: int) -> None:
+    def __init__(self, rows: list[Row], applied: bool, grad_norm: Tensor | None, step: int) -> None:
         self.rows = rows
         self.applied = applied
         self.grad_norm = grad_norm
-        self.update = update
+        self.step = step
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The weighted means of the update's scalars; reading them waits for the device."""
+        """The weighted means of the step's scalars; reading them waits for the device."""
         buffer = MetricBuffer()
-        buffer.add(self.rows, self.update)
+        buffer.add(self.rows, self.step)
         return buffer.means()
 
     @property
     def loss(self) -> float:
-        """The update's loss; reading it waits for the device.
+        """The step's loss; reading it waits for the device.
 
         Raises:
             ConfigError: The task logs no "loss" (a generator step names its losses).

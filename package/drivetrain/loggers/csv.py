@@ -18,9 +18,9 @@ from drivetrain.loggers.files import LARGEST_TABLE, FileLogger, naming, replace_
 @by_name
 @final
 class CSVLogger(FileLogger):
-    """Writes one row per logged update to a CSV file: the column "step", then a column per metric.
+    """Writes one row per logged step to a CSV file: the column "step", then a column per metric.
 
-    Training and validation values of one update share its row. If a metric is logged twice after one update,
+    Training and validation values of one step share its row. If a metric is logged twice after one step,
     the later value is kept. Numbers are written with all their digits, so that reading them back gives the
     same bits. There is no wall time, so that equal runs write equal files. A metric that first appears later
     adds a column, which is empty in earlier rows. Every row is flushed when it is written, so a kill loses at
@@ -47,7 +47,7 @@ class CSVLogger(FileLogger):
 
         Args:
             metrics: The values by name.
-            step: The number of updates made.
+            step: The number of steps made.
         """
         if not self._columns.keys() >= metrics.keys():
             self._widen(metrics)

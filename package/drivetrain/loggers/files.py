@@ -211,7 +211,7 @@ class FileLogger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one line; `step` is the number of updates made."""
+        """Write one line; `step` is the number of steps made."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
         path: The file.
 
     Returns:
-        A mapping for each update after which something was logged: "step", the number of updates made, and
+        A mapping for each step after which something was logged: "step", the number of steps made, and
         the values by name. A last line that a kill has cut short is left out, and so are histograms.
 
     Raises:

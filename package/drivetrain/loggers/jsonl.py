@@ -45,11 +45,11 @@ class JSONLinesLogger(FileLogger):
         self._lines = 0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one line; `step` is the number of updates made."""
+        """Write one line; `step` is the number of steps made."""
         self._write({"step": step, **{name: to_json(float(value)) for name, value in metrics.items()}})
 
     def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Write one line; `step` is the number of updates made."""
+        """Write one line; `step` is the number of steps made."""
         named = {name: to_json(asdict(each)) for name, each in histograms.items()}
         self._write({"step": step, HISTOGRAMS: named})
 

@@ -60,14 +60,14 @@ class TensorBoardLogger:
         self._event: Any = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the scalars as one event; `step` is the number of updates made."""
+        """Write the scalars as one event; `step` is the number of steps made."""
         self._write_config()
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
         self._write(step=step, summary={"value": values})
         self._step = max(self._step, step)
 
     def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Write the histograms as one event; `step` is the number of updates made."""
+        """Write the histograms as one event; `step` is the number of steps made."""
         self._write_config()
         values = [{"tag": name, "histo": _histogram_value(each)} for name, each in histograms.items()]
         self._write(step=step, summary={"value": values})

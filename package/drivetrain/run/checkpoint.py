@@ -32,7 +32,7 @@ _LOG = logger(__name__)
 
 
 def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
-    """Return the state of a run between two updates.
+    """Return the state of a run between two steps.
 
     Args:
         run: The run.
@@ -63,7 +63,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
         "given": {name: updater.given for name, updater in engine.updaters.items()},
         "data": run.train_feed.snapshot() if run.train_feed is not None else None,
         "data_continues": run.train_feed.continuation() if run.train_feed is not None else None,
-        "samples_per_update": run.train_feed.samples_per_update if run.train_feed is not None else None,
+        "samples_per_step": run.train_feed.samples_per_step if run.train_feed is not None else None,
     }
     if engine.splitter is not None:
         tree["micro_batch"] = engine.splitter.state_dict()
@@ -160,13 +160,13 @@ def _refuse_past_end(run: Run, address: str) -> None:
         ("max_epochs", totals.max_epochs, end is not None and at > end),
         (
             "max_steps",
-            totals.max_updates,
-            totals.max_updates is not None and progress.updates > totals.max_updates,
+            totals.max_steps,
+            totals.max_steps is not None and progress.steps > totals.max_steps,
         ),
     ):
         if is_past:
             raise CheckpointError(
-                f"{address} is past the end of this run: it is at update {progress.updates} in epoch"
+                f"{address} is past the end of this run: it is at step {progress.steps} in epoch"
                 f" {begun}, and {name}={limit}. Give a larger limit, or start in another run_dir"
             )
 
@@ -248,7 +248,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
         if run.train_feed is not None and data:
             run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
             if run.is_main:
-                _note_other_size(tree.get("samples_per_update"), run.train_feed.samples_per_update)
+                _note_other_size(tree.get("samples_per_step"), run.train_feed.samples_per_step)
 
 
 def _check_frozen(run: Run, snapshot: Snapshot) -> None:
@@ -316,8 +316,8 @@ def restore_weights(run: Run, path: str) -> None:
 def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
     """Restore an earlier state of the same run, except its position in the data.
 
-    The count of updates comes from the checkpoint, because schedules and random streams depend on it. The
-    counts of data stay. The updates in between count as skipped.
+    The count of steps comes from the checkpoint, because schedules and random streams depend on it. The
+    counts of data stay. The steps in between count as skipped.
 
     Raises:
         CheckpointError: It does not fit this run; says what differs.
@@ -326,11 +326,11 @@ def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
     progress, timing = run.progress, dict(run.timing)
     now = replace(progress)
     restore_run(run, snapshot, data=False, override="optimizer")
-    lost = now.updates - progress.updates
+    lost = now.steps - progress.steps
     read = ("micro_batches", "samples", "tokens", "bad_batches", "epoch", "epoch_batches", "position")
     for name in (*read, "seconds"):
         setattr(progress, name, getattr(now, name))
-    progress.epoch_updates = max(0, now.epoch_updates - lost)
+    progress.epoch_steps = max(0, now.epoch_steps - lost)
     progress.skipped = now.skipped + lost
     run.timing.update(timing)
     run.last_checkpoint = address
@@ -390,7 +390,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.timing.update(_numbers(tree, "timing"))
     _restore_each(run.callbacks, tree["callbacks"], "callback", lambda part: nullcontext())
     if run.is_main:
-        changed = "what {} changes in its log to go on after update"
+        changed = "what {} changes in its log to go on after step"
         _restore_each(
             run.loggers,
             tree["loggers"],
@@ -420,9 +420,9 @@ def _restore_generators(run: Run, states: Mapping[str, Any]) -> None:
 def _note_other_size(before: Any, now: int | None) -> None:
     if isinstance(before, int) and now is not None and before != now:
         _LOG.warning(
-            f"this run goes on with {now} samples per update, the checkpoint's had {before}: the samples of a"
+            f"this run goes on with {now} samples per step, the checkpoint's had {before}: the samples of a"
             " batch, times the processes, times gradient_accumulation_steps. The learning rate and the"
-            " schedule's number of updates are not adapted"
+            " schedule's number of steps are not adapted"
         )
 
 

@@ -104,7 +104,7 @@ class Ledger:
             perf_counter(),
             self._restored,
             dict(run.timing),
-            run.progress.updates,
+            run.progress.steps,
             run.last_checkpoint is None,
         )
         self.note("train")
@@ -162,8 +162,8 @@ class Ledger:
             "event": event,
             "attempt": self._attempt,
             "time": round(time.time(), 3),
-            "updates": run.progress.updates,
-            "from": None if loop is None else loop.updates,
+            "steps": run.progress.steps,
+            "from": None if loop is None else loop.steps,
             "fresh": None if loop is None else loop.is_fresh,
             "spent": {kind: round(seconds, 4) for kind, seconds in self._account(now).items()},
             **more,
@@ -202,12 +202,12 @@ class _Loop(NamedTuple):
         began: When, on `perf_counter`'s clock.
         restored: Seconds of restoring before.
         timing: The run's `timing` before.
-        updates: The update after which it goes on.
+        steps: The step after which it goes on.
         is_fresh: Whether it goes on from no checkpoint.
     """
 
     began: float
     restored: float
     timing: dict[str, float]
-    updates: int
+    steps: int
     is_fresh: bool

@@ -39,8 +39,8 @@ class Attempt:
         heard: The time of its last line.
         waited: Seconds between the attempt before and this one.
         seconds: Seconds by `KINDS`, without "waiting"; "lost work" was repeated by later attempts.
-        resumed: The update it resumed from; 0 for a fresh start, None if it never trained.
-        updates: The last update that it recorded.
+        resumed: The step it resumed from; 0 for a fresh start, None if it never trained.
+        steps: The last step that it recorded.
         ended: "finished", or the name of the error that ended it. None if it has no last line: it was killed,
             or is running.
     """
@@ -50,7 +50,7 @@ class Attempt:
     waited: float
     seconds: Mapping[str, float]
     resumed: int | None
-    updates: int
+    steps: int
     ended: str | None
 
     @property
@@ -95,19 +95,19 @@ class RunLedger:
 
     @property
     def goodput(self) -> float:
-        """The share of the time spent on updates that count: "compute" over `wall`."""
+        """The share of the time spent on steps that count: "compute" over `wall`."""
         return self.seconds["compute"] / self.wall if self.wall > 0 else 0.0
 
     @property
-    def updates(self) -> int:
-        """The last recorded update of the newest attempt that trained."""
-        return next((each.updates for each in reversed(self.attempts) if each.resumed is not None), 0)
+    def steps(self) -> int:
+        """The last recorded step of the newest attempt that trained."""
+        return next((each.steps for each in reversed(self.attempts) if each.resumed is not None), 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
         return {
             "directory": str(self.directory),
-            "updates": self.updates,
+            "steps": self.steps,
             "wall": self.wall,
             "goodput": self.goodput,
             "seconds": self.seconds,
@@ -166,7 +166,7 @@ class _ReportRow(NamedTuple):
     attempt: str
     event: str
     time: float
-    updates: int
+    steps: int
     resumed: int | None
     is_fresh: bool
     spent: Mapping[str, float]
@@ -182,7 +182,7 @@ def _parsed(line: bytes) -> _ReportRow | None:
             attempt=given["attempt"],
             event=given["event"],
             time=float(given["time"]),
-            updates=int(given["updates"]),
+            steps=int(given["steps"]),
             resumed=None if resumed is None else int(resumed),
             is_fresh=given.get("fresh") is True,
             spent={kind: float(seconds) for kind, seconds in given["spent"].items()},
@@ -190,7 +190,7 @@ def _parsed(line: bytes) -> _ReportRow | None:
         )
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
-    amounts = (row.time, row.updates, row.resumed or 0, *row.spent.values())
+    amounts = (row.time, row.steps, row.resumed or 0, *row.spent.values())
     is_ours = given.get("v") == VERSION and isinstance(row.attempt, str) and row.spent.keys() <= set(KINDS)
     return row if is_ours and all(0 <= each < 1e11 for each in amounts) else None
 
@@ -198,7 +198,7 @@ def _parsed(line: bytes) -> _ReportRow | None:
 def _attempts(found: Sequence[Sequence[_ReportRow]]) -> list[Attempt]:
     """Return the attempts of a run, from the lines of each."""
     made: list[Attempt] = []
-    limit = math.inf  # work counts up to this update: later attempts repeated the rest
+    limit = math.inf  # work counts up to this step: later attempts repeated the rest
     for number in reversed(range(len(found))):
         before = found[number - 1] if number else ()
         attempt, limit = _attempt(found[number], before, limit)
@@ -207,18 +207,18 @@ def _attempts(found: Sequence[Sequence[_ReportRow]]) -> list[Attempt]:
 
 
 def _attempt(rows: Sequence[_ReportRow], before: Sequence[_ReportRow], limit: float) -> tuple[Attempt, float]:
-    """Return an attempt, and the last update of earlier attempts that it did not repeat."""
+    """Return an attempt, and the last step of earlier attempts that it did not repeat."""
     first, last = rows[0], rows[-1]
     seconds = {kind: last.spent.get(kind, 0.0) for kind in KINDS if kind != "waiting"}
     for stretch in reversed(_stretches(rows)):
         end = stretch[-1]
         made = stretch[:-1] if end.event == "back" and len(stretch) > 1 else stretch
-        kept = next((each for each in reversed(made) if each.updates <= limit), made[0])
+        kept = next((each for each in reversed(made) if each.steps <= limit), made[0])
         for kind in _REDONE:
             lost = max(0.0, end.spent.get(kind, 0.0) - kept.spent.get(kind, 0.0))
             seconds[kind] -= lost
             seconds["lost work"] += lost
-        limit = min(limit, made[0].updates)
+        limit = min(limit, made[0].steps)
     if last.is_fresh and before and before[-1].ended == "finished":
         limit = math.inf  # another run in the directory of one that has finished
     began = first.time - sum(first.spent.values())
@@ -228,7 +228,7 @@ def _attempt(rows: Sequence[_ReportRow], before: Sequence[_ReportRow], limit: fl
         waited=max(0.0, began - before[-1].time) if before else 0.0,
         seconds={kind: max(0.0, amount) for kind, amount in seconds.items()},
         resumed=last.resumed,
-        updates=last.updates,
+        steps=last.steps,
         ended=last.ended,
     )
     return attempt, limit

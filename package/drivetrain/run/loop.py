@@ -34,7 +34,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 def train_steps(run: Run) -> Generator[StepResult, None, None]:
-    """Train, yielding after every update; what the caller does in between is seen by validation and
+    """Train, yielding after every step; what the caller does in between is seen by validation and
     checkpoints.
 
     Raises:
@@ -56,20 +56,20 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         run.check_parameters()
         until = run.totals.epochs_until(progress)
         windows = feed.windows(progress.epoch, progress.position, progress.epoch_batches, until)
-        idle = progress.epoch_updates == 0
+        idle = progress.epoch_steps == 0
         while True:
             start = perf_counter()
             window = next(windows, None)
             fetched = perf_counter()
             timing["data"] += fetched - start
             if window is None:  # a resumed epoch of which nothing was left
-                _end_update(run, epoch_ended=True)
+                _end_step(run, epoch_ended=True)
                 break
             run.window = window
             run.milestones += 1
             for hook in hooks.on_step_start:
                 hook(run)
-            if run.result is None:  # the first update of this program
+            if run.result is None:  # the first step of this program
                 with checking_loss_weight(run.engine, window.micro_batches):
                     run.result = train_step(window.micro_batches)
             else:
@@ -84,14 +84,14 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                 try:
                     yield run.result
                 except GeneratorExit:
-                    # The loop was left here: what this update still owes, a log point, a validation, a save,
+                    # The loop was left here: what this step still owes, a log point, a validation, a save,
                     # is made up, so that a resumed run has all that the uninterrupted one has. Ranks whose
-                    # loop goes on may be in the next update already, which they cannot make alone.
+                    # loop goes on may be in the next step already, which they cannot make alone.
                     run.stop_now(_LEFT)
                     left = True
             if idle and window.last and not left:
                 raise _nothing_learned(run)
-            if _end_update(run, window.last) or run.stop_reason is not None:
+            if _end_step(run, window.last) or run.stop_reason is not None:
                 break
         windows.close()
         run.agreed -= {"end_epoch"}  # of an epoch that has ended
@@ -128,14 +128,14 @@ def _begin(run: Run) -> None:
 
 def _nothing_learned(run: Run) -> DataError:
     return DataError(
-        f"epoch {run.progress.epoch} made no update: none of its micro-batches had a loss to learn from."
+        f"epoch {run.progress.epoch} made no step: none of its micro-batches had a loss to learn from."
         f" Either {type(run.task).__name__}.loss_weight gave 0 for all of them, or a generator training_step"
         " never yielded an optimizer's name and its loss, or none of them could be made (on_bad_batch='skip')"
     )
 
 
-def _end_update(run: Run, epoch_ended: bool) -> bool:
-    """Do all that is due once an update is made; savers last, so that they see what all others changed.
+def _end_step(run: Run, epoch_ended: bool) -> bool:
+    """Do all that is due once a step is made; savers last, so that they see what all others changed.
 
     Returns:
         Whether the epoch has ended: with its data, or because a hook asked for it.
@@ -171,7 +171,7 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
             has_called = calls = True
     if epoch_ended:
         _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
-        progress.position = progress.epoch_updates = progress.epoch_batches = 0
+        progress.position = progress.epoch_steps = progress.epoch_batches = 0
     stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
     if run.stop_reason is not None:
         _validate_at_end(run)
@@ -196,11 +196,11 @@ def _log_and_validate(run: Run, asked: frozenset[str]) -> None:
 
 def _validate_at_end(run: Run) -> None:
     """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
-    updates; not one that a signal or its caller ends.
+    steps; not one that a signal or its caller ends.
     """
     if run.stop_reason is None or run.triggers.validate.every is None or not _ends_itself(run):
         return
-    if not run.validated or run.triggers.validate.is_due_by(_updates_at_end(run), run.progress):
+    if not run.validated or run.triggers.validate.is_due_by(_steps_at_end(run), run.progress):
         validate(run)
 
 
@@ -210,14 +210,14 @@ def _ends_itself(run: Run) -> bool:
     return not spoiled and run.stop_reason not in (_LEFT, *run.stopping.signals)
 
 
-def _updates_at_end(run: Run) -> int:
-    """Return the updates of this epoch, skipped ones included, if the fit ends in it as planned; else 0."""
+def _steps_at_end(run: Run) -> int:
+    """Return the steps of this epoch, skipped ones included, if the fit ends in it as planned; else 0."""
     totals, progress, per_epoch = run.totals, run.progress, run.totals.per_epoch
     reached = progress.epoch_batches and (progress.epoch, progress.epoch_batches) == totals.end
-    if not reached or totals.updates is None or per_epoch is None:
+    if not reached or totals.steps is None or per_epoch is None:
         return 0
     before = (per_epoch(epoch) if callable(per_epoch) else per_epoch for epoch in range(progress.epoch))
-    return totals.updates - sum(before)
+    return totals.steps - sum(before)
 
 
 def _agree(run: Run) -> None:
@@ -241,7 +241,7 @@ def _agree(run: Run) -> None:
 def _agree_at_end(run: Run) -> None:
     """Validate if a rank has asked for it when another had passed the last boundary already."""
     of_all = run.engine.ranks.all_gather("validate" in run.requests or "validate" in run.agreed)
-    latest = run.latest if run.latest_at == run.progress.updates else {}
+    latest = run.latest if run.latest_at == run.progress.steps else {}
     if any(of_all) and not any(run.names.stage_of(name) == "validation" for name in latest):
         validate(run)
 
@@ -252,7 +252,7 @@ def validate(run: Run) -> None:
         evaluator = run.evaluator
         values = evaluate(run, "validation", run.evaluation_feeds) if evaluator is None else evaluator()
     run.validated = True
-    _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.updates))
+    _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.steps))
     run.log_point(values)
     run.nonfinite.judge_values({name: each for name, each in values.items() if run.names.is_loss(name)})
 

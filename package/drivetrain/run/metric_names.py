@@ -16,7 +16,7 @@ STAGES = ("train", "validation", "test", "predict")
 
 
 _COUNT = "step"
-_TAKEN = f"{_COUNT!r} is the number of updates in the tables of the loggers"
+_TAKEN = f"{_COUNT!r} is the number of steps in the tables of the loggers"
 
 
 class ValueSource(NamedTuple):

@@ -13,7 +13,7 @@ from drivetrain.checkpoint.weights.module_state import parameter_names
 from drivetrain.core.errors import ConfigError, NonFiniteError, StrategyError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.engine.metrics.means import Row, bad_losses, refuse_nonfinite
-from drivetrain.engine.skip import UpdateGate, all_finite, names_of_nonfinite
+from drivetrain.engine.skip import StepGate, all_finite, names_of_nonfinite
 from drivetrain.engine.updater import Updater
 from drivetrain.run.state import RunState
 from drivetrain.strategies import Strategy
@@ -26,7 +26,7 @@ _LOG = logger(__name__)
 CHOICES = ("raise", "skip", "stop")
 
 IN_A_ROW = 100
-"""The number of updates skipped in a row for a NaN or an infinity that ends the run with an error."""
+"""The number of steps skipped in a row for a NaN or an infinity that ends the run with an error."""
 
 
 def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
@@ -34,7 +34,7 @@ def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
 
     Raises:
         ConfigError: The choice is unknown.
-        StrategyError: The strategy cannot skip an update; says why.
+        StrategyError: The strategy cannot skip a step; says why.
     """
     if choice not in CHOICES or not isinstance(choice, str):
         raise ConfigError(f"on_nonfinite={choice!r}. {nearest(str(choice), CHOICES)}")
@@ -43,7 +43,7 @@ def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
 
 
 def check_skipping(asked: str, strategy: Strategy) -> None:
-    """Check that a strategy can skip updates.
+    """Check that a strategy can skip steps.
 
     Args:
         asked: The argument that needs it, as the user wrote it.
@@ -72,7 +72,7 @@ class NonFinitePolicy:
         choice: "raise", "skip" or "stop".
         spoiled: The error that has stopped the run in order; nothing of the run may be saved any more.
         reason: Why the policy has stopped the run, or None.
-        find: Returns where an update's numbers were first not finite on this rank, as a pair: how close the
+        find: Returns where a step's numbers were first not finite on this rank, as a pair: how close the
             place is to the cause, from 0, and the place. None without a detector.
         rollbacks: Called with an error before it is raised, and with None before each log point and each
             save. Each returns whether it has rolled the run back. All ranks call them together.
@@ -87,7 +87,7 @@ class NonFinitePolicy:
         self.rollbacks: list[Callable[[NonFiniteError | None], bool]] = []
         self._in_a_row: dict[str, int] = {}
         self._known: frozenset[str] = frozenset()
-        self._checked = -1  # after so many updates
+        self._checked = -1  # after so many steps
         self._reported: set[str] = set()
 
     def begin(self, choice: str) -> None:
@@ -98,11 +98,11 @@ class NonFinitePolicy:
             self.gate.refusals.append(self._refuses)
 
     @property
-    def gate(self) -> UpdateGate:
+    def gate(self) -> StepGate:
         """The gate before each optimizer's step; the first access installs it."""
         engine = self._run.engine
         if engine.gate is None:
-            engine.gate = UpdateGate(engine.task)
+            engine.gate = StepGate(engine.task)
         return engine.gate
 
     # Losses.
@@ -118,8 +118,8 @@ class NonFinitePolicy:
             NonFiniteError: The run does not stop in order. Names the module if a detector found one.
         """
         run = self._run
-        if self.find is not None and error.update is not None:
-            found = run.engine.ranks.all_gather(self.find(error.update))
+        if self.find is not None and error.step is not None:
+            found = run.engine.ranks.all_gather(self.find(error.step))
             error = _at(error, min((each for each in found if each is not None), default=None))
         if self.rolls_back(error):
             return
@@ -137,21 +137,21 @@ class NonFinitePolicy:
         else:  # a limit that was reached is less informative
             run.stop_reason = self.reason
 
-    def _after_overflow(self, rows: Iterable[Row], update: int, rank: int = 0) -> None:
-        """Raise or stop for a loss in an update that the loss scale has skipped.
+    def _after_overflow(self, rows: Iterable[Row], step: int, rank: int = 0) -> None:
+        """Raise or stop for a loss in a step that the loss scale has skipped.
 
         The weights are good and may be saved. Possibly only this rank has seen the loss.
         """
         try:
-            refuse_nonfinite(rows, update, rank)
+            refuse_nonfinite(rows, step, rank)
         except NonFiniteError as error:
-            error = _at(error, self.find(update) if self.find is not None else None)
+            error = _at(error, self.find(step) if self.find is not None else None)
             if self.choice != "stop":
                 raise error from None
             self._run.stop_now(error.what)
 
     def _refuses(self, updater: Updater, rows: Sequence[Row]) -> bool:
-        """Skip the update of a loss or a gradient that is NaN or infinite on any rank.
+        """Skip the step of a loss or a gradient that is NaN or infinite on any rank.
 
         All checks run on the device, and their results are added up over the ranks there. Then the host reads
         one number, because the schedule, the random streams, the counts and the averages depend on it. A loss
@@ -159,7 +159,7 @@ class NonFinitePolicy:
         does not lower the scale.
 
         Raises:
-            NonFiniteError: Too many updates in a row were skipped.
+            NonFiniteError: Too many steps in a row were skipped.
         """
         engine = self._run.engine
         flags = [flag for _, flag in bad_losses(rows)]
@@ -176,16 +176,16 @@ class NonFinitePolicy:
         what = self._warn_of_skipped(updater, rows)
         if count >= IN_A_ROW:
             raise NonFiniteError(
-                f"{count} updates in a row were not made, number {engine.progress.updates} each time, as a"
+                f"{count} steps in a row were not made, number {engine.progress.steps} each time, as a"
                 f" loss or gradient was NaN or infinite; the last: {what or 'on another rank'}",
                 "The weights are those of before. Look at the data from there on, and at the loss",
             )
         return True
 
     def _warn_of_skipped(self, updater: Updater, rows: Sequence[Row]) -> str:
-        """Report what this rank has found; a closer check costs nothing more, because the update is lost."""
+        """Report what this rank has found; a closer check costs nothing more, because the step is lost."""
         engine, what = self._run.engine, ""
-        update, rank = engine.progress.updates, engine.strategy.rank
+        step, rank = engine.progress.steps, engine.strategy.rank
         if losses := dict.fromkeys(name for name, flag in bad_losses(rows) if bool(flag)):
             what = f"NaN or infinite on rank {rank}: {', '.join(map(repr, losses))}"
         elif rank == 0:
@@ -193,24 +193,24 @@ class NonFinitePolicy:
             gradients = [(names.get(each, "?"), each.grad) for each in updater.parameters]
             bad = names_of_nonfinite({name: grad for name, grad in gradients if grad is not None})
             what = f"NaN or infinite: the gradient of {_listed(bad)}" if bad else ""
-        found = self.find(update) if self.find is not None else None
+        found = self.find(step) if self.find is not None else None
         if what or found:
             text = "; ".join(filter(None, (what, found and found[1])))
-            _LOG.warning("update %d was not made: %s", update, text)
+            _LOG.warning("step %d was not made: %s", step, text)
         return what
 
     def judge_values(self, values: Mapping[str, float]) -> None:
         """Act on values, by full name, that are not finite although the weights may be.
 
         The weights are saved before the run ends, unless they are not finite either. With "skip" there is no
-        update to skip: the run continues, and a warning names each value once.
+        step to skip: the run continues, and a warning names each value once.
         """
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
         if not bad:
             return
         run = self._run
         listed = ", ".join(f"{name!r} is {value}" for name, value in bad.items())
-        what = f"{listed} after update {run.progress.updates}"
+        what = f"{listed} after step {run.progress.steps}"
         if self.choice == "skip":
             if run.is_main and not self._reported.issuperset(bad):
                 _LOG.warning("%s; with on_nonfinite='skip' the run goes on", what)
@@ -239,15 +239,15 @@ class NonFinitePolicy:
         """Check that the weights at the end of training are finite, unless a save has done so.
 
         Raises:
-            NonFiniteError: Some are not, and the run does not stop in order; or every update was skipped.
+            NonFiniteError: Some are not, and the run does not stop in order; or every step was skipped.
         """
-        if self._in_a_row and not self._run.progress.updates:
+        if self._in_a_row and not self._run.progress.steps:
             raise NonFiniteError(
-                f"all {self._run.progress.skipped} updates were skipped, as a loss or gradient was NaN or"
+                f"all {self._run.progress.skipped} steps were skipped, as a loss or gradient was NaN or"
                 " infinite in each; nothing was trained",
                 "Look at the loss and at the data",
             )
-        if self.spoiled is not None or self._checked == self._run.progress.updates:
+        if self.spoiled is not None or self._checked == self._run.progress.steps:
             return
         try:
             self.check_weights()
@@ -255,7 +255,7 @@ class NonFinitePolicy:
             self.end(error)
 
     def check_weights(self, snapshot: Snapshot | None = None) -> None:
-        """Check that the weights are finite. A loss would show it only in the next update.
+        """Check that the weights are finite. A loss would show it only in the next step.
 
         Args:
             snapshot: A snapshot with the weights; None uses the task's.
@@ -264,7 +264,7 @@ class NonFinitePolicy:
             NonFiniteError: Some are not, on any rank; all ranks raise it.
         """
         run = self._run
-        self._checked = run.progress.updates
+        self._checked = run.progress.steps
         bad = [each for each in self._bad_weights(snapshot) if each not in self._known]
         gathered = run.engine.ranks.all_gather(bad)
         rank = next((rank for rank, each in enumerate(gathered) if each), None)
@@ -272,11 +272,11 @@ class NonFinitePolicy:
             return
         names = list(dict.fromkeys(name for each in gathered for name in each))
         raise NonFiniteError(
-            f"NaN or infinite after update {run.progress.updates - 1} on rank {rank}: the weights"
+            f"NaN or infinite after step {run.progress.steps - 1} on rank {rank}: the weights"
             f" {_listed(names)}",
-            "They are not saved; resume from a checkpoint before it. The loss of that update was finite, and"
+            "They are not saved; resume from a checkpoint before it. The loss of that step was finite, and"
             " its gradient was not: look for a square root or a norm of zero, and check the learning rate",
-            run.progress.updates - 1,
+            run.progress.steps - 1,
         )
 
     def _bad_weights(self, snapshot: Snapshot | None) -> list[str]:
@@ -293,7 +293,7 @@ def _at(error: NonFiniteError, found: tuple[int, str] | None) -> NonFiniteError:
     """Return the error with the place of the first number that was not finite."""
     if found is None:
         return error
-    return NonFiniteError(f"{error.what}; {found[1]}", error.help, error.update)
+    return NonFiniteError(f"{error.what}; {found[1]}", error.help, error.step)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -132,7 +132,7 @@ class Phases:
 
 
 @contextmanager
-def phases_of(run: Run, phases: Phases, before_update: Callable[[int], None]) -> Iterator[None]:
+def phases_of(run: Run, phases: Phases, before_step: Callable[[int], None]) -> Iterator[None]:
     """Run the block, a fit, with its parts as phases.
 
     They are timed by functions that stand before the methods of this run's own objects. So a fit without
@@ -141,7 +141,7 @@ def phases_of(run: Run, phases: Phases, before_update: Callable[[int], None]) ->
     Args:
         run: The run of a fit that has not begun.
         phases: The phases.
-        before_update: Called before the data of each update is asked for, with the number of updates before
+        before_step: Called before the data of each step is asked for, with the number of steps before
             it in this program.
     """
     engine, strategy = run.engine, run.engine.strategy
@@ -163,7 +163,7 @@ def phases_of(run: Run, phases: Phases, before_update: Callable[[int], None]) ->
             if feed is not None:
                 _watch_feed(stack, run, phases, feed)
         if run.train_feed is not None:
-            _watch_updates(stack, run.train_feed, before_update)
+            _watch_steps(stack, run.train_feed, before_step)
         _watch_forward(stack, run, phases)
         _watch_blocks(stack, run, phases)
         _watch_hooks(stack, run, phases)
@@ -218,14 +218,14 @@ def _watch_feed(stack: ExitStack, run: Run, phases: Phases, feed: Feed) -> None:
     _replace(stack, feed, "micro_batches", micro_batches)
 
 
-def _watch_updates(stack: ExitStack, feed: Feed, before_update: Callable[[int], None]) -> None:
+def _watch_steps(stack: ExitStack, feed: Feed, before_step: Callable[[int], None]) -> None:
     read, made = feed.windows, 0
 
     def windows(*args: Any, **options: Any) -> Generator[Any, None, None]:
         nonlocal made
         with closing(read(*args, **options)) as found:
             while True:
-                before_update(made)
+                before_step(made)
                 window = next(found, None)
                 if window is None:
                     return

@@ -35,7 +35,7 @@ _TERMINATION = 25.0
 class PreemptionConfig:
     """The signals that end a fit in order, and the way it ends.
 
-    At the first signal, which may reach one process only, all ranks finish the update, save, and end. A
+    At the first signal, which may reach one process only, all ranks finish the step, save, and end. A
     second signal ends a process at once; checkpoints stay intact. On Windows there is only SIGINT.
 
     Attributes:
@@ -195,13 +195,13 @@ class Preemption:
         assert self._run is not None
         self._run.stopping.ask(_reason(received.name))
         if self._run.is_main and self._run.stopping.asked is not None:
-            _say(f"{received.name}: ends after this update, once it is saved; a second signal ends at once")
+            _say(f"{received.name}: ends after this step, once it is saved; a second signal ends at once")
 
     def _where(self) -> str:
         assert self._run is not None
         newest = self._run.last_checkpoint
         kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-        return f"the fit was after update {self._run.progress.updates}, and {kept}"
+        return f"the fit was after step {self._run.progress.steps}, and {kept}"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -243,8 +243,7 @@ def print_end(run: Run, left: str) -> None:
     """
     if run.is_main and isinstance(run.stopping.ending, Preempted):
         _say(
-            f"{run.stopping.ending.reason} after update {run.progress.updates}: {left}; exit code"
-            f" {EXIT_REQUEUE}"
+            f"{run.stopping.ending.reason} after step {run.progress.steps}: {left}; exit code {EXIT_REQUEUE}"
         )
 
 

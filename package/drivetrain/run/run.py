@@ -49,13 +49,13 @@ class Run(RunState):
         metrics: The latest value of every logged name.
         names: The names of the task's values.
         logged: The values of the current log point.
-        latest: What was logged after the update `latest_at`, by one log point or several.
-        latest_at: The last update, in this program, after which anything was logged; -1 before that.
+        latest: What was logged after the step `latest_at`, by one log point or several.
+        latest_at: The last step, in this program, after which anything was logged; -1 before that.
         run_dir: The directory for files, or None.
         frozen: The frozen parameters that the checkpoints leave out; None if they hold all.
         nonfinite: The policy for losses, weights and validations that are NaN or infinite.
         is_main: Whether this is rank 0.
-        result: The last update's result, or None before the first.
+        result: The last step's result, or None before the first.
         window: The window being trained on, or None.
         evaluation: Where the evaluation is.
         device_wait: Seconds that the last log point waited for the device, until its values were there.
@@ -70,18 +70,18 @@ class Run(RunState):
         failure: The error that the run raises once it has ended in order, or None.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
         save_errors: The files that could not be written, and the policy for them.
-        milestones: How many checkpoints it has saved, and passes over evaluation data and updates begun.
+        milestones: How many checkpoints it has saved, and passes over evaluation data and steps begun.
         reports: How often `report_progress` was called.
         requests: The requests of this rank's hooks, "log", "validate", "save" or "end_epoch", each with its
             epoch.
         agreed: The requests that all ranks know and have not met yet.
         epoch_begun: The epoch that has begun last; `progress.epoch` counts those that have ended.
-        saves_now: Whether the savers of this update must save.
+        saves_now: Whether the savers of this step must save.
         is_over: Whether training is over: the last log point, if there is something to log, and `on_fit_end`
             follow.
         evaluator: Makes the validations of a fit, and returns their values by name; a callback sets it in
             `on_fit_start`. None passes over the validation data once.
-        loop: The updates of a fit whose loop has a body of the program's; None for any other run.
+        loop: The steps of a fit whose loop has a body of the program's; None for any other run.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
         host_streams: The states of the host's generators that a checkpoint brought, or None.
         by_time: Whether anything is due by time, so that all ranks must have the same.
@@ -167,10 +167,10 @@ class Run(RunState):
             self.stop_reason = self.stopping.end(reason, self.nonfinite.reason or failure)
 
     def save(self) -> None:
-        """Save a checkpoint at the end of this update, after all hooks but the savers'.
+        """Save a checkpoint at the end of this step, after all hooks but the savers'.
 
-        One rank may ask alone. All then save after the same update, the first that none of them has ended, as
-        for `stop`; that is this update if all ask in it.
+        One rank may ask alone. All then save after the same step, the first that none of them has ended, as
+        for `stop`; that is this step if all ask in it.
 
         Raises:
             ConfigError: The fit saves nothing (`checkpoint=False`), or this run is no fit.
@@ -178,7 +178,7 @@ class Run(RunState):
         self._request("save", bool(self.hooks.on_save), "saves nothing: give the Trainer a checkpoint policy")
 
     def validate(self) -> None:
-        """Validate at the end of this update, as at `validate_every`. One rank may ask alone, as for `save`.
+        """Validate at the end of this step, as at `validate_every`. One rank may ask alone, as for `save`.
 
         Raises:
             ConfigError: The fit has no validation data, or this run is no fit.
@@ -188,7 +188,7 @@ class Run(RunState):
         )
 
     def log_now(self) -> None:
-        """Log at the end of this update, as at `log_every`. One rank may ask alone, as for `save`.
+        """Log at the end of this step, as at `log_every`. One rank may ask alone, as for `save`.
 
         Raises:
             ConfigError: This run is no fit.
@@ -219,7 +219,7 @@ class Run(RunState):
         return added
 
     def end_epoch(self) -> None:
-        """End the epoch with this update. One rank may ask alone, as for `save`.
+        """End the epoch with this step. One rank may ask alone, as for `save`.
 
         The epoch counts as one of `max_epochs`. Schedules keep the length that was planned. If it ends before
         all ranks have agreed, nothing more happens.
@@ -362,7 +362,7 @@ class Run(RunState):
             return
         self.device_wait = perf_counter() - start
         if self.nonfinite.choice == "skip":
-            means["skipped_updates"] = float(self.progress.skipped)
+            means["skipped_steps"] = float(self.progress.skipped)
         self.engine.buffer.reset()
         if self.train_metrics:
             means = joined(means, self.train_metrics.compute())
@@ -396,8 +396,8 @@ class Run(RunState):
 
     def _note_logged(self) -> None:
         self.metrics.update(self.logged)
-        if self.latest_at != self.progress.updates:
-            self.latest, self.latest_at = {}, self.progress.updates
+        if self.latest_at != self.progress.steps:
+            self.latest, self.latest_at = {}, self.progress.steps
         self.latest.update(self.logged)
 
     def _publish(self) -> None:
@@ -408,10 +408,10 @@ class Run(RunState):
                 self.logged = self.engine.ranks.first(lambda: self.logged)
                 self._note_logged()
             for logger in self.loggers if self.is_main else ():
-                with self.logging_to(logger, f"what {type(logger).__name__} logs at update"):
-                    logger.log_metrics(self.logged, self.progress.updates)
+                with self.logging_to(logger, f"what {type(logger).__name__} logs at step"):
+                    logger.log_metrics(self.logged, self.progress.steps)
                     if self._histograms and isinstance(logger, HistogramLogger):
-                        logger.log_histograms(self._histograms, self.progress.updates)
+                        logger.log_histograms(self._histograms, self.progress.steps)
 
     @contextmanager
     def logging_to(self, logger: Logger, lost: str) -> Iterator[None]:
@@ -424,7 +424,7 @@ class Run(RunState):
         Raises:
             OSError: It could not be written, and save errors are not tolerated.
         """
-        lost = f"{lost} {self.progress.updates}"
+        lost = f"{lost} {self.progress.steps}"
         try:
             yield
         except OSError as error:
@@ -465,8 +465,8 @@ class Run(RunState):
         """Whether the run's limits, the same on all ranks, are reached or all stop; notes the reason."""
         if self.stop_reason is None:
             totals, progress = self.totals, self.progress
-            if totals.max_updates is not None and progress.updates >= totals.max_updates:
-                self.stop_reason = f"max_steps={totals.max_updates} reached"
+            if totals.max_steps is not None and progress.steps >= totals.max_steps:
+                self.stop_reason = f"max_steps={totals.max_steps} reached"
             elif totals.max_seconds is not None and progress.seconds >= totals.max_seconds:
                 self.stop_reason = f"max_time={totals.max_seconds:g} seconds reached"
             elif totals.end is not None and (progress.epoch, progress.epoch_batches) >= totals.end:

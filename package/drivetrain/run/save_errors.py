@@ -51,7 +51,7 @@ class SaveErrors:
 
         Args:
             what: The kind to count.
-            lost: What is missing now, such as "the checkpoint after update 6".
+            lost: What is missing now, such as "the checkpoint after step 6".
             error: The cause.
             last_checkpoint: The newest intact checkpoint, if there is one.
             then: The consequence.

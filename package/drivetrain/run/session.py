@@ -138,7 +138,7 @@ def _release_batches(run: Run) -> None:
 
 
 def _close(run: Run, logger: Logger) -> None:
-    with run.logging_to(logger, f"what {type(logger).__name__} writes as it is closed, after update"):
+    with run.logging_to(logger, f"what {type(logger).__name__} writes as it is closed, after step"):
         logger.close()
 
 
@@ -212,7 +212,7 @@ def _place(run: Run) -> str:
 
 
 def _stage(run: Run) -> str:
-    after = f"after update {run.progress.updates}"
+    after = f"after step {run.progress.steps}"
     if run.stage == "train":
         return f"in training, {after}"
     place = run.evaluation
@@ -264,7 +264,7 @@ def _signs() -> list[int]:
     found = []
     for run in list(_watched):
         progress = run.progress
-        found += [progress.micro_batches, progress.updates, run.milestones, run.reports]
+        found += [progress.micro_batches, progress.steps, run.milestones, run.reports]
         found += [run.evaluation.batch, run.engine.passes]
     return found
 

@@ -146,7 +146,7 @@ class RunSettings:
             if (given := getattr(self, name)) is not None:
                 if name.endswith("_steps") and isinstance(given, str):
                     raise ConfigError(
-                        f"{name} must be a whole number of updates, not {given!r}. For epochs give"
+                        f"{name} must be a whole number of steps, not {given!r}. For epochs give"
                         f" {name.replace('steps', 'epochs')}, for a time max_time"
                     )
                 count(name, given, at_least=1)
@@ -278,8 +278,8 @@ def check_stages(settings: RunSettings) -> None:
     for name, stages in stages_of(settings).items():
         if settings.group_by_length is not None:
             raise ConfigError(
-                f"group_by_length puts samples of similar lengths into the same update, and {name}={stages!r}"
-                " changes how many an update has. Give one number, or"
+                f"group_by_length puts samples of similar lengths into the same step, and {name}={stages!r}"
+                " changes how many a step has. Give one number, or"
                 " DataLoader(..., sampler=drivetrain.data.LengthGroupedSampler(lengths, group_size))"
             )
         check_samples(settings, name, stages)
@@ -425,7 +425,7 @@ def _check_graphs(settings: RunSettings) -> None:
         raise ConfigError(
             f"{given} with CUDA graphs (compile={settings.compile!r}): gradients are added to memory that the"
             " next micro-batch overwrites. Use mode='max-autotune-no-cudagraphs' or 'default', or one"
-            " micro-batch in each update"
+            " micro-batch in each step"
         )
 
 

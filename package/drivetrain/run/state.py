@@ -95,10 +95,10 @@ class RunState:
         self.saves_now = self.is_over = False
 
     def stop(self, reason: str) -> None:
-        """End the run after the current update; the first reason is kept.
+        """End the run after the current step; the first reason is kept.
 
         Before `Trainer(min_epochs=, min_steps=)` the request waits: the run ends once they are reached, with
-        that reason. One rank may ask alone. All stop after the same update, the first that
+        that reason. One rank may ask alone. All stop after the same step, the first that
         none of them has ended, with its reason. `stop_reason` stays None until they have agreed.
         """
         if self.totals.is_early(self.progress):
@@ -114,7 +114,7 @@ class RunState:
             self.stop_reason = self.stop_reason or reason
 
     def fail(self, error: Exception) -> None:
-        """End the run after the current update, save it, and then raise an error.
+        """End the run after the current step, save it, and then raise an error.
 
         For an error that all ranks share and that must not lose trained weights. The first error is kept.
         """

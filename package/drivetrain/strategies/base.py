@@ -41,11 +41,11 @@ REFUSED: Mapping[str, str] = {
     "local_parts": "",
     "averages": "",
     "recomputation": "it manages activations itself, by options of its own if at all",
-    "micro_batch": "it does not declare that an update can be split into parts and restarted",
-    "skipping": "it does not declare that an update can be skipped once its gradients exist",
+    "micro_batch": "it does not declare that a step can be split into parts and restarted",
+    "skipping": "it does not declare that a step can be skipped once its gradients exist",
     "evaluation_precision": "it does not declare that weights can be replaced for an evaluation",
-    "value_clipping": "it does not declare that the parameters' gradients are those of the update",
-    "unfreezing": "it does not declare that the trained parameters may change between updates",
+    "value_clipping": "it does not declare that the parameters' gradients are those of the step",
+    "unfreezing": "it does not declare that the trained parameters may change between steps",
     "choice_of_gpus": "it does not declare that a process can take another GPU than its local rank's",
 }
 """The features that a strategy may refuse, each with the reason of one that says nothing.
@@ -55,13 +55,13 @@ REFUSED: Mapping[str, str] = {
 - generators: Steps with several optimizers.
 - compile: Compiled models.
 - local_parts: `Strategy.local_part` tells which part of a tensor this process has.
-- averages: An average may take the place of the weights between updates.
+- averages: An average may take the place of the weights between steps.
 - recomputation: `MemoryConfig` may recompute blocks or offload activations.
-- micro_batch: An update can be split into parts and restarted.
-- skipping: An update can be skipped once its gradients exist.
+- micro_batch: A step can be split into parts and restarted.
+- skipping: A step can be skipped once its gradients exist.
 - evaluation_precision: The weights may be stored in another dtype for an evaluation.
-- value_clipping: Gradients can be clipped by value, and read between backward and the update.
-- unfreezing: The trained parameters may change between updates.
+- value_clipping: Gradients can be clipped by value, and read between backward and the step.
+- unfreezing: The trained parameters may change between steps.
 - choice_of_gpus: A process may take another GPU than that of its local rank.
 """
 
@@ -124,7 +124,7 @@ class SharedSettings(NamedTuple):
 
     Attributes:
         batch_size: Samples in a micro-batch on each rank, or their stages; None if it is not known.
-        gradient_accumulation_steps: Micro-batches in an update on each rank, or their stages.
+        gradient_accumulation_steps: Micro-batches in a step on each rank, or their stages.
         max_grad_norm: The norm that gradients are clipped to; None disables clipping.
         world_size: The number of processes.
     """
@@ -136,7 +136,7 @@ class SharedSettings(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one process holds of a task during an update, for a plan.
+    """What one process holds of a task during a step, for a plan.
 
     Attributes:
         fractions: The part of a parameter's elements that a process keeps, of those that are divided.
@@ -250,7 +250,7 @@ class Strategy(ABC):
             ConfigError: The strategy's own configuration contradicts them.
         """
 
-    def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
+    def configured_optimizer(self, task: nn.Module, total_steps: int | None) -> Any:
         """Return the optimizer that the strategy's own configuration chooses, in the form of
         `configure_optimizers`; None leaves the choice to the task.
         """
@@ -263,14 +263,14 @@ class Strategy(ABC):
         """Place, wrap or shard the module and build its optimizers, in the order that this strategy needs."""
 
     def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held | None:
-        """Return what one process holds of a task during an update; None if the strategy cannot tell.
+        """Return what one process holds of a task during a step; None if the strategy cannot tell.
 
         The default is the whole task, unless the strategy is `sharded`.
 
         Args:
             task: The task, or a copy of it without values, as `prepare` would be given it.
             precision: The run's precision.
-            accumulates: Whether an update has several micro-batches.
+            accumulates: Whether a step has several micro-batches.
             local_size: The processes on a machine.
         """
         return None if self.sharded else Held()
@@ -319,13 +319,13 @@ class Strategy(ABC):
 
     def settle(self, model: nn.Module) -> None:
         """Put the parameters that `prepare` left back into the model, if a forward has replaced them. Called
-        on all processes between updates.
+        on all processes between steps.
         """
 
     def retrain(self, model: nn.Module) -> nn.Module:
         """Return the prepared model, adapted to the parameters that require gradients now.
 
-        Called on all processes between updates, after `settle`, when the `requires_grad` of parameters that
+        Called on all processes between steps, after `settle`, when the `requires_grad` of parameters that
         the optimizers train has changed.
 
         Args:
@@ -366,7 +366,7 @@ class Strategy(ABC):
         """Average the gradients of a backward with `inputs` over all processes."""
 
     def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
-        """Multiply the accumulated gradients of a user's own loop before the update."""
+        """Multiply the accumulated gradients of a user's own loop before the step."""
         gradients = [each.grad for each in parameters if each.grad is not None]
         if isinstance(factor, Tensor) and any(each.device.type == "cpu" for each in gradients):
             factor = float(factor)  # of offloaded gradients, which no factor on the device can multiply
@@ -383,7 +383,7 @@ class Strategy(ABC):
 
     @named_place(_PLACES["optimizer_step"])
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Make the update. Return False if all processes skipped it because a scaled gradient overflowed.
+        """Make the step. Return False if all processes skipped it because a scaled gradient overflowed.
 
         The loss scale is updated too. With a loss scale, finding an overflow takes a host sync.
         """
@@ -393,7 +393,7 @@ class Strategy(ABC):
         return True
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Skip the update; called instead of `optimizer_step`. The loss scale does not change."""
+        """Skip the step; called instead of `optimizer_step`. The loss scale does not change."""
         if self._scale is not None:
             self._scale.discard(optimizer)
 

@@ -322,11 +322,11 @@ def _why_whole(config: DDPConfig) -> str:
 
 
 def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
-    """Fix the buckets of gradients before the first update.
+    """Fix the buckets of gradients before the first step.
 
     torch rebuilds the buckets after the first backward, ordered by when gradients became ready. With more
     than two processes the sums of an all-reduce depend on a gradient's position in its bucket, so the first
-    update after a resume would differ in its last bits from the uninterrupted run's. Here a backward of zeros
+    step after a resume would differ in its last bits from the uninterrupted run's. Here a backward of zeros
     triggers the rebuild: its gradients become ready in the reverse order of the parameters.
 
     Args:

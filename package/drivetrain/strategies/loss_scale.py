@@ -44,7 +44,7 @@ def _local(parameter: Any) -> Tensor:
 
 
 class LossScale:
-    """A gradient scaler that reports whether an update overflowed.
+    """A gradient scaler that reports whether a step overflowed.
 
     Args:
         device: The device of losses and gradients.
@@ -55,7 +55,7 @@ class LossScale:
     def __init__(self, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
         self._scaler = _Scaler(device.type)
         self._agree = agree
-        # The scaler creates its scale at the first loss, and an update of weight zero has no loss.
+        # The scaler creates its scale at the first loss, and a step of weight zero has no loss.
         self._scaler.scale(torch.zeros((), device=device))
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class LossScale:
         self._scaler.unscale_(optimizer)
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Forget the recorded overflows of an update that is skipped."""
+        """Forget the recorded overflows of a step that is skipped."""
         self._scaler._per_optimizer_states.pop(id(optimizer), None)
 
     def overflowed(self, optimizer: Optimizer) -> bool:
@@ -89,11 +89,11 @@ class LossScale:
                 " cause. Use 'bf16-mixed', a lower learning rate, or look for infinities in the model"
             )
         # Updated before another optimizer's backward, which then uses the new scale. So one optimizer may
-        # step more than once in an update, and an overflow of the first does not affect the second.
-        self._update()
+        # be applied more than once in a step, and an overflow of the first does not affect the second.
+        self._step()
         return overflowed
 
-    def _update(self) -> None:
+    def _step(self) -> None:
         states = self._scaler._per_optimizer_states.values()
         if any(state["found_inf_per_device"] for state in states):
             self._scaler.update()

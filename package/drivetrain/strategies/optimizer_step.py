@@ -14,7 +14,7 @@ def step(optimizer: Optimizer) -> None:
     """Call `optimizer.step()`, bypassing torch's wrapper if no profiler is on and no step hook is registered.
 
     torch wraps every optimizer's step in a `record_function` range and a search for hooks. That takes 9 us in
-    each update, a tenth of a small step, whether or not anybody profiles. The wrapper is kept if a profiler
+    each step, a tenth of a small step, whether or not anybody profiles. The wrapper is kept if a profiler
     or a hook needs it, or if the step was replaced on the instance, as learning-rate schedulers do.
     """
     wrapped = type(optimizer).step

@@ -19,7 +19,7 @@ def part_order(ranks: Ranks, needs_all: bool = False) -> CollectiveOrder:
 
     Args:
         ranks: All ranks.
-        needs_all: Whether an update must use all parameters, so that ranks may not leave out the same ones.
+        needs_all: Whether a step must use all parameters, so that ranks may not leave out the same ones.
     """
     ddp = "Or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"
     left_out = "what is left out (LayerDrop, early exit) from a seed that all ranks share"
@@ -94,11 +94,11 @@ _AT_ZERO = (
     "DeepSpeed would update them with a gradient of zero, so that momentum, weight decay or running averages"
     " would change them or their state"
 )
-_STAGE_3 = "DeepSpeed's stage 3 would update them with the gradients of an earlier update"
+_STAGE_3 = "DeepSpeed's stage 3 would update them with the gradients of an earlier step"
 
 
 class UsedParameters:
-    """A record of the parameters that have got gradients in an update.
+    """A record of the parameters that have got gradients in a step.
 
     Args:
         task: The task.
@@ -128,7 +128,7 @@ class UsedParameters:
             each.remove()
 
     def check(self) -> None:
-        """Check that all parameters have got a gradient, and begin with the next update.
+        """Check that all parameters have got a gradient, and begin with the next step.
 
         Raises:
             ConfigError: Some have not; the message names them.
@@ -140,7 +140,7 @@ class UsedParameters:
 def check_all_used(
     names: Mapping[Tensor, str], used: Collection[Tensor], optimizers: Collection[Optimizer], stage: int = 0
 ) -> None:
-    """Check that an update of DeepSpeed's has used all parameters, unless a gradient of zero changes nothing.
+    """Check that a step of DeepSpeed's has used all parameters, unless a gradient of zero changes nothing.
 
     Args:
         names: The names of the trained parameters.
@@ -155,7 +155,7 @@ def check_all_used(
     if unused and not (stage < 3 and all(map(_is_idle_at_zero, optimizers))):
         more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
         raise ConfigError(
-            f"this update used {len(names) - len(unused)} of {len(names)} trainable"
+            f"this step used {len(names) - len(unused)} of {len(names)} trainable"
             f" parameters; these got no gradient: {', '.join(unused[:8])}{more}."
             f" {_STAGE_3 if stage == 3 else _AT_ZERO}. Freeze them or use them; or use strategy 'fsdp', or"
             " 'ddp' with DDPConfig(find_unused_parameters=True); or, below stage 3, train by 'sgd' without"

@@ -77,7 +77,7 @@ class TaskModule(nn.Module):
     Outside of a fit nothing is known, and every field is None."""
 
     progress: Progress = Progress()
-    """Where the fit in progress is: `self.progress.epoch`, `self.progress.updates` and so on. Outside of a
+    """Where the fit in progress is: `self.progress.epoch`, `self.progress.steps` and so on. Outside of a
     fit every count is 0. A compiled method that reads a count is compiled anew whenever it changes."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TaskModule:
@@ -200,7 +200,7 @@ class TaskModule(nn.Module):
         Returns:
             An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
             optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers. The
-            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update, or a `TorchSchedule`
+            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per step, or a `TorchSchedule`
             stepped by epoch or with a metric.
         """
         return OptimizerConfig("adamw")
@@ -211,7 +211,7 @@ class TaskModule(nn.Module):
         """Run one micro-batch and return a scalar loss, a mapping with "loss", or a `StepOutput`.
 
         It may also be a generator for several optimizers: `yield "discriminator", d_loss`, then `yield
-        "generator", g_loss`. At each yield the named optimizer makes its update, then the body resumes.
+        "generator", g_loss`. At each yield the named optimizer makes its step, then the body resumes.
         """
         outputs = call_forward(self, self.inputs(batch))
         return StepOutput(self.loss(outputs, batch), outputs)

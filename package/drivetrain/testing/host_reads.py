@@ -25,7 +25,7 @@ Note = Callable[[str, str], None]
 """Takes an operation and why it waits."""
 
 _WARM = 2
-"""Updates before those that are watched: the first ones allocate and compile."""
+"""Steps before those that are watched: the first ones allocate and compile."""
 
 _SIZE = "the size of the result is read"
 _READS = {
@@ -109,17 +109,17 @@ class HostReads:
 
 
 def no_host_reads(
-    task: TaskModule, data: Any, *, updates: int = 4, allowed: float = 0, **options: Any
+    task: TaskModule, data: Any, *, steps: int = 4, allowed: float = 0, **options: Any
 ) -> list[str]:
-    """Check that a steady update of a fit makes the host wait for nothing that a GPU computes.
+    """Check that a steady step of a fit makes the host wait for nothing that a GPU computes.
 
-    It trains for a few updates, and watches those after the first two, with `HostReads`. No log point falls
+    It trains for a few steps, and watches those after the first two, with `HostReads`. No log point falls
     among them, where a run may wait; give `log_every` to have one. Nothing is written.
 
     Args:
         task: The task. Its weights are trained.
-        data: Training data, of at least two updates more than are watched; epochs may end in between.
-        updates: How many updates are watched.
+        data: Training data, of at least two steps more than are watched; epochs may end in between.
+        steps: How many steps are watched.
         allowed: How many waits each of them may have.
         **options: Arguments of the Trainer, such as `precision="bf16-mixed"`. The default strategy is "cpu".
 
@@ -132,21 +132,19 @@ def no_host_reads(
     """
     quiet: dict[str, Any] = {"checkpoint": False, "loggers": (), "progress_bar": False, "strategy": "cpu"}
     seldom = {"log_every": "1_000_000_000 steps", "validate_every": None}
-    limit = {} if options.keys() & {"max_epochs", "max_time"} else {"max_steps": _WARM + updates + 1}
+    limit = {} if options.keys() & {"max_epochs", "max_time"} else {"max_steps": _WARM + steps + 1}
     trainer = Trainer(**{**quiet, **seldom, **limit, **options})
-    with closing(trainer.steps(task, data)) as steps:
-        made = sum(1 for _ in islice(steps, _WARM))
+    with closing(trainer.steps(task, data)) as results:
+        made = sum(1 for _ in islice(results, _WARM))
         with HostReads(trainer.select_strategy().device) as found:
-            made += sum(1 for _ in islice(steps, updates))
-    if made < _WARM + updates:
-        raise AssertionError(
-            f"the fit ended after {made} updates and needs {_WARM + updates}: give more data"
-        )
-    if len(found.reads) > allowed * updates:
+            made += sum(1 for _ in islice(results, steps))
+    if made < _WARM + steps:
+        raise AssertionError(f"the fit ended after {made} steps and needs {_WARM + steps}: give more data")
+    if len(found.reads) > allowed * steps:
         counted = Counter(found.reads).most_common()
         rows = "".join(f"\n  {times} x {each}" for each, times in counted)
         raise AssertionError(
-            f"the host waits for the device {len(found.reads)} times in {updates} updates, and"
+            f"the host waits for the device {len(found.reads)} times in {steps} steps, and"
             f" {allowed:g} are allowed in each:{rows}"
         )
     return found.reads

@@ -179,7 +179,7 @@ def everything(value: float) -> Snapshot:
             "hparams": {"values": {"hidden": 3}, "unstored": []},
             "large": "x" * (SMALL + 1),  # has a file of its own
         },
-        progress={"updates": int(value), "epoch": 0},
+        progress={"steps": int(value), "epoch": 0},
         metrics={"validation/loss": value, "train/loss": math.nan},
         task="Everything",
     )

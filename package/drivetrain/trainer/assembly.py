@@ -16,7 +16,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, PerEpoch, Trigger, exact
+from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, PerEpoch, Trigger, exact
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
@@ -107,7 +107,7 @@ _VERBS = {"validation": "validate"}
 """The Trainer's method of a stage, if its name differs."""
 
 _LOGGED = 50
-"""The updates between two log points by default."""
+"""The steps between two log points by default."""
 
 
 @contextmanager
@@ -146,21 +146,21 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
 
 
 def _in_epochs(feed: Feed, max_epochs: float) -> tuple[int, tuple[int, int]] | None:
-    """Return the updates of so many epochs, and where they end: the epoch, and the micro-batches of it that
+    """Return the steps of so many epochs, and where they end: the epoch, and the micro-batches of it that
     are trained on. None if the length of an epoch is unknown.
     """
-    epochs, per_epoch, plan = math.ceil(max_epochs), feed.updates_per_epoch, feed.plan
+    epochs, per_epoch, plan = math.ceil(max_epochs), feed.steps_per_epoch, feed.plan
     whole = epochs, 0
     if per_epoch is not None:
-        updates = math.ceil(exact(max_epochs) * per_epoch)
-        if updates == epochs * per_epoch:
-            return updates, whole
-        return updates, (epochs - 1, (updates - (epochs - 1) * per_epoch) * feed.accumulation)
+        steps = math.ceil(exact(max_epochs) * per_epoch)
+        if steps == epochs * per_epoch:
+            return steps, whole
+        return steps, (epochs - 1, (steps - (epochs - 1) * per_epoch) * feed.accumulation)
     if plan is None or not plan.knows_length:
         return None
     before, last = plan.windows_before(epochs - 1), plan.windows_in(epochs - 1)
-    updates = before + math.ceil((1 - epochs + exact(max_epochs)) * last)
-    return updates, whole if updates == before + last else (epochs - 1, plan.after(updates).rounds)
+    steps = before + math.ceil((1 - epochs + exact(max_epochs)) * last)
+    return steps, whole if steps == before + last else (epochs - 1, plan.after(steps).rounds)
 
 
 def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals:
@@ -192,19 +192,19 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
                 " or max_steps"
             )
     return Totals(
-        updates=min(known) if known else None,
+        steps=min(known) if known else None,
         epochs=epochs,
-        updates_per_epoch=feed.updates_per_epoch,
-        max_updates=settings.max_steps,
+        steps_per_epoch=feed.steps_per_epoch,
+        max_steps=settings.max_steps,
         max_seconds=duration("max_time", settings.max_time),
         max_epochs=max_epochs,
         end=end,
         gradient_accumulation_steps=feed.accumulation,
-        samples_per_update=feed.samples_per_update,
+        samples_per_step=feed.samples_per_step,
         world_size=world_size,
-        min_updates=settings.min_steps or 0,
+        min_steps=settings.min_steps or 0,
         min_epochs=settings.min_epochs or 0,
-        updates_in=plan.windows_in if plan is not None and plan.varies and plan.knows_length else None,
+        steps_in=plan.windows_in if plan is not None and plan.varies and plan.knows_length else None,
     )
 
 
@@ -217,11 +217,11 @@ def log_interval(settings: RunSettings, per_epoch: PerEpoch | None) -> Every | N
     """Return the interval of logging; "auto" is an epoch if that is known to be short."""
     if settings.log_every != "auto":
         return every(settings.log_every)
-    updates = per_epoch(0) if callable(per_epoch) else per_epoch
-    return Every("1 epoch") if updates is not None and updates < _LOGGED else Every(_LOGGED)
+    steps = per_epoch(0) if callable(per_epoch) else per_epoch
+    return Every("1 epoch") if steps is not None and steps < _LOGGED else Every(_LOGGED)
 
 
-def make_triggers(settings: RunSettings, updates_per_epoch: PerEpoch | None, validates: bool) -> Triggers:
+def make_triggers(settings: RunSettings, steps_per_epoch: PerEpoch | None, validates: bool) -> Triggers:
     """Return the triggers of logging and validation.
 
     Raises:
@@ -231,11 +231,11 @@ def make_triggers(settings: RunSettings, updates_per_epoch: PerEpoch | None, val
     if not validates:
         validate = Trigger(None)
     elif begins is None:
-        validate = Trigger(validate_every, updates_per_epoch)
+        validate = Trigger(validate_every, steps_per_epoch)
     else:
-        validate = DelayedTrigger(validate_every, begins, updates_per_epoch)
-    kind = FirstUpdateTrigger if settings.log_first_step else Trigger
-    log = kind(log_interval(settings, updates_per_epoch), updates_per_epoch)
+        validate = DelayedTrigger(validate_every, begins, steps_per_epoch)
+    kind = FirstStepTrigger if settings.log_first_step else Trigger
+    log = kind(log_interval(settings, steps_per_epoch), steps_per_epoch)
     log.ends_epochs = settings.log_every == "auto"
     return Triggers(log, validate)
 
@@ -275,7 +275,7 @@ def build_fit(
         train_data: As given to `fit`.
         validation_data: As given to `fit`.
         resume: As given to `fit`.
-        body: Whether the user's code runs between updates.
+        body: Whether the user's code runs between steps.
     """
     began = fit_began()
     task = check_task(task)
@@ -332,7 +332,7 @@ def _fit_run(
     frozen = frozen_parameters(settings, engine, task)
     engine.prepare_task(
         task,
-        total_updates=totals.updates,
+        total_steps=totals.steps,
         max_grad_norm=settings.max_grad_norm,
         max_grad_value=settings.max_grad_value,
         metrics=train_metrics,
@@ -341,13 +341,13 @@ def _fit_run(
     )
     if engine.strategy.rank == 0:
         advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
-    check_same_optimizers(task, engine.updaters, totals.updates, engine.ranks)
+    check_same_optimizers(task, engine.updaters, totals.steps, engine.ranks)
     check_watched(engine.updaters, bool(feeds))
     for updater in engine.updaters.values():
         if updater.torch_schedule is not None:
-            updater.torch_schedule.check_length(totals.updates, totals.epochs)
+            updater.torch_schedule.check_length(totals.steps, totals.epochs)
             if engine.strategy.rank == 0:
-                updater.torch_schedule.warn_if_never(totals.updates, totals.epochs)
+                updater.torch_schedule.warn_if_never(totals.steps, totals.epochs)
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
     saver = None
     if settings.checkpoint is not False:
@@ -374,7 +374,7 @@ def _fit_run(
     for updater in engine.updaters.values():
         updater.settle_direction(run.names.direction)
         if run.is_main and updater.torch_schedule is not None:
-            updater.torch_schedule.report(totals.updates)
+            updater.torch_schedule.report(totals.steps)
     run.nonfinite.begin(settings.on_nonfinite)
     if run.hooks.on_micro_batch_end:
 
@@ -509,7 +509,7 @@ def start_from(
     if kept:  # the arguments of the task say otherwise
         config["kept_of_checkpoint"] = kept
     for logger in run.loggers if run.is_main else ():
-        with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at update"):
+        with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at step"):
             logger.log_config(config)
 
 
@@ -538,8 +538,8 @@ def sanity_batches(settings: RunSettings, run: Run) -> int | None:
             )
         return asked
     trained = run.train_feed.batches_per_epoch
-    if run.totals.updates is not None and trained is not None:
-        trained = min(trained, run.totals.updates * run.train_feed.accumulation)
+    if run.totals.steps is not None and trained is not None:
+        trained = min(trained, run.totals.steps * run.train_feed.accumulation)
     is_cheap = trained is not None and _SANITY_BATCHES * len(feeds) * 100 < trained
     return _SANITY_BATCHES if is_cheap and all(feed.source.exact for feed in feeds) else None
 

@@ -93,8 +93,8 @@ def make_saver(
     own = source is not None or _is_own(resume, root, manager.directory)
     if manager.entries() and not own and not _goes_on(ranks):
         raise ConfigError(
-            f"{as_given(settings, root)} holds the checkpoints of an earlier run (the newest after update"
-            f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
+            f"{as_given(settings, root)} holds the checkpoints of an earlier run (the newest after step"
+            f" {manager.entries()[-1].step}). To go on from there, fit(..., resume='auto'); for a new run"
             " choose another run_dir"
         )
     validates = bool(loaders) and settings.validate_every is not None
@@ -202,7 +202,7 @@ def report_start(settings: RunSettings, run: Run, resume: object) -> None:
         return
     at, progress = as_given(settings, run.last_checkpoint), run.progress
     if at is not None:
-        text = f"goes on from {at} (update {progress.updates}, epoch {progress.epoch})"
+        text = f"goes on from {at} (step {progress.steps}, epoch {progress.epoch})"
     elif resume == "auto" or fetching_callback(settings, resume) is not None:
         text = f"begins anew: no checkpoint in {as_given(settings, checkpoint_root(settings, run.run_dir))}"
     else:

@@ -28,7 +28,7 @@ class Observer(Protocol):
         """
 
     def loops(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-        """Observe the updates of a fit whose loop body is the program's; return an iterator over them."""
+        """Observe the steps of a fit whose loop body is the program's; return an iterator over them."""
 
     def evaluates(self, trainer: RunSettings) -> Mapping[str, Any]:
         """Observe the start of a validation, test or prediction; return arguments as `begins` does."""
@@ -64,6 +64,6 @@ def observed(trainer: Settings, is_fit: bool, resume: str | None = None) -> tupl
 
 
 def observed_loop(steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-    """Return the updates for a program's own loop, as the observer changes them."""
+    """Return the steps for a program's own loop, as the observer changes them."""
     observer = _observer.get()
     return steps if observer is None else observer.loops(steps)

@@ -72,7 +72,7 @@ class FitResult:
     @property
     def history(self) -> list[dict[str, float]]:
         """The logged values from the start of the run, before a resume too: for each log point a mapping with
-        "step", the number of updates made, and the values by name.
+        "step", the number of steps made, and the values by name.
 
         They are read from the file of the logger "csv" or "jsonl", so that a long run holds none in memory.
 
@@ -112,12 +112,12 @@ class Trainer(RunSettings):
     Attributes: Length
         max_epochs: Passes over the training data, of known length for a fraction (2.5); one of the three
             limits must be given to train. Default: None. Example: max_epochs=10.
-        max_steps: Optimizer updates. Default: None. Example: max_steps=10_000.
+        max_steps: Optimizer steps. Default: None. Example: max_steps=10_000.
         max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta. Default: None. Example:
             max_time="12 hours".
         min_epochs: No callback, such as `EarlyStopping`, ends a fit before so many epochs are complete. The
             three limits, signals and non-finite losses do. Default: None. Example: min_epochs=3.
-        min_steps: The same in updates; if both are given, both must be reached. Default: None. Example:
+        min_steps: The same in steps; if both are given, both must be reached. Default: None. Example:
             min_steps=1_000.
         dry_run: A trial: True ("batches") or a number fits one epoch of one batch (or so many) of each
             loader, begins afresh, and writes nothing: no checkpoints, logs, results or predictions. Other
@@ -153,7 +153,7 @@ class Trainer(RunSettings):
             deterministic=True.
 
     Attributes: Gradient
-        gradient_accumulation_steps: Micro-batches per update: a number, or numbers by points of the run, such
+        gradient_accumulation_steps: Micro-batches per step: a number, or numbers by points of the run, such
             as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs or samples;
             see `ramp`. Default: 1. Example: gradient_accumulation_steps=4.
         max_grad_norm: Clip the gradient's global norm to this; None disables clipping. Default: None.
@@ -161,7 +161,7 @@ class Trainer(RunSettings):
         max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
             Default: None. Example: max_grad_value=0.5.
         micro_batch: Samples of a training batch that are run at once: a number, "auto" for half as many
-            whenever memory runs out, or None for all. The batch of an update stays what it is. Default: None.
+            whenever memory runs out, or None for all. The batch of a step stays what it is. Default: None.
             Example: micro_batch="auto".
 
     Attributes: Data
@@ -171,7 +171,7 @@ class Trainer(RunSettings):
         num_workers: Worker processes for data given as a bare Dataset. Default: 0. Example: num_workers=4.
         collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
             takes torch's default. Default: None. Example: collate=pad.
-        group_by_length: Put samples of similar lengths into the same update, for training data given as a
+        group_by_length: Put samples of similar lengths into the same step, for training data given as a
             bare Dataset. The name of a column with a number or with tokens ("input_ids"), or a function of a
             sample that returns its length. It is read once for each sample before training. None only
             shuffles. Default: None. Example: group_by_length="input_ids".
@@ -215,9 +215,9 @@ class Trainer(RunSettings):
             run_name="baseline".
         loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none. Default: ("tensorboard",
             "csv"). Example: loggers="jsonl".
-        log_every: When to log. "auto" is every 50 updates and at the end of every epoch; where an epoch has
-            fewer updates, at its end alone. Default: "auto". Example: log_every="10 steps".
-        log_first_step: Whether to log after the first update of the run too. Default: False. Example:
+        log_every: When to log. "auto" is every 50 steps and at the end of every epoch; where an epoch has
+            fewer steps, at its end alone. Default: "auto". Example: log_every="10 steps".
+        log_first_step: Whether to log after the first step of the run too. Default: False. Example:
             log_first_step=True.
         train_metrics: Whether declared metrics are updated in training too. Default: True. Example:
             train_metrics=False.
@@ -228,7 +228,7 @@ class Trainer(RunSettings):
 
     Attributes: Safety
         on_nonfinite: What to do about a NaN or infinite loss: "raise" at the next log point, "skip" each
-            update with such a loss or gradient, or "stop" the run in order. If a validation loss or the
+            step with such a loss or gradient, or "stop" the run in order. If a validation loss or the
             metric of `EarlyStopping` is not finite, "raise" and "stop" end the run after a save, and "skip"
             goes on with a warning. Default: "raise". Example: on_nonfinite="skip".
         on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to go on,
@@ -324,10 +324,10 @@ class Trainer(RunSettings):
         resume: str | None = None,
         override: Sequence[str] = (),
     ) -> Generator[StepResult, None, None]:
-        """Train as `fit` does, but yield after every update, for your own loop body.
+        """Train as `fit` does, but yield after every step, for your own loop body.
 
-        The validation and the checkpoint of an update see what the body did after it. Leaving the loop ends
-        the run in order. If only one of several ranks leaves, it first finishes the update that the others
+        The validation and the checkpoint of a step see what the body did after it. Leaving the loop ends
+        the run in order. If only one of several ranks leaves, it first finishes the step that the others
         have begun, and the loops of all ranks end. Arguments and errors are those of `fit`.
         """
         return left_with_program(self._steps(task, train_data, validation_data, resume, override))
@@ -539,7 +539,7 @@ class Trainer(RunSettings):
 
     @by_name
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
-        """Print and return the forecast of a fit: updates, rates, intervals, memory, and conflicts.
+        """Print and return the forecast of a fit: steps, rates, intervals, memory, and conflicts.
 
         Nothing is trained. Arguments and errors are those of `fit`.
         """

@@ -34,7 +34,7 @@ def rows(count: int = 16, seed: int = 1, size: int = 4) -> DataLoader[Any]:
     return DataLoader(features, batch_size=size)
 
 
-# The statistics of all outputs of a block's activation in an update, at once; and what was logged.
+# The statistics of all outputs of a block's activation in a step, at once; and what was logged.
 class ByHand(Callback):
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
@@ -71,7 +71,7 @@ def by_hand_and_stats(data: Any, validation: Any = None, **options: Any) -> tupl
     return by_hand, quiet(**options, callbacks=callbacks).fit(task(), data, validation).metrics
 
 
-def test_the_numbers_are_those_of_all_outputs_of_the_update_a_recomputed_one_once() -> None:
+def test_the_numbers_are_those_of_all_outputs_of_the_step_a_recomputed_one_once() -> None:
     for again in (False, True):
         # Micro-batches of 3, 3, 3, 3, 3 and 1 rows.
         memory = {"activation_checkpointing": again}
@@ -86,13 +86,13 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(each._forward_hooks) for each in model.modules())
 
 
-def test_modules_have_hooks_in_logged_updates_alone() -> None:
+def test_modules_have_hooks_in_logged_steps_alone() -> None:
     hooks, watched = [], task()
     count = LambdaCallback(on_before_optimizer_step=lambda run: hooks.append(hooks_of(run.task)))
     callbacks = [ActivationStats(patterns=["blocks.*.act", "head"], every="8 steps"), count]
     quiet(max_steps=13, log_every="4 steps", callbacks=callbacks).fit(watched, rows(80))
-    # Log points follow updates 4, 8, 12 and 13, and the first at or after each eighth is taken.
-    assert [update for update, count in enumerate(hooks, 1) if count] == [8]
+    # Log points follow steps 4, 8, 12 and 13, and the first at or after each eighth is taken.
+    assert [step for step, count in enumerate(hooks, 1) if count] == [8]
     assert hooks[7] == 4
     assert hooks_of(watched) == 0
 

@@ -31,7 +31,7 @@ class Layers(TaskModule):  # two layers, a parameter of its own, and an unused l
         return OptimizerConfig("sgd", lr=0.1)
 
 
-class ByHand(Callback):  # the same norms, from whole gradients, in every update; and what was logged
+class ByHand(Callback):  # the same norms, from whole gradients, in every step; and what was logged
     def __init__(self) -> None:
         self.norms: dict[str, float] = {}
         self.logged: list[dict[str, float]] = []
@@ -53,7 +53,7 @@ class ByHand(Callback):  # the same norms, from whole gradients, in every update
             self.expected.append(self.norms)
 
 
-def test_norms_of_the_last_update_are_logged_by_layer_before_clipping() -> None:
+def test_norms_of_the_last_step_are_logged_by_layer_before_clipping() -> None:
     by_hand = ByHand()
     callbacks = [GradientNorms(per_layer=True), by_hand]
     options: Any = {"max_epochs": 2, "gradient_accumulation_steps": 2, "log_every": "1 step"}
@@ -65,7 +65,7 @@ def test_norms_of_the_last_update_are_logged_by_layer_before_clipping() -> None:
         assert logged["gradients/norm/unused"] == 0.0
 
 
-def test_norms_are_taken_in_updates_that_are_logged_and_in_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_taken_in_steps_that_are_logged_and_in_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, inner, by_hand = [], torch._foreach_norm, ByHand()
 
     def counted(*given: Any, **more: Any) -> Any:

@@ -26,8 +26,8 @@ def test_every_takes_the_first_log_point_at_or_after_its_end_also_after_a_resume
         lines = [each for each in lines if name in each]
         return [json.loads(each)["step"] for each in lines], [] if kind is DeviceStats else lines
 
-    for every, updates in ((None, [2, 4, 6, 8, 10]), ("3 steps", [4, 6, 10]), ("1 epoch", [6, 10])):
-        assert taken(str(every), every=every, max_epochs=2, log_every="2 steps")[0] == updates
+    for every, steps in ((None, [2, 4, 6, 8, 10]), ("3 steps", [4, 6, 10]), ("1 epoch", [6, 10])):
+        assert taken(str(every), every=every, max_epochs=2, log_every="2 steps")[0] == steps
     more = {"log_every": "3 steps"}
     straight = taken("straight", max_steps=15, **more)
     assert straight[0] == [6, 12, 15]

@@ -34,8 +34,8 @@ def test_speeds_and_shares_are_those_of_the_clock_and_validation_slows_no_speed_
             spent[part] += seconds.get(part, 0.0)
         run.timing.update(spent)
 
-    update = lambda run: spend(run, training=0.375, data=0.125, save=0.25)  # noqa: E731
-    hooks = LambdaCallback(on_step_start=update, on_evaluation_start=lambda run: spend(run, evaluation=1.5))
+    step = lambda run: spend(run, training=0.375, data=0.125, save=0.25)  # noqa: E731
+    hooks = LambdaCallback(on_step_start=step, on_evaluation_start=lambda run: spend(run, evaluation=1.5))
     for tokens in (10, 0):
         points = []
         note = LambdaCallback(on_log=lambda run, points=points: points.append(values(run.logged)))
@@ -46,7 +46,7 @@ def test_speeds_and_shares_are_those_of_the_clock_and_validation_slows_no_speed_
         assert validation == {}
         assert (first["evaluation_share"], first["evaluation_seconds"]) == (0, 0)
         for point in (first, after):
-            assert point["updates_per_second"] == pytest.approx(2)
+            assert point["steps_per_second"] == pytest.approx(2)
             assert point["samples_per_second"] == pytest.approx(4)
             assert point.get("tokens_per_second") == (20 if tokens else None)  # None: they are not counted
         for part, seconds in {"data": 0.75, "save": 1.5, "evaluation": 1.5}.items():
@@ -54,26 +54,26 @@ def test_speeds_and_shares_are_those_of_the_clock_and_validation_slows_no_speed_
             assert after[f"{part}_share"] == pytest.approx(seconds / 6)
 
 
-def test_operations_are_counted_in_the_first_update_or_given(drive, monkeypatch):
-    run = drive(Throughput(peak_flops=1e6), LearningRateMonitor(), updates_per_epoch=6).fit()
+def test_operations_are_counted_in_the_first_step_or_given(drive, monkeypatch):
+    run = drive(Throughput(peak_flops=1e6), LearningRateMonitor(), steps_per_epoch=6).fit()
     assert [point["lr"] for point in run.history] == [0.05] * 3
     point = values(run.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
     assert point["model_flops"] == FLOPS_PER_SAMPLE * run.progress.samples
     assert point["model_flops_utilisation"] == pytest.approx(point["model_flops_per_second"] / 1e6)
-    point = values(drive(Throughput(flops_per_sample=100.0), updates_per_epoch=4).fit().history[-1])
+    point = values(drive(Throughput(flops_per_sample=100.0), steps_per_epoch=4).fit().history[-1])
     assert point["model_flops_per_second"] == pytest.approx(100 * point["samples_per_second"])
     assert "model_flops_utilisation" not in point  # no peak is known
-    point = values(drive(Throughput(measure_flops=False), updates_per_epoch=4).fit().history[-1])
+    point = values(drive(Throughput(measure_flops=False), steps_per_epoch=4).fit().history[-1])
     assert "model_flops_per_second" not in point
-    late = Throughput()  # a first update without an optimizer's step is not the one that counts
-    run, left = drive(late, updates_per_epoch=3), [0.0, 1.0, 1.0]
+    late = Throughput()  # a first step without an optimizer's step is not the one that counts
+    run, left = drive(late, steps_per_epoch=3), [0.0, 1.0, 1.0]
     with monkeypatch.context() as patch:
         patch.setattr(type(run.task), "loss_weight", lambda self, batch: left.pop(0))
-        assert run.fit().progress.updates == 2
+        assert run.fit().progress.steps == 2
     assert late.state_dict()["flops"] == [FLOPS_PER_SAMPLE * run.progress.samples] * 2
     wide = nn.Linear(16, 100)  # another fit counts again
-    run = drive(late, updates_per_epoch=2, net=wide).fit()
+    run = drive(late, steps_per_epoch=2, net=wide).fit()
     assert late.state_dict()["flops"] == [2 * (2 * 16 * 100) * run.progress.samples] * 2
 
 
@@ -132,19 +132,19 @@ def test_counting_never_ends_a_training(drive, monkeypatch):
     assert len(told) == 1
 
 
-def test_an_update_like_the_one_before_computes_no_operations_again(drive, monkeypatch):
+def test_a_step_like_the_one_before_computes_no_operations_again(drive, monkeypatch):
     computed, at = [], FlopsByLength.at
     monkeypatch.setattr(FlopsByLength, "at", lambda self, length: computed.append(1) or at(self, length))
-    drive(Throughput(), updates_per_epoch=8).fit()
+    drive(Throughput(), steps_per_epoch=8).fit()
     assert len(computed) == 1
 
 
 def test_a_resumed_run_has_the_count_of_its_checkpoint(drive, tmp_path):
-    drive(Throughput(), updates_per_epoch=2, run_dir=tmp_path).fit()
+    drive(Throughput(), steps_per_epoch=2, run_dir=tmp_path).fit()
     modes = []
     mode = lambda run: modes.append(torch._C._len_torch_dispatch_stack())  # noqa: E731
     watch = LambdaCallback(on_before_optimizer_step=mode)
-    run = drive(Throughput(), watch, epochs=3, updates_per_epoch=2, run_dir=tmp_path).fit(resume="auto")
+    run = drive(Throughput(), watch, epochs=3, steps_per_epoch=2, run_dir=tmp_path).fit(resume="auto")
     assert modes == [0, 0, 0, 0]
     point = values(run.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
@@ -177,7 +177,7 @@ def test_a_gpu_is_asked_when_the_data_has_come_whether_it_is_done(monkeypatch):
         run = SimpleNamespace(
             engine=engine,
             is_main=True,
-            progress=SimpleNamespace(updates=0, samples=0, tokens=0),
+            progress=SimpleNamespace(steps=0, samples=0, tokens=0),
             timing={"data": 0.0, "evaluation": 0.0, "save": 0.0},
             log=lambda name, value: None,
             train_feed=SimpleNamespace(advice=""),
@@ -187,7 +187,7 @@ def test_a_gpu_is_asked_when_the_data_has_come_whether_it_is_done(monkeypatch):
         watch.on_step_end(run)
         for _ in answers:
             watch.on_step_start(run)
-            run.progress.updates += 1
+            run.progress.steps += 1
             watch.on_step_end(run)
         run.timing |= {"data": 1000.0}
         with (warned if hinted else heard)("waiting for the training data") as lines:
@@ -204,7 +204,7 @@ def test_long_waits_for_data_are_hinted_at_once_unless_nobody_asks(drive):
 
         callbacks = Throughput(data_hint=hint), LambdaCallback(on_step_end=wait)
         with (warned if hinted else heard)("waiting for the training data") as lines:
-            drive(*callbacks, updates_per_epoch=8, log_every=2).fit()
+            drive(*callbacks, steps_per_epoch=8, log_every=2).fit()
         assert ["num_workers" in each for each in lines] == [True] * hinted
 
 

@@ -44,7 +44,7 @@ class ByHand(Callback):  # the whole weights at each log point, and the whole gr
 
 
 def kept_of(task: Any, data: Any, histograms: Any, **options: Any) -> list[tuple[int, dict[str, Histogram]]]:
-    """The histograms of a fit, with their updates."""
+    """The histograms of a fit, with their steps."""
     kept, callback = Kept(), WeightHistograms(**histograms)
     quiet(**{"max_steps": 1, **options}, loggers=kept, callbacks=[callback]).fit(task, data)
     return kept.points
@@ -140,7 +140,7 @@ def test_shards_add_up_to_the_counts_of_one_process(strategy: str) -> None:
     data = pairs(12, batch_size=4)
     alone = kept_of(layers(), data, histograms, max_steps=3, log_every="1 step")
     assert [step for step, _ in found] == [step for step, _ in alone] == [1, 2, 3]
-    # After an update the weights differ in rounding only, which moves none of them over an edge.
+    # After a step the weights differ in rounding only, which moves none of them over an edge.
     for (_, each), (_, expected) in zip(found, alone, strict=True):
         counts = [{name: one.counts for name, one in point.items()} for point in (each, expected)]
         assert counts[0] == counts[1]

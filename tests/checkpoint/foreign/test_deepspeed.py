@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
 ]
 
-SAVED, ALL = 3, 6  # after which update DeepSpeed saves, and how many it makes
+SAVED, ALL = 3, 6  # after which step DeepSpeed saves, and how many it makes
 VARIANTS = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -67,13 +67,13 @@ def net():
     return Net()
 
 
-def part(update, rank):
-    generator = torch.Generator().manual_seed(10 * update + rank)
+def part(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
 
 
-def joined(update):
-    (x, y), (more_x, more_y) = part(update, 0), part(update, 1)
+def joined(step):
+    (x, y), (more_x, more_y) = part(step, 0), part(step, 1)
     return {"x": torch.cat([x, more_x]), "y": torch.cat([y, more_y])}
 
 
@@ -113,15 +113,15 @@ def _train_with_deepspeed(root):
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         with quiet():
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-            losses[name] = [_step(engine, update, rank) for update in range(SAVED)]
+            losses[name] = [_step(engine, step, rank) for step in range(SAVED)]
             # As Megatron and others do, with values of classes of theirs.
             engine.save_checkpoint(f"{root}/{name}", client_state={"from": Path("anywhere")})
-            losses[name] += [_step(engine, update, rank) for update in range(SAVED, ALL)]
+            losses[name] += [_step(engine, step, rank) for step in range(SAVED, ALL)]
     return losses
 
 
-def _step(engine, update, rank):
-    x, y = part(update, rank)
+def _step(engine, step, rank):
+    x, y = part(step, rank)
     loss = F.mse_loss(engine(x.to(engine.module.first.weight.dtype)).float(), y)
     engine.backward(loss)
     engine.step()
@@ -129,7 +129,7 @@ def _step(engine, update, rank):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):  # the folders, by variant, and the loss of the next update
+def saved(tmp_path_factory):  # the folders, by variant, and the loss of the next step
     library("cpu")  # once, of which all processes are copies
     root = tmp_path_factory.mktemp("deepspeed")
     first, second = run_distributed(_train_with_deepspeed, root)
@@ -152,7 +152,7 @@ def test_weights_are_the_optimizers_in_float32_and_load_under_any_name(capsys, s
     for name, zero in VARIANTS.items():
         path = tmp_path / name
         found = import_deepspeed(saved[0] / name, path)
-        assert (found.stage, found.processes, found.updates, found.tensors) == (zero["stage"], 2, SAVED, 10)
+        assert (found.stage, found.processes, found.steps, found.tensors) == (zero["stage"], 2, SAVED, 10)
         module, task = net(), Task()
         module.load_state_dict(load_weights(path), strict=True)
         report = task.load_weights(path, rename={"^": "net."})

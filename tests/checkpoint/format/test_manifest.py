@@ -25,7 +25,7 @@ def test_a_manifest_comes_back_as_it_was_and_is_strict_json(saved):
     again = Manifest.parse(manifest.dump())
     assert repr(again) == repr(manifest)
     assert math.isnan(again.metrics["train/loss"])
-    assert again.progress == {"updates": 1, "epoch": 0}
+    assert again.progress == {"steps": 1, "epoch": 0}
     assert again.saved_by.keys() == {"drivetrain", "torch", "python", "task"}
     assert again.tensors["model"]["weight"] == TensorRecord(Layout("F32", (8, 3), ((), ())))
     digest = xxhash.xxh3_128_hexdigest(torch.full((8, 3), 1.0).numpy().tobytes())
@@ -36,8 +36,8 @@ def test_a_manifest_comes_back_as_it_was_and_is_strict_json(saved):
     assert content["saved_by"]["task"] == "Digits"
     assert content["metrics"] == {"validation/loss": 0.5, "train/loss": "nan"}
     (saved / "manifest.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
-    assert read_manifest(str(saved)).progress["updates"] == 1  # reformatted, it still reads
-    (saved / "manifest.json").write_text(text.replace('"updates":1', '"updates":2'), encoding="utf-8")
+    assert read_manifest(str(saved)).progress["steps"] == 1  # reformatted, it still reads
+    (saved / "manifest.json").write_text(text.replace('"steps":1', '"steps":2'), encoding="utf-8")
     with pytest.raises(DamagedCheckpointError, match="does not match its own hash"):
         read_manifest(str(saved))
 

@@ -11,13 +11,13 @@ from drivetrain.checkpoint.format.strict_json import seal, unseal
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
 
-NAME = "update-00000004"
+NAME = "step-00000004"
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:  # a directory with a checkpoint and an index
     manager = CheckpointManager(str(tmp_path), CheckpointConfig(best=0, by=None))
-    snapshot = Snapshot({"model": {"w": torch.ones(3)}}, {"state": {"rate": 0.1}}, {"updates": 4, "epoch": 1})
+    snapshot = Snapshot({"model": {"w": torch.ones(3)}}, {"state": {"rate": 0.1}}, {"steps": 4, "epoch": 1})
     manager.save(4, 1, {}, lambda: snapshot)
     return tmp_path
 

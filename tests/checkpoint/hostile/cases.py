@@ -69,7 +69,7 @@ def open_directory(path):  # nothing is as good an answer as an error, where a w
 
 
 def checkpoint_of(directory):
-    return directory / "run" / "checkpoints" / "update-00000005"
+    return directory / "run" / "checkpoints" / "step-00000005"
 
 
 def resume(directory):
@@ -118,7 +118,7 @@ def prepare(directory):
     weights = {"weight": torch.ones(8, 3), "bias": torch.ones(3)}
     groups = {"model": weights, "optimizer": {"weight/exp_avg": torch.ones(8, 3)}, "state": tensors}
     objects = {"state": state, "hparams": {"values": {}, "unstored": []}}
-    snapshot = Snapshot(groups, objects, {"updates": 1, "epoch": 0})
+    snapshot = Snapshot(groups, objects, {"steps": 1, "epoch": 0})
     DirectoryCheckpointIO().save(str(directory / "c"), snapshot)
     options = {"max_epochs": 1, "log_every": "50 steps"}  # values are left that no log point has taken
     policy = CheckpointConfig(by=None, best=0)

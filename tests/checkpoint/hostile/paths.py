@@ -109,7 +109,7 @@ def in_the_place_of(place, kind):
         predictions = d / "predictions-000000.safetensors"
         export_weights({"value": torch.ones(1)}, predictions)
         (d / "predictions-000000.json").write_bytes(b'{"$tensor":"value"}')
-        listed = {"name": "c", "order": 1, "update": 1, "epoch": 0, "metrics": {}, "resume": [""]}
+        listed = {"name": "c", "order": 1, "step": 1, "epoch": 0, "metrics": {}, "resume": [""]}
         index = {"format_version": 1, "checkpoints": [{**listed, "keeper": {}}]}
         (d / "index.json").write_bytes(seal(index, "it"))
         reads = {

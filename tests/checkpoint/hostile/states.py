@@ -120,7 +120,7 @@ for place, values in {
     (*PENDING, 0, "names"): [3, [3], ["loss", "other"]],
     (*PENDING, 0, "values"): [3, {"$tensor": "host_streams.python.words"}],
     (*PENDING, 0, "weights"): [["x"], [1]],
-    (*PENDING, 0, "updates"): ["x"],
+    (*PENDING, 0, "steps"): ["x"],
     ("buffer", "adds"): ["x", 1 << 40],
     ("buffer", "folded"): [[3], [{"names": ["loss"], "sums": SUMS}]],
     ("callbacks",): [3],
@@ -153,7 +153,7 @@ def with_progress(change):
     return make
 
 
-PROGRESS = [{}, {"updates": "many"}, {"updates": -1}, {"updates": True}, {"epoch": 1.5}, {"tokens": None}]
+PROGRESS = [{}, {"steps": "many"}, {"steps": -1}, {"steps": True}, {"epoch": 1.5}, {"tokens": None}]
 for number, change in enumerate([*PROGRESS, {"code": "import os"}]):
     enter(f"a_run_with_another_progress_{number}", with_progress(change))
 
@@ -178,7 +178,7 @@ def with_a_richer_run(place, value):
             trainer.fit(Measured(), pairs(), pairs(4, seed=1), resume=resume)
 
         fit(1, "rich")
-        checkpoint = d / "rich" / "checkpoints" / "update-00000005"
+        checkpoint = d / "rich" / "checkpoints" / "step-00000005"
         change_state(checkpoint, place, value)
         return lambda: fit(2, "other", str(checkpoint))
 
@@ -239,7 +239,7 @@ for name, values in {
 
 def save_engine(d, user, groups):
     state, _ = pack({"user": user, "strategy": {}, "module_extras": {}, "optimizers": {}})
-    DirectoryCheckpointIO().save(str(d / "e"), Snapshot(groups, {"state": state}, {"updates": 1}))
+    DirectoryCheckpointIO().save(str(d / "e"), Snapshot(groups, {"state": state}, {"steps": 1}))
 
 
 @case

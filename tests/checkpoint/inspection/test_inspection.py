@@ -54,7 +54,7 @@ def test_time_and_purpose_are_no_differences_and_settings_of_optimizers_are(diff
         optimizer = {"optimizer": "SGD", "groups": [{"lr": rate, "parameters": list(names)}]}
         state = {"timing": {"data": seconds}, "optimizers": {"default": optimizer}}
         objects = {"state": state, PURPOSE: {"order": int(seconds)}}
-        return Snapshot(objects=objects, progress={"updates": 3, "seconds": seconds})
+        return Snapshot(objects=objects, progress={"steps": 3, "seconds": seconds})
 
     assert differences(run(1.0), run(2.0)).is_same
     assert values(differences(run(1.0), run(1.0, 0.2, "bac"))) == {

@@ -19,7 +19,7 @@ FILES = {"config.json": b'{"model": 1}', "empty": b"", "parts/de/x.bin": bytes(r
 
 
 def save(path: str, assets: dict[str, bytes] = FILES) -> str:
-    progress = {"updates": 4, "epoch": 1}
+    progress = {"steps": 4, "epoch": 1}
     snapshot = Snapshot({"model": {"w": torch.ones(3)}}, {"state": {}}, progress, assets=assets)
     DirectoryCheckpointIO().save(path, snapshot)
     return path

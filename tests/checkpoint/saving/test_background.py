@@ -40,15 +40,15 @@ class Failing(LocalFileSystem):
 
 
 def snapshot(weights):
-    return Snapshot({"model": weights}, {"state": {"some": "thing"}}, {"updates": 1, "epoch": 0})
+    return Snapshot({"model": weights}, {"state": {"some": "thing"}}, {"steps": 1, "epoch": 0})
 
 
 def weights_of(path):
     return DirectoryCheckpointIO().load(str(path)).tensors["model"]
 
 
-def updates(manager):
-    return [entry.update for entry in manager.entries()]
+def steps(manager):
+    return [entry.step for entry in manager.entries()]
 
 
 def test_what_changes_during_the_write_is_not_in_the_file(tmp_path):
@@ -57,7 +57,7 @@ def test_what_changes_during_the_write_is_not_in_the_file(tmp_path):
     weight = torch.full((100, 3), 1.0)
     saved = manager.save(1, 0, {}, lambda: snapshot({"w": weight, "t": weight.t(), "tied": weight}))
     assert files.asked.wait(300)
-    weight.fill_(2.0)  # the next update, while the first byte is yet to be written
+    weight.fill_(2.0)  # the next step, while the first byte is yet to be written
     assert manager.is_writing
     assert manager.poll() is None
     files.open_gate.set()
@@ -88,7 +88,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, monkeypatch):
     files.open_gate.set()
     assert order == ["copied", "waited", "copied"]
     manager.wait()
-    assert updates(manager) == [1, 2]
+    assert steps(manager) == [1, 2]
 
 
 def test_a_failed_write_is_told_once_and_leaves_what_was_there(tmp_path):
@@ -100,19 +100,19 @@ def test_a_failed_write_is_told_once_and_leaves_what_was_there(tmp_path):
     index = (tmp_path / "index.json").read_bytes()
     files.is_full = True
     manager.save(2, 0, {}, content)
-    with pytest.raises(CheckpointError, match=r"update-00000002.*ENOSPC"):
+    with pytest.raises(CheckpointError, match=r"step-00000002.*ENOSPC"):
         manager.wait()
     assert manager.poll() is None
-    assert updates(manager) == [1]
+    assert steps(manager) == [1]
     assert (tmp_path / "index.json").read_bytes() == index
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "update-00000001"]
+    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000001"]
     manager.save(3, 0, {}, content)
     with pytest.raises(CheckpointError, match="ENOSPC"):  # by the next save too, before it begins
         manager.save(4, 0, {}, lambda: pytest.fail("nothing is to be saved on top of a failure"))
     files.is_full = False
     manager.save(5, 0, {}, content)
     manager.wait()
-    assert updates(manager) == [1, 5]
+    assert steps(manager) == [1, 5]
 
 
 def test_the_copy_is_made_once_and_its_memory_used_again():
@@ -145,7 +145,7 @@ gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="nee
 
 @gloo
 @pytest.mark.parametrize("is_full", [False, True])
-def test_all_ranks_take_note_of_a_commit_or_a_failure_at_the_same_update(tmp_path, is_full):
+def test_all_ranks_take_note_of_a_commit_or_a_failure_at_the_same_step(tmp_path, is_full):
     def poll(directory):
         ranks, may_delete = Ranks.of_job(), threading.Event()
 
@@ -162,19 +162,19 @@ def test_all_ranks_take_note_of_a_commit_or_a_failure_at_the_same_update(tmp_pat
         manager.wait()
         files.is_full = is_full and ranks.rank == 1
         manager.save(2, 0, {}, content)
-        update, told = 0, None
+        step, told = 0, None
         while told is None:
-            update += 1
-            if update == 30 or is_full or ranks.rank == 1:
+            step += 1
+            if step == 30 or is_full or ranks.rank == 1:
                 may_delete.set()
-            ranks.all_gather(update)  # what the run exchanges meanwhile
+            ranks.all_gather(step)  # what the run exchanges meanwhile
             try:
                 told = manager.poll()
             except CheckpointError as error:
                 told = str(error)
-        return update, os.path.basename(told), updates(manager)
+        return step, os.path.basename(told), steps(manager)
 
     first, second = on_two_ranks(poll, str(tmp_path))
     assert first == second
     assert first[2] == ([1] if is_full else [2])
-    assert ("ENOSPC" in first[1]) if is_full else (first[0] >= 30 and first[1] == "update-00000002")
+    assert ("ENOSPC" in first[1]) if is_full else (first[0] >= 30 and first[1] == "step-00000002")

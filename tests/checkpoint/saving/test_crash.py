@@ -17,20 +17,20 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and 
 POLICIES = [CheckpointConfig(keep_last=2, best=1), CheckpointConfig(every="7 steps", keep_last=5, best=0)]
 
 
-def snapshot(update):
-    weights = {str(part): torch.full((4_000,), float(update + part)) for part in range(4)}
-    return Snapshot({"model": weights}, {"state": [update]}, {"updates": update, "epoch": 0})
+def snapshot(step):
+    weights = {str(part): torch.full((4_000,), float(step + part)) for part in range(4)}
+    return Snapshot({"model": weights}, {"state": [step]}, {"steps": step, "epoch": 0})
 
 
 def work(directory, acknowledged):
     manager = CheckpointManager(directory, POLICIES)
     found = manager.load_latest()
-    start = found[1].progress["updates"] if found else 0
-    for update in range(start + 1, start + 30):
-        resume = ["", "7 steps"] if update % 7 == 0 else True
-        metrics = {"validation/loss": update * 37 % 101}
-        manager.save(update, 0, metrics, partial(snapshot, update), resume=resume, keeper=True)
-        os.write(acknowledged, b"%d\n" % update)
+    start = found[1].progress["steps"] if found else 0
+    for step in range(start + 1, start + 30):
+        resume = ["", "7 steps"] if step % 7 == 0 else True
+        metrics = {"validation/loss": step * 37 % 101}
+        manager.save(step, 0, metrics, partial(snapshot, step), resume=resume, keeper=True)
+        os.write(acknowledged, b"%d\n" % step)
 
 
 def check(directory, acknowledged):
@@ -40,15 +40,15 @@ def check(directory, acknowledged):
     if found is None:
         assert not lines
         return
-    update = found[1].progress["updates"]
-    assert update >= int(lines[-1] if lines else 0)
-    assert found[1].objects["state"] == [update]
+    step = found[1].progress["steps"]
+    assert step >= int(lines[-1] if lines else 0)
+    assert found[1].objects["state"] == [step]
     for part, tensor in found[1].tensors["model"].items():
-        assert tensor.tolist() == [update + int(part)] * 4_000
-    best = min(range(1, update + 1), key=lambda each: each * 37 % 101)
-    assert manager.best() == str(directory / f"update-{best:08d}")
-    sevenths = {entry.update for entry in manager.entries() if "7 steps" in entry.resume}
-    assert sevenths >= {*range(7, update + 1, 7)[-5:]}
+        assert tensor.tolist() == [step + int(part)] * 4_000
+    best = min(range(1, step + 1), key=lambda each: each * 37 % 101)
+    assert manager.best() == str(directory / f"step-{best:08d}")
+    sevenths = {entry.step for entry in manager.entries() if "7 steps" in entry.resume}
+    assert sevenths >= {*range(7, step + 1, 7)[-5:]}
     for entry in manager.entries():
         verify(str(directory / entry.name))
     assert not [name for name in os.listdir(directory) if name.startswith(".")]

@@ -28,7 +28,7 @@ def test_keep_last_and_best_of_two_policies_agree_with_a_simple_oracle(steps, ke
     points, keepers, names = {"": [], RARE: []}, [], {}
     with tempfile.TemporaryDirectory() as directory:
         manager = CheckpointManager(directory, config)
-        for update, (value, due, evaluated, restart) in enumerate(steps):
+        for step, (value, due, evaluated, restart) in enumerate(steps):
             if restart:
                 manager = CheckpointManager(directory, config)
             better = sum(sign * other <= sign * value for other, _ in keepers)
@@ -38,23 +38,23 @@ def test_keep_last_and_best_of_two_policies_agree_with_a_simple_oracle(steps, ke
             if not (due or keep):
                 continue
             metrics = {LOSS: value} if evaluated else {}
-            saved = manager.save(update, 0, metrics, Snapshot, resume=due, keeper=keep)
-            names[update] = saved.path
+            saved = manager.save(step, 0, metrics, Snapshot, resume=due, keeper=keep)
+            names[step] = saved.path
             for name in due:
-                points[name] = [*points[name], update]
+                points[name] = [*points[name], step]
             points = {name: each[max(0, len(each) - limits[name]) :] for name, each in points.items()}
-            keepers = [*keepers, (value, update)] if keep else keepers
+            keepers = [*keepers, (value, step)] if keep else keepers
             keepers = sorted(keepers, key=lambda each: (sign * each[0], each[1]))[:best]
             assert saved.is_keeper == keep
-            wanted = {*points[""], *points[RARE], *(each for _, each in keepers), update}
+            wanted = {*points[""], *points[RARE], *(each for _, each in keepers), step}
             entries = manager.entries()
-            assert [entry.update for entry in entries] == sorted(wanted)
+            assert [entry.step for entry in entries] == sorted(wanted)
             on_disk = {os.path.join(directory, name) for name in os.listdir(directory)}
             assert on_disk - {os.path.join(directory, "index.json")} == {names[each] for each in wanted}
             assert manager.best() == (names[keepers[0][1]] if keepers else None)
             for name, kept in points.items():
-                assert [entry.update for entry in entries if name in entry.resume] == kept
-            assert {entry.update for entry in entries if entry.keeper} == {each for _, each in keepers}
+                assert [entry.step for entry in entries if name in entry.resume] == kept
+            assert {entry.step for entry in entries if entry.keeper} == {each for _, each in keepers}
         reopened = CheckpointManager(directory, config)
         assert repr(reopened.entries()) == repr(manager.entries())
         for entry in reopened.entries():

@@ -37,7 +37,7 @@ def test_a_snapshot_comes_back_bit_for_bit(saved, helpers):
     assert read_manifest(str(saved)).files.keys() == {*FILES} - {"manifest.json"}
     for path in (saved, held.in_files(saved)):  # from the manifest, and from files of their own
         assert helpers.same_snapshot(io.load(str(path)), helpers.make_snapshot())
-        assert verify(str(path)).progress == {"updates": 1, "epoch": 0}
+        assert verify(str(path)).progress == {"steps": 1, "epoch": 0}
     assert sorted(os.listdir(saved)) == sorted(FILES)
     (saved / "notes.txt").write_text("lr was too high", encoding="utf-8")
     io.load(str(saved))  # a foreign file beside the others does no harm
@@ -57,8 +57,8 @@ def test_weights_are_read_without_the_rest(in_files):
 
 def test_only_committed_checkpoints_exist(saved, tmp_path):
     parent = saved.parent
-    shutil.copytree(saved, parent / "update-00000001.bad")
-    shutil.copytree(saved, parent / ".saving-update-00000002-abc")
+    shutil.copytree(saved, parent / "step-00000001.bad")
+    shutil.copytree(saved, parent / ".saving-step-00000002-abc")
     shutil.copytree(saved, parent / "unfinished")
     (parent / "unfinished" / "manifest.json").unlink()
     (parent / "file").write_text("x", encoding="utf-8")
@@ -223,14 +223,14 @@ def test_a_read_only_disk_can_be_resumed_from_and_says_that_it_cannot_be_saved_t
     try:
         manager = CheckpointManager(str(place), CheckpointConfig(by=None))
         path, snapshot = manager.load_latest()
-        assert path == str(place / "update-00000001")
+        assert path == str(place / "step-00000001")
         bias = helpers.make_snapshot().tensors["model"]["bias"]
         assert helpers.same_bits(snapshot.tensors["model"]["bias"], bias)
         with pytest.raises(CheckpointError, match=r"cannot create .*\(EROFS\); use a directory on a wr"):
             manager.save(2, 0, {}, helpers.make_snapshot)
     finally:
         subprocess.run(["umount", place], check=True)
-    assert sorted(os.listdir(source)) == ["index.json", "update-00000001"]
+    assert sorted(os.listdir(source)) == ["index.json", "step-00000001"]
 
 
 def test_a_committed_checkpoint_stays_when_a_peer_is_lost_right_after(tmp_path, helpers):

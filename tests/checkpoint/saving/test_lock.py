@@ -92,15 +92,15 @@ def write(path: Path, content: Owner) -> None:
 
 @needs_fork
 def test_a_second_live_job_is_refused_and_the_first_is_unharmed(tmp_path: Path) -> None:
-    half = tmp_path / "checkpoints" / ".saving-update-00000002-half"
+    half = tmp_path / "checkpoints" / ".saving-step-00000002-half"
 
     def train(meet: Meet) -> None:
         def on_step_end(run: Any) -> None:
-            if run.progress.updates == 2:
+            if run.progress.steps == 2:
                 half.mkdir()
                 meet()
 
-        assert fit(tmp_path, LambdaCallback(on_step_end=on_step_end)).progress.updates == 3
+        assert fit(tmp_path, LambdaCallback(on_step_end=on_step_end)).progress.steps == 3
         assert half.exists()
 
     with job(train) as first:
@@ -110,7 +110,7 @@ def test_a_second_live_job_is_refused_and_the_first_is_unharmed(tmp_path: Path) 
         with pytest.raises(ConfigError, match=text):  # which would tidy the directory
             CheckpointManager(str(tmp_path / "checkpoints"), CheckpointConfig(by=None)).entries()
         assert first.end() == 0
-    assert fit(tmp_path, max_steps=5).progress.updates == 5
+    assert fit(tmp_path, max_steps=5).progress.steps == 5
     assert not lock_of(tmp_path).exists()
 
 
@@ -122,7 +122,7 @@ def test_after_a_kill_the_next_job_starts_at_once(tmp_path: Path) -> None:
     with job(train):
         assert lock_of(tmp_path).exists()
     assert lock_of(tmp_path).exists()
-    assert fit(tmp_path).progress.updates == 3
+    assert fit(tmp_path).progress.steps == 3
     assert os.listdir(tmp_path / "checkpoints").count("lock.json") == 0
 
 
@@ -224,11 +224,11 @@ def test_a_directory_that_cannot_be_locked_goes_by_on_save_error(tmp_path: Path)
     options = {"checkpoint": CheckpointConfig(every="1 step", by=None, directory=str(place))}
     with pytest.raises(CheckpointError, match="cannot lock"):
         fit(tmp_path / "run", **options)
-    free = LambdaCallback(on_step_end=lambda run: place.unlink() if run.progress.updates == 2 else None)
+    free = LambdaCallback(on_step_end=lambda run: place.unlink() if run.progress.steps == 2 else None)
     with heard() as texts:
         result = fit(tmp_path / "run", free, **options, on_save_error="warn")
     assert [text for text in texts if "not protected against another job" in text] == texts[:1]
-    assert result.last_checkpoint == str(place / "checkpoints" / "update-00000003")
+    assert result.last_checkpoint == str(place / "checkpoints" / "step-00000003")
 
 
 def test_the_lock_is_released_whatever_ends_the_fit(tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def test_two_fits_at_once_in_one_process_are_refused_and_one_after_the_other_is_
         with pytest.raises(ConfigError, match="another fit of this process has been writing to"):
             fit(tmp_path)
 
-    assert fit(tmp_path, LambdaCallback(on_fit_start=again)).progress.updates == 3
-    assert fit(tmp_path, max_steps=4).progress.updates == 4
+    assert fit(tmp_path, LambdaCallback(on_fit_start=again)).progress.steps == 3
+    assert fit(tmp_path, max_steps=4).progress.steps == 4
 
 
 def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
@@ -316,13 +316,13 @@ def test_the_second_to_replace_the_lock_of_a_dead_job_gives_back_what_it_took(tm
 
 def test_a_job_whose_lock_was_taken_ends_at_its_next_save(tmp_path: Path) -> None:
     def lose(run: Any) -> None:
-        if run.progress.updates == 2:
+        if run.progress.steps == 2:
             write(lock_of(tmp_path), owner())
 
     with pytest.raises(ConfigError, match="in use by another job: process 4321 on node7"):
         fit(tmp_path, LambdaCallback(on_step_end=lose))
     assert content_of(lock_of(tmp_path))["pid"] == 4321  # not its own to remove
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["index.json", "lock.json", "update-00000001"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["index.json", "lock.json", "step-00000001"]
 
 
 @needs_fork

@@ -21,9 +21,9 @@ def directory(tmp_path):
 
 @pytest.fixture
 def save(helpers):
-    def save(manager, update, loss=None, **purpose):
+    def save(manager, step, loss=None, **purpose):
         metrics = {} if loss is None else {LOSS: loss}
-        return manager.save(update, 0, metrics, lambda: helpers.make_snapshot(float(update)), **purpose)
+        return manager.save(step, 0, metrics, lambda: helpers.make_snapshot(float(step)), **purpose)
 
     return save
 
@@ -32,12 +32,12 @@ def open_manager(directory, **config):
     return CheckpointManager(str(directory), CheckpointConfig(**config))
 
 
-def updates(manager):
-    return [entry.update for entry in manager.entries()]
+def steps(manager):
+    return [entry.step for entry in manager.entries()]
 
 
 def purposes(manager):
-    return [(entry.update, bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()]
+    return [(entry.step, bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()]
 
 
 def on_disk(directory):
@@ -46,33 +46,33 @@ def on_disk(directory):
 
 def test_keep_last_rolls_the_newest_resume_points(directory, save, helpers):
     manager = open_manager(directory, keep_last=2)
-    for update in (10, 20, 30):
-        saved = save(manager, update)
-        assert saved.path == str(directory / f"update-{update:08d}")
+    for step in (10, 20, 30):
+        saved = save(manager, step)
+        assert saved.path == str(directory / f"step-{step:08d}")
         assert not saved.is_keeper
-    assert on_disk(directory) == ["update-00000020", "update-00000030"]
+    assert on_disk(directory) == ["step-00000020", "step-00000030"]
     path, snapshot = open_manager(directory).load_latest()
-    assert path == str(directory / "update-00000030")
+    assert path == str(directory / "step-00000030")
     weight = helpers.make_snapshot(30.0).tensors["model"]["weight"]
     assert helpers.same_bits(snapshot.tensors["model"]["weight"], weight)
-    assert snapshot.progress["updates"] == 30
+    assert snapshot.progress["steps"] == 30
 
 
 def test_keep_last_none_keeps_all_and_0_the_newest_until_the_next_is_committed(directory, save, tmp_path):
     manager = open_manager(tmp_path / "all", keep_last=None, best=1)
-    for update in range(1, 6):
-        save(manager, update, update / 10, keeper=True)
-    assert updates(manager) == updates(open_manager(tmp_path / "all", keep_last=None)) == [1, 2, 3, 4, 5]
+    for step in range(1, 6):
+        save(manager, step, step / 10, keeper=True)
+    assert steps(manager) == steps(open_manager(tmp_path / "all", keep_last=None)) == [1, 2, 3, 4, 5]
     manager = open_manager(directory, keep_last=0, best=0)
-    for update in (1, 2):
-        assert os.path.isdir(save(manager, update).path)
-    assert on_disk(directory) == ["update-00000002"]
+    for step in (1, 2):
+        assert os.path.isdir(save(manager, step).path)
+    assert on_disk(directory) == ["step-00000002"]
 
 
 def test_the_best_are_kept_apart_from_the_newest(directory, save, tmp_path):
     manager = open_manager(directory, keep_last=1, best=2)
     losses = enumerate((0.5, 0.3, 0.4, 0.9, 0.8))
-    saved = [save(manager, update, loss, keeper=True) for update, loss in losses]
+    saved = [save(manager, step, loss, keeper=True) for step, loss in losses]
     assert [each.is_keeper for each in saved] == [True, True, True, False, False]
     assert manager.best() == saved[1].path
     assert purposes(manager) == [(1, False, True), (2, False, True), (4, True, False)]
@@ -104,7 +104,7 @@ def test_a_metric_or_an_interval_that_no_policy_has_is_refused(directory, save):
     assert not open_manager(directory, by=None).should_keep(metrics)
 
 
-def test_a_second_save_at_an_update_adds_its_purpose_and_writes_nothing(directory, save):
+def test_a_second_save_at_a_step_adds_its_purpose_and_writes_nothing(directory, save):
     manager = open_manager(directory)
     first = save(manager, 5)
     before = os.stat(os.path.join(first.path, "manifest.json"))
@@ -116,32 +116,32 @@ def test_a_second_save_at_an_update_adds_its_purpose_and_writes_nothing(director
     again = open_manager(directory)
     again.load_latest()
     again.save(5, 0, {}, pytest.fail)  # a run that resumed and had nothing to do
-    assert on_disk(directory) == ["update-00000005"]
+    assert on_disk(directory) == ["step-00000005"]
 
 
 def test_a_run_that_went_back_does_not_take_the_old_future_for_its_own(directory, save, helpers):
     first = open_manager(directory, keep_last=3)
-    for update in (10, 20, 30):
-        save(first, update)
+    for step in (10, 20, 30):
+        save(first, step)
     # Resumed from 10 by its path, with another learning rate: 20 comes again, and means something else.
     second = open_manager(directory, keep_last=3)
     new = second.save(20, 0, {}, lambda: helpers.make_snapshot(21.0))
-    assert new.path == str(directory / "update-00000020-2")
+    assert new.path == str(directory / "step-00000020-2")
     path, snapshot = open_manager(directory).load_latest()
     assert path == new.path
-    assert snapshot.progress["updates"] == 21
+    assert snapshot.progress["steps"] == 21
 
 
 def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
     manager = open_manager(directory)
-    for update, loss in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)):
-        save(manager, update, loss, keeper=True)
+    for step, loss in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)):
+        save(manager, step, loss, keeper=True)
     moved = tmp_path / "elsewhere"
     shutil.move(directory.parent, moved)
     again = open_manager(moved / "checkpoints")
     assert again.entries() == manager.entries()
-    assert again.best() == str(moved / "checkpoints" / "update-00000001")
-    assert again.latest() == str(moved / "checkpoints" / "update-00000004")
+    assert again.best() == str(moved / "checkpoints" / "step-00000001")
+    assert again.latest() == str(moved / "checkpoints" / "step-00000004")
     assert str(tmp_path) not in (moved / "checkpoints" / "index.json").read_text(encoding="utf-8")
 
 
@@ -153,30 +153,30 @@ def damage(path):
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(directory, save, helpers):
     manager = open_manager(directory, keep_last=3)
-    for update in (1, 2, 3):
-        save(manager, update)
-    damage(directory / "update-00000003" / "optimizer.safetensors")
-    (in_files(directory / "update-00000002") / "state.json").unlink()
+    for step in (1, 2, 3):
+        save(manager, step)
+    damage(directory / "step-00000003" / "optimizer.safetensors")
+    (in_files(directory / "step-00000002") / "state.json").unlink()
     with warned("was set aside as") as texts:
         path, snapshot = open_manager(directory).load_latest()
-    assert path == str(directory / "update-00000001")
+    assert path == str(directory / "step-00000001")
     bias = helpers.make_snapshot(1.0).tensors["model"]["bias"]
     assert helpers.same_bits(snapshot.tensors["model"]["bias"], bias)
     assert "optimizer.safetensors' is not what was written" in texts[0]
-    assert "update-00000003.bad" in texts[0]
+    assert "step-00000003.bad" in texts[0]
     assert "state.json' is missing" in texts[1]
-    assert on_disk(directory) == ["update-00000001", "update-00000002.bad", "update-00000003.bad"]
-    assert updates(open_manager(directory)) == [1]
+    assert on_disk(directory) == ["step-00000001", "step-00000002.bad", "step-00000003.bad"]
+    assert steps(open_manager(directory)) == [1]
 
 
 def test_a_checkpoint_that_vanished_is_forgotten_with_a_warning(directory, save):
     manager = open_manager(directory)
-    for update in (1, 2):
-        save(manager, update)
-    shutil.rmtree(directory / "update-00000002")
-    with warned(r"update-00000002' is in the index, but not on the disk"):
-        assert open_manager(directory).latest() == str(directory / "update-00000001")
-    assert updates(open_manager(directory)) == [1]
+    for step in (1, 2):
+        save(manager, step)
+    shutil.rmtree(directory / "step-00000002")
+    with warned(r"step-00000002' is in the index, but not on the disk"):
+        assert open_manager(directory).latest() == str(directory / "step-00000001")
+    assert steps(open_manager(directory)) == [1]
 
 
 def test_what_was_committed_but_not_yet_indexed_is_adopted_and_other_leftovers_go(directory, save, helpers):
@@ -184,27 +184,27 @@ def test_what_was_committed_but_not_yet_indexed_is_adopted_and_other_leftovers_g
     DirectoryCheckpointIO().save(str(hand / "mine"), helpers.make_snapshot(99.0))
     manager = open_manager(hand)
     save(manager, 1)
-    assert [entry.name for entry in manager.entries()] == ["mine", "update-00000001"]
+    assert [entry.name for entry in manager.entries()] == ["mine", "step-00000001"]
     manager = open_manager(directory)
     save(manager, 1, 0.5, keeper=True)
     index = (directory / "index.json").read_bytes()
     save(manager, 2, 0.4, keeper=True)
     entries = manager.entries()
     (directory / "index.json").write_bytes(index)
-    for name in (".saving-update-00000002-0a1b", ".removing-update-00000000-0a1b"):
-        shutil.copytree(directory / "update-00000002", directory / name)
+    for name in (".saving-step-00000002-0a1b", ".removing-step-00000000-0a1b"):
+        shutil.copytree(directory / "step-00000002", directory / name)
     (directory / ".saving-index.json-0a1b").write_text("half", encoding="utf-8")
     again = open_manager(directory)
     assert again.entries()[-1] == entries[-1]
-    assert again.best() == str(directory / "update-00000002")
+    assert again.best() == str(directory / "step-00000002")
     assert not [name for name in on_disk(directory) if name.startswith(".")]
 
 
 @pytest.mark.parametrize("loss", ["flip", "cut", "empty", "gone"])
 def test_a_lost_index_is_made_anew(directory, save, loss):
     manager = open_manager(directory, keep_last=2, best=1)
-    for update, value in ((1, 0.1), (2, 0.4), (3, 0.3)):
-        save(manager, update, value, keeper=manager.should_keep({LOSS: value}))
+    for step, value in ((1, 0.1), (2, 0.4), (3, 0.3)):
+        save(manager, step, value, keeper=manager.should_keep({LOSS: value}))
     path = directory / "index.json"
     content = path.read_bytes()
     again = open_manager(directory)
@@ -212,12 +212,12 @@ def test_a_lost_index_is_made_anew(directory, save, loss):
         path.unlink()
         again.entries()
     else:
-        flipped = content.replace(b'"update":3', b'"update":7')
+        flipped = content.replace(b'"step":3', b'"step":7')
         path.write_bytes({"flip": flipped, "cut": content[:-9], "empty": b""}[loss])
         with warned(r"index\.json\.bad"):
             again.entries()
         assert (directory / "index.json.bad").exists()
-    found, expected = ([(e.update, e.keeper, e.metrics) for e in each.entries()] for each in (again, manager))
+    found, expected = ([(e.step, e.keeper, e.metrics) for e in each.entries()] for each in (again, manager))
     assert found == expected
     assert (again.best(), again.latest()) == (manager.best(), manager.latest())
 
@@ -248,7 +248,7 @@ def test_a_failing_save_leaves_everything_as_it_was(directory, save):
     with pytest.raises(CheckpointError, match="ENOSPC"):
         save(manager, 2, 0.1, keeper=True)
     assert (directory / "index.json").read_bytes() == index
-    assert on_disk(directory) == ["update-00000001"]
+    assert on_disk(directory) == ["step-00000001"]
     assert manager.entries() == first.entries()
 
 
@@ -264,7 +264,7 @@ def test_an_index_that_cannot_be_written_removes_nothing(directory, save, monkey
         patch.setattr(os, "replace", refuse_index)
         with pytest.raises(CheckpointError, match=r"cannot write .*index\.json"):
             save(manager, 2)
-    assert on_disk(directory) == ["update-00000001", "update-00000002"]
-    assert updates(open_manager(directory)) == [1, 2]
+    assert on_disk(directory) == ["step-00000001", "step-00000002"]
+    assert steps(open_manager(directory)) == [1, 2]
     save(manager, 3)
-    assert updates(manager) == updates(open_manager(directory)) == [3]
+    assert steps(manager) == steps(open_manager(directory)) == [3]

@@ -210,9 +210,9 @@ def test_managers_agree_on_the_checkpoint_before_a_shard_that_one_rank_finds_dam
 
     def life(directory):
         saving = manager(directory)
-        for update in (1, 2):
-            content = Snapshot({"model": {"w": rows(update)}}, {"state": {}})
-            saving.save(update, 0, {}, lambda content=content: content)
+        for step in (1, 2):
+            content = Snapshot({"model": {"w": rows(step)}}, {"state": {}})
+            saving.save(step, 0, {}, lambda content=content: content)
 
     def resume(directory):
         with heard() as texts:
@@ -220,14 +220,14 @@ def test_managers_agree_on_the_checkpoint_before_a_shard_that_one_rank_finds_dam
         return os.path.basename(path), snapshot.tensors["model"]["w"].to_local().unique().tolist(), texts
 
     on_two_ranks(life, str(tmp_path))
-    file = tmp_path / "update-00000002" / "model-00002-of-00002.safetensors"
+    file = tmp_path / "step-00000002" / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     with pytest.raises(DamagedCheckpointError, match=file.name):
         DirectoryCheckpointIO().load(str(file.parent))
-    for each in (tmp_path / "update-00000001").glob("model-00002*"):  # good in itself, with its own hashes
+    for each in (tmp_path / "step-00000001").glob("model-00002*"):  # good in itself, with its own hashes
         shutil.copy(each, file.parent)
     first, second = on_two_ranks(resume, str(tmp_path))
-    assert first[:2] == second[:2] == ("update-00000001", [1.0])
+    assert first[:2] == second[:2] == ("step-00000001", [1.0])
     assert (len(first[2]), second[2]) == (1, [])
     assert "was set aside as" in first[2][0]
     assert "model-00002-of-00002.hashes.json" in first[2][0]
@@ -261,25 +261,25 @@ def test_a_rank_that_does_not_see_what_rank_0_sees_is_no_damage(tmp_path):
             self.lacks = lacks
 
         def kind(self, path):
-            return None if self.lacks == "none" and "update-" in path else super().kind(path)
+            return None if self.lacks == "none" and "step-" in path else super().kind(path)
 
         def open(self, path):
-            if "update-" in path and (self.lacks == "none" or "model" in os.path.basename(path)):
+            if "step-" in path and (self.lacks == "none" or "model" in os.path.basename(path)):
                 raise OSError(errno.EIO, "Input/output error")
             return super().open(path)
 
     def life(directory, lacks):
         ranks = Ranks.of_job()
         manager = CheckpointManager(directory, CheckpointConfig(keep_last=3, best=0), ranks=ranks)
-        for update in (1, 2):
-            manager.save(update, 0, {}, lambda: Snapshot({"model": {"w": torch.ones(3)}}, {"state": {}}))
+        for step in (1, 2):
+            manager.save(step, 0, {}, lambda: Snapshot({"model": {"w": torch.ones(3)}}, {"state": {}}))
         files = Elsewhere(lacks) if ranks.rank == 1 else None
         manager = CheckpointManager(directory, CheckpointConfig(best=0), files=files, ranks=ranks)
-        with pytest.raises(CheckpointError, match=r"rank 1 \(on .*\) finds '.*update-00000002") as caught:
+        with pytest.raises(CheckpointError, match=r"rank 1 \(on .*\) finds '.*step-00000002") as caught:
             manager.load_latest()
         assert not isinstance(caught.value, DamagedCheckpointError)
         assert "All ranks must see the same directory" in str(caught.value)
 
     for lacks in ("none", "a medium that fails"):
         on_two_ranks(life, str(tmp_path / lacks), lacks)
-        assert sorted(os.listdir(tmp_path / lacks)) == ["index.json", "update-00000001", "update-00000002"]
+        assert sorted(os.listdir(tmp_path / lacks)) == ["index.json", "step-00000001", "step-00000002"]

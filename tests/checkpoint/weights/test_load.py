@@ -64,16 +64,16 @@ def test_load_weights_reads_a_file_a_folder_and_an_index(folder, tmp_path):
 
 
 def test_of_a_run_the_newest_good_checkpoint_counts(run):
-    newest = run / "checkpoints" / "update-00000002"
+    newest = run / "checkpoints" / "step-00000002"
     assert value(run) == value(run / "checkpoints") == value(newest) == 2
-    assert value(run / "checkpoints" / "update-00000001") == 1
+    assert value(run / "checkpoints" / "step-00000001") == 1
     assert value(run / "model.safetensors") == 3
     with open(newest / "model.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
-    with warned(r"update-00000002' is damaged and skipped"):
+    with warned(r"step-00000002' is damaged and skipped"):
         assert value(run) == 1
-    with pytest.raises(DamagedCheckpointError, match=r"update-00000002"):
+    with pytest.raises(DamagedCheckpointError, match=r"step-00000002"):
         load_weights(newest)
     for path in run.glob("checkpoints/*/manifest.json"):
         path.write_text("{", encoding="utf-8")
@@ -84,7 +84,7 @@ def test_of_a_run_the_newest_good_checkpoint_counts(run):
 
 
 def test_a_checkpoint_without_a_manifest_to_verify_it_is_refused(run):
-    manifest = run / "checkpoints" / "update-00000002" / "manifest.json"
+    manifest = run / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.unlink()
     with pytest.raises(DamagedCheckpointError, match=r"manifest.json is missing, .*give the file"):
         load_weights(manifest.parent)

@@ -16,7 +16,7 @@ from drivetrain.distributed.launch.programs import ensure_ranks, join_job
 
 
 def act(run):
-    if run.progress.updates == 2:
+    if run.progress.steps == 2:
         if what == "alone raise":
             raise ValueError("boom")
         if what == "alone hang":
@@ -44,7 +44,7 @@ elif what == "wait":
 else:
     environment = ensure_ranks(2)
     torch.distributed.init_process_group("gloo")
-    with FailureChannel(environment.rank, 2, describe=lambda: "update 3"):
+    with FailureChannel(environment.rank, 2, describe=lambda: "step 3"):
         if what == f"raise {environment.rank}":
             raise ValueError("boom")
         torch.distributed.barrier()

@@ -54,9 +54,9 @@ def stick():
 
 
 def fail(run):
-    if given["raises"] and run.progress.updates == 3:
+    if given["raises"] and run.progress.steps == 3:
         raise ValueError("boom")
-    if given["preempted"] and run.progress.updates == 5:
+    if given["preempted"] and run.progress.steps == 5:
         while not Path("sticks").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)

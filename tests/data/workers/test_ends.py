@@ -162,12 +162,12 @@ def test_data_that_never_comes_is_named_by_hang_timeout() -> None:
     makers = {"here": "Odd.__getitem__ or the collate_fn", "worker": f"worker 0 (pid {worker})"}
     for name, by in makers.items():
         text = "\n".join(found[name].errors)
-        assert "no progress for 6 seconds (in training, after update 6, waiting for batch 6 of epoch" in text
+        assert "no progress for 6 seconds (in training, after step 6, waiting for batch 6 of epoch" in text
         assert f"of the training data, which {by} makes" in text
         assert "waiting for batch 6" in Path(name, "hang-stacks.txt").read_text(encoding="utf-8")
     assert ends(worker), "it would sleep on"
     last = found["ranks"].errors[-1]
-    place = "rank 0 is behind, in training, after update 3, waiting for batch 6 of epoch 0 of the training"
+    place = "rank 0 is behind, in training, after step 3, waiting for batch 6 of epoch 0 of the training"
     for each in (place, "which worker 0 (pid ", "rank 1 waits in all_reduce"):
         assert each in last
 
@@ -192,7 +192,7 @@ def test_workers_end_with_a_program_that_fails() -> None:
     cases = {data: {"data": data, "workers": 2, "raises": True} for data in ("rows", "stream")}
     for ended in run_all(PROGRAM, cases).values():
         assert ended.code == 1
-        assert ended.errors[-1].startswith("drivetrain: in training, after update 3"), ended.errors
+        assert ended.errors[-1].startswith("drivetrain: in training, after step 3"), ended.errors
 
 
 @LINUX
@@ -207,5 +207,5 @@ def test_the_last_line_names_the_rank_whose_worker_over_an_iterable_fails() -> N
     given = {act: {"act": f"if os.environ.get('RANK') == '1': {act}", **options} for act in cases}
     for act, ended in run_all(PROGRAM, given).items():
         assert ended.code == 1
-        place = ("rank 1 failed first, in training, after update ", " of epoch 0", "worker 0 (pid ")
+        place = ("rank 1 failed first, in training, after step ", " of epoch 0", "worker 0 (pid ")
         assert [each for each in (*place, cases[act]) if each not in ended.errors[-1]] == []

@@ -122,7 +122,7 @@ def test_a_set_up_that_fails_ends_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_that_ends_ends_them(tmp_path: Path, fails: bool) -> None:
     def stop(run: Any) -> None:
-        if run.progress.updates == 2:
+        if run.progress.steps == 2:
             assert multiprocessing.active_children()
             run.stop("enough")
             if fails:
@@ -142,7 +142,7 @@ def trained(run_dir: Path, workers: int, stop: int | None = None, **changes: Any
     data, task = Noted(run_dir.parent / "note"), Regression()
 
     def at(run: Any) -> None:
-        if run.progress.updates == stop:
+        if run.progress.steps == stop:
             run.stop("for now")
 
     hooks = {name: lambda run: setattr(data, "epoch", run.progress.epoch) for name in changes}

@@ -102,7 +102,7 @@ def test_workers_of_a_loader_over_an_iterable_end_with_the_run() -> None:
         loader = DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=persistent)
         for _ in range(2):
             result = quiet(max_epochs=2).fit(Regression(), loader)
-            assert result.progress.updates == 10
+            assert result.progress.steps == 10
             assert multiprocessing.active_children() == []
 
 
@@ -161,7 +161,7 @@ def test_a_signal_to_every_process_ends_no_worker(data: Any) -> None:
     result = quiet(max_epochs=2, callbacks=[LambdaCallback(**hooks)]).fit(
         Regression(), *(DataLoader(data(), batch_size=4, num_workers=2) for _ in range(2))
     )
-    assert result.progress.updates == 20
+    assert result.progress.steps == 20
     assert len(sent) >= 80
     assert multiprocessing.active_children() == []
 
@@ -191,6 +191,6 @@ def test_no_worker_frees_the_garbage_of_the_process_that_it_was_forked_from() ->
         result = quiet(max_steps=2).fit(Regression(), loader)
     finally:
         gc.enable()
-    assert result.progress.updates == 2
+    assert result.progress.steps == 2
     gc.collect()
     assert Path("freed").read_text(encoding="utf-8").split() == [str(os.getpid())]

@@ -44,8 +44,8 @@ def on(rank: int, act: str) -> dict[str, object]:
 
 
 KILL = "kill(signal.SIGKILL)"
-ONE, ZERO = "RankFailure: rank 1 failed first, ", "drivetrain: rank 0 failed first, at update 7: "
-GONE = "failed first, last heard of at update 7: it "
+ONE, ZERO = "RankFailure: rank 1 failed first, ", "drivetrain: rank 0 failed first, at step 7: "
+GONE = "failed first, last heard of at step 7: it "
 ENDS = {
     "never comes": (
         {"join": "if rank == 1: sys.exit(3)"},
@@ -57,15 +57,15 @@ ENDS = {
     "killed, and leaves a worker": (on(1, LEFT), 1, f"drivetrain: rank 1 {GONE}was killed by SIGKILL"),
     "rank 0 killed": (on(0, KILL), -signal.SIGKILL, f"rank 0 {GONE}was killed, perhaps"),
     "rank 0 stopped": (on(0, STOPPED), -signal.SIGKILL, rf"rank 0 {GONE}is stopped \(by SIGSTOP"),
-    "exits with 0": (on(1, "os._exit(0)"), 1, ONE + ".*: it ended with exit code 0; rank 0 was at update 7$"),
+    "exits with 0": (on(1, "os._exit(0)"), 1, ONE + ".*: it ended with exit code 0; rank 0 was at step 7$"),
     "aborts": (on(1, "os.abort()"), 1, ONE + ".*: it was killed by SIGABRT; its own messages are above"),
-    "exit 3": (on(1, "sys.exit(3)"), 1, "rank 1 failed first, at update 7: SystemExit: 3"),
+    "exit 3": (on(1, "sys.exit(3)"), 1, "rank 1 failed first, at step 7: SystemExit: 3"),
     "rank 0 exit 3": (on(0, "sys.exit(3)"), 3, ZERO + "SystemExit: 3"),
     # Without an error, but too early for the other, whose own error says only that a connection ended.
-    "ends too early": (on(1, "sys.exit()"), 1, ONE + ".*: it had ended when rank 0, at update 7, waited"),
+    "ends too early": (on(1, "sys.exit()"), 1, ONE + ".*: it had ended when rank 0, at step 7, waited"),
     # What the end of a rank brings about on the other may be seen first; it is not the cause.
-    "consequence first": ({"act": FIRST}, 1, "rank 1 failed first, at update 7: KeyError: 5"),
-    "late": ({"last": LATE}, 1, ONE + "at update 12: ValueError: late$"),
+    "consequence first": ({"act": FIRST}, 1, "rank 1 failed first, at step 7: KeyError: 5"),
+    "late": ({"last": LATE}, 1, ONE + "at step 12: ValueError: late$"),
 }
 
 
@@ -121,15 +121,15 @@ def test_a_hang_ends_with_the_name_of_the_rank_that_is_behind() -> None:
     assert [each.code for each in found.values()] == [75, 75]
     skips, sleeps = found.values()
     assert re.fullmatch(
-        r"drivetrain: no progress for 6 s; rank 1 is behind, in all_reduce \(channel.py:\d+\), at update 11;"
-        r" rank 0 has ended, at update 12",
+        r"drivetrain: no progress for 6 s; rank 1 is behind, in all_reduce \(channel.py:\d+\), at step 11;"
+        r" rank 0 has ended, at step 12",
         skips.errors[-1],
     ), skips.errors[-1]
     shown = skips.errors[skips.errors.index("drivetrain: the stacks of rank 1:") :]
     assert any("in all_reduce" in each for each in shown)
     assert re.fullmatch(
-        r"drivetrain: no progress for 6 s; rank 1 is behind, at update 7; rank 0 waits in all_reduce"
-        r" \(channel.py:\d+\), at update 7",
+        r"drivetrain: no progress for 6 s; rank 1 is behind, at step 7; rank 0 waits in all_reduce"
+        r" \(channel.py:\d+\), at step 7",
         sleeps.errors[-1],
     ), sleeps.errors[-1]
     assert sum("in act" in each for each in sleeps.errors) == 1, "the stacks tell what it does"
@@ -153,17 +153,17 @@ def test_the_stacks_of_all_ranks_are_saved_also_of_one_that_cannot_write_them() 
     written = {name: stacks(each) for name, each in found.items()}
     assert all(sorted(each) == ["rank0.txt", "rank1.txt"] for each in written.values())
     boom, gone = written["boom"], written["gone"]
-    assert "rank 1, at update 7\n" in boom["rank1.txt"]
+    assert "rank 1, at step 7\n" in boom["rank1.txt"]
     assert "ValueError: boom" in boom["rank1.txt"], "the traceback of what was raised"
-    assert boom["rank0.txt"].startswith("rank 0, at update 7\n")
+    assert boom["rank0.txt"].startswith("rank 0, at step 7\n")
     assert "in all_reduce" in boom["rank0.txt"]
     for name in ("stopped", "held"):
         assert written[name]["rank1.txt"].startswith("rank 1, asked by rank 0 because it did not answer")
         assert "in act" in written[name]["rank1.txt"], name
-    told = r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP"
+    told = r"RankFailure: rank 1 failed first, last heard of at step 7: it is stopped \(by SIGSTOP"
     assert re.search(told, found["stopped"].errors[-1])
     assert "No stacks: the rank has ended" in gone["rank1.txt"]
-    assert gone["rank0.txt"].startswith("rank 0, at update 7\n"), "wherever it was when its peer was gone"
+    assert gone["rank0.txt"].startswith("rank 0, at step 7\n"), "wherever it was when its peer was gone"
     for each in found.values():
         assert "the stacks of all ranks" not in each.errors[-1], "the first cause is the last line"
 
@@ -184,10 +184,10 @@ def test_rank_0_has_the_last_word_with_the_traceback_of_the_cause() -> None:
     stuck, spoken, torchs = (each.errors for each in found.values())
     block = stuck[stuck.index("drivetrain: on rank 1:") :]
     assert any("in act" in each for each in block)
-    assert block[-1].endswith("rank 1 failed first, at update 7: ValueError: boom")
+    assert block[-1].endswith("rank 1 failed first, at step 7: ValueError: boom")
     assert "a last word" in spoken
-    assert spoken[-1].endswith("RankFailure: rank 1 failed first, at update 7: ValueError: boom")
-    assert re.search("failed first, at update 7.*Detected mismatch between collectives", torchs[-1])
+    assert spoken[-1].endswith("RankFailure: rank 1 failed first, at step 7: ValueError: boom")
+    assert re.search("failed first, at step 7.*Detected mismatch between collectives", torchs[-1])
 
 
 @real
@@ -322,9 +322,9 @@ def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own() -> None:
 
 
 def test_another_ranks_failure_is_an_error_that_says_where() -> None:
-    cause = Cause("error", 3, "update 9", "ValueError: boom", '  File "train.py", line 1, in step\n')
+    cause = Cause("error", 3, "step 9", "ValueError: boom", '  File "train.py", line 1, in step\n')
     assert Cause.from_json(json.loads(json.dumps(cause.to_json()))) == cause
     failure = cause.failure()
     assert isinstance(failure, RankFailure)
-    assert str(failure) == "rank 3 failed first, at update 9: ValueError: boom"
+    assert str(failure) == "rank 3 failed first, at step 9: ValueError: boom"
     assert "in step" in str(failure.__cause__)

@@ -27,8 +27,8 @@ def names_the_sleeping_rank(ended: Any, size: int, limit: float) -> None:
     assert ended.code == 75, ended.errors
     others = "ranks 0 and 1 wait" if size == 3 else "rank 0 waits"
     assert re.fullmatch(
-        rf"drivetrain: no progress for {limit:g} s; rank {size - 1} is behind, in training, after update 3,"
-        rf" in on_step_end of Acts; {others} in \w+ \(\w+.py:\d+\), in training, after update 3, in the"
+        rf"drivetrain: no progress for {limit:g} s; rank {size - 1} is behind, in training, after step 3,"
+        rf" in on_step_end of Acts; {others} in \w+ \(\w+.py:\d+\), in training, after step 3, in the"
         r" (forward|backward|step)",
         ended.errors[-1],
     ), ended.errors[-1]
@@ -46,7 +46,7 @@ def test_a_rank_that_sleeps_or_whose_data_does_not_come_ends_all_and_is_named() 
     names_the_sleeping_rank(found["sleeps"], 3, 6.0)
     assert found["data"].code == 75, found["data"].errors
     assert re.search(
-        r"rank 1 is behind, in training, after update \d+, waiting for batch \d+ of epoch 0 .*__getitem__"
+        r"rank 1 is behind, in training, after step \d+, waiting for batch \d+ of epoch 0 .*__getitem__"
         r".*; rank 0 waits in backward",
         found["data"].errors[-1],
     ), found["data"].errors[-1]

@@ -86,9 +86,9 @@ class Job:  # a hub and what two ranks say to it, as their channels would
 
     def names_the_right_cause(self) -> None:
         assert self.hub.cause is None
-        self.say(1, "cause", cause=Cause("error", 1, "update 7", "ValueError: boom").to_json())
+        self.say(1, "cause", cause=Cause("error", 1, "step 7", "ValueError: boom").to_json())
         told = Cause.from_json(self.hears(0, "cause")["cause"])
-        assert str(told) == "rank 1 failed first, at update 7: ValueError: boom"
+        assert str(told) == "rank 1 failed first, at step 7: ValueError: boom"
 
     def close(self) -> None:
         for each in self.lines:
@@ -176,13 +176,13 @@ def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(job: Job) ->
 
 def test_a_rank_that_joins_after_a_failure_is_told_its_cause(alone: Job) -> None:
     alone.join(0)
-    cause = Cause("error", 0, "update 7", "ValueError: boom")
+    cause = Cause("error", 0, "step 7", "ValueError: boom")
     alone.say(0, "cause", cause=cause.to_json())
     alone.join(1)
     assert Cause.from_json(alone.hears(1, "cause")["cause"]) == cause
 
 
-LOST = Cause("consequence", 0, "update 7", "RuntimeError: gloo: connection reset").to_json()
+LOST = Cause("consequence", 0, "step 7", "RuntimeError: gloo: connection reset").to_json()
 
 
 def test_a_consequence_waits_for_its_cause(job: Job) -> None:
@@ -195,17 +195,17 @@ def test_a_consequence_without_a_cause_is_reported_after_a_while() -> None:
     for left in (False, True):
         with joined() as job:
             if left:
-                job.say(1, "bye", where="update 6")
+                job.say(1, "bye", where="step 6")
             job.say(0, "cause", cause=LOST)
             job.tick(3)
             assert job.hub.cause is None
             job.tick(2)
             told = str(job.hub.cause)
             if left:
-                place = "last heard of at update 6: it had ended when rank 0, at update 7, waited for it"
+                place = "last heard of at step 6: it had ended when rank 0, at step 7, waited for it"
                 assert told.startswith(f"rank 1 failed first, {place}")
             else:
-                assert told.startswith("rank 0 failed first, at update 7: RuntimeError: gloo")
+                assert told.startswith("rank 0 failed first, at step 7: RuntimeError: gloo")
 
 
 def test_a_rank_that_does_not_join_is_named(alone: Job) -> None:
@@ -214,8 +214,8 @@ def test_a_rank_that_does_not_join_is_named(alone: Job) -> None:
 
 
 WAITS = {"phase": Phase.WAITS, "place": "barrier (train.py:9)"}
-HOOK = {"progress": 7, "where": "in training, after update 3, in on_step_end of Acts"}
-BACKWARD = {"progress": 7, "where": "in training, after update 3, in the backward", **WAITS}
+HOOK = {"progress": 7, "where": "in training, after step 3, in on_step_end of Acts"}
+BACKWARD = {"progress": 7, "where": "in training, after step 3, in the backward", **WAITS}
 
 
 def test_a_hang_names_the_rank_that_is_behind() -> None:

@@ -12,13 +12,13 @@ pytestmark = [
 ]
 BOOM = "raise ValueError('boom')"
 WITH = "with engine:\n    loop()"
-AFTER = " failed first, after update 4: "
+AFTER = " failed first, after step 4: "
 ENDS = {
     "raises": ({"act": BOOM, "who": [1]}, f"rank 1{AFTER}"),
     "raises on 0": ({"act": BOOM, "who": [0]}, f"rank 0{AFTER}"),
     "raises in with": ({"act": BOOM, "who": [1], "around": WITH}, f"rank 1{AFTER}"),
     "killed": ({"act": "kill()", "who": [1]}, "rank 1 failed first, last heard of .*: it was killed by SIG"),
-    "ends": ({"act": "sys.exit()", "who": [1]}, "rank 1 failed first, .*after update 4: it had ended when"),
+    "ends": ({"act": "sys.exit()", "who": [1]}, "rank 1 failed first, .*after step 4: it had ended when"),
 }
 
 

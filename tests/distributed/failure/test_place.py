@@ -21,7 +21,7 @@ class BrokenBackward(torch.autograd.Function):
     backward = staticmethod(fail)
 
 
-class Fails(Regression):  # in its loss, in a validation, in the backward or in the update
+class Fails(Regression):  # in its loss, in a validation, in the backward or in the step
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = place

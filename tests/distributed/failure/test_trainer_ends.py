@@ -17,10 +17,10 @@ pytestmark = [
 BOOM = "raise ValueError('boom')"
 ONE = "RankFailure: rank 1 failed first, "
 # As gloo does where ranks make different collectives: no Python code runs any more.
-ABORT = "rank 1 failed first.*by SIGABRT.*; rank 0 was in training, after update 3, in the b"
+ABORT = "rank 1 failed first.*by SIGABRT.*; rank 0 was in training, after step 3, in the b"
 START = ONE + ".*in validation, .*, in on_evaluation_start of Acts: ValueError: boom$"
-END = ONE + "in validation, .*after update 10, in on_evaluation_end of Acts"
-EPOCH = "rank 0 .*, after update 10, in on_epoch_end of Acts: Sys"
+END = ONE + "in validation, .*after step 10, in on_evaluation_end of Acts"
+EPOCH = "rank 0 .*, after step 10, in on_epoch_end of Acts: Sys"
 KILLED = "RankFailure: rank 0 failed first.*: it was killed"
 ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
     "save": ({"act": "kill()"}, 1, ONE + "last heard of .*: it was killed by"),

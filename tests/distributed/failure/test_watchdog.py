@@ -19,11 +19,11 @@ def test_a_process_that_hangs_is_ended_with_its_stacks_and_a_code_of_its_own() -
     assert EXIT_HANG == 75
     written = Path("plain/made/here/hang-stacks.txt").read_text(encoding="utf-8")
     for text in ("\n".join(found["plain"].errors), written):
-        assert "no progress for 0.3 seconds (update 7, epoch 1)" in text
+        assert "no progress for 0.3 seconds (step 7, epoch 1)" in text
         assert "stuck_in_a_collective" in text, "the stack of the main thread is shown"
         assert "exit 75" in text
     for kind in ("plain", "no directory"):
-        cause = "drivetrain: no progress for 0.3 seconds (update 7, epoch 1); exit code 75"
+        cause = "drivetrain: no progress for 0.3 seconds (step 7, epoch 1); exit code 75"
         assert found[kind].errors[-1] == cause
     undescribed = "\n".join(found["no description"].errors)
     assert "at an unknown place: ZeroDivisionError: division by zero" in undescribed

@@ -20,7 +20,7 @@ CASES = {
     "raises": "RankFailure: rank 1 failed first: LookupError: no such column",
     "raises on 0": "LookupError: no such column",
     "killed": "RankFailure: rank 1 failed first: it was killed by SIGKILL",
-    "stops": "RankFailure: rank 1 failed first, last heard of at update 7: it is stopped",
+    "stops": "RankFailure: rank 1 failed first, last heard of at step 7: it is stopped",
     "raises before it joins": "RankFailure: rank 1 failed first: ZeroDivisionError: division by zero",
     "killed before it joins": EARLY,
     "ends before it joins": "RankFailure: rank 1 ended with exit code 0 before the process group was formed",

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.real("other programs start the ranks"),
 ]
 PROGRAM = str(PROGRAMS / "launched.py")
-DDP = {"strategy": "ddp", "block": "Block", "precision": "32", "samples": 16, "updates": 4, "same": True}
+DDP = {"strategy": "ddp", "block": "Block", "precision": "32", "samples": 16, "steps": 4, "same": True}
 FSDP = {**DDP, "strategy": "fsdp", "block": "FSDPBlock", "precision": "bf16-mixed"}
 
 

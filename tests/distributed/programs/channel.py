@@ -42,17 +42,17 @@ def until(holds):
 def describe():
     global beats
     beats += done == 7 and threading.current_thread() is not threading.main_thread()
-    return f"update {done}"
+    return f"step {done}"
 
 
 def settle():
     if rank == 0:
         hub = channel._hub
-        until(lambda: [each.where for each in hub._peers.values()] == ["update 7"] * 2)
+        until(lambda: [each.where for each in hub._peers.values()] == ["step 7"] * 2)
         ticks = hub._ticks
         until(lambda: hub._ticks > ticks + 1)
     else:
-        until(lambda: beats > 4 and channel._rank_0_where == "update 7")
+        until(lambda: beats > 4 and channel._rank_0_where == "step 7")
 
 
 def act():
@@ -75,11 +75,11 @@ with FailureChannel(
     hang_timeout=options["hang_timeout"],
     directory=Path.cwd() / "run",
 ) as channel:
-    for update in range(12):
-        if update == 7 and rank in options["who"] and options["act"]:
+    for step in range(12):
+        if step == 7 and rank in options["who"] and options["act"]:
             settle()
             act()
-        if update != 7 or rank not in options["skips"]:
+        if step != 7 or rank not in options["skips"]:
             distributed.all_reduce(torch.ones(1))
         done += 1
     exec(options["last"])

@@ -43,7 +43,7 @@ def summed(before=lambda: None, on=1):
 
 
 def stops():
-    with FailureChannel(rank(), 2, timing=PATIENT, describe=lambda: "update 7"):
+    with FailureChannel(rank(), 2, timing=PATIENT, describe=lambda: "step 7"):
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         distributed.barrier()

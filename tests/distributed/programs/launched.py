@@ -71,7 +71,7 @@ found = {
     "block": blocks.pop(),
     "precision": trainer.precision.name,
     "samples": progress.samples,
-    "updates": progress.updates,
+    "steps": progress.steps,
     "told": ["An evaluation does not need a single process: on several each sample" in each for each in told],
     "same": len({round(each, 5) for each in values}) == 1,
     "value": round(values[0], 4),

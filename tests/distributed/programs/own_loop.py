@@ -1,4 +1,4 @@
-"""A loop of one's own on two ranks, of which the ranks `who` run `act` before the fifth update."""
+"""A loop of one's own on two ranks, of which the ranks `who` run `act` before the fifth step."""
 
 import json
 import os
@@ -26,8 +26,8 @@ def pause():
 
 def loop():
     model, optimizer = engine.prepare(nn.Linear(2, 1), lambda params: torch.optim.SGD(params, lr=0.1))
-    for update in range(6):
-        if update == 4 and rank in options["who"]:
+    for step in range(6):
+        if step == 4 and rank in options["who"]:
             exec(options["act"])
         engine.backward(model(torch.ones(2, 2)).square().mean())
         engine.step(optimizer)

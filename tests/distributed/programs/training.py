@@ -56,7 +56,7 @@ class Rows(torch.utils.data.Dataset):
 
 class Acts(Callback):
     def on_step_end(self, run):
-        if run.progress.updates == 3:
+        if run.progress.steps == 3:
             act("step end")
 
     def on_checkpoint_saved(self, run):
@@ -81,8 +81,8 @@ task = Task(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), 8, OptimizerConfi
 data = torch.utils.data.DataLoader(Rows(), batch_size=4, num_workers=options["workers"])
 validation = [torch.ones(2, 8)] * 4
 if options["where"] == "body":
-    for step in trainer.steps(task, data, validation):
-        if step.update == 1:
+    for result in trainer.steps(task, data, validation):
+        if result.step == 1:
             act("body")
 else:
     trainer.fit(task, data, validation)

@@ -9,7 +9,7 @@ from drivetrain.distributed.failure import watchdog
 
 kind = json.loads(sys.argv[1])["kind"]
 directory = Path("made") / "here"
-describe = {"no description": lambda: 1 / 0}.get(kind, lambda: "update 7, epoch 1")
+describe = {"no description": lambda: 1 / 0}.get(kind, lambda: "step 7, epoch 1")
 
 
 def stuck_in_a_collective():

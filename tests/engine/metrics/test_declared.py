@@ -18,7 +18,7 @@ from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
 
 CPU = torch.device("cpu")
 CLASSES = 4
-REPLACED = "a collection with shared states that each update replaces"
+REPLACED = "a collection with shared states that each step replaces"
 
 
 class Largest:  # a metric of nobody's library, with a state
@@ -91,7 +91,7 @@ def inputs(number: int, kind: str = "") -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", makers())
 def test_state_of_a_metric_stored_in_the_middle_goes_on_to_the_same_values(kind: str) -> None:
-    """Also without a warning, as warnings are errors here: torchmetrics warns of values before any update."""
+    """Also without a warning, as warnings are errors here: torchmetrics warns of values before any step."""
     for stop, computes in ((0, False), (1, True), (2, False), (4, True)):
         whole, first, second = make(kind), make(kind), make(kind)
         for number in range(5):
@@ -204,7 +204,7 @@ def test_resume_restores_a_metric_of_a_plain_class_and_names_its_own_errors(tmp_
         trainer = quiet(max_steps=steps, log_every="4 steps", checkpoint=True, run_dir=run_dir)
         return trainer.fit(task, pairs(12), resume=resume).metrics["train/peak"]
 
-    run(2, tmp_path / "parts")  # the largest output is of the first update
+    run(2, tmp_path / "parts")  # the largest output is of the first step
     with pytest.raises(CheckpointError, match=r"state of the metric 'peak' \(Wrong\).* no attribute 'valeu'"):
         run(4, tmp_path / "parts", "auto", Wrong)
     assert run(4, tmp_path / "parts", "auto") == run(4, tmp_path / "whole")

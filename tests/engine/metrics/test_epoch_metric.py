@@ -65,7 +65,7 @@ def test_batches_of_different_lengths_are_padded() -> None:
     assert updated(EpochMetric(rows, padding=-7), *batches).compute() == 3
 
 
-def test_an_update_copies_on_the_device_and_keeps_no_more_than_the_rows() -> None:
+def test_a_step_copies_on_the_device_and_keeps_no_more_than_the_rows() -> None:
     outputs, target = torch.ones(4, 2, requires_grad=True), torch.zeros(4)
     metric = EpochMetric(lambda o, t: float(o.sum() + t.sum()), transform=lambda o, t: (o[:, 1], t))
     with Counting() as counting:
@@ -171,7 +171,7 @@ def test_training_computes_over_each_log_interval() -> None:
 
 
 def test_training_on_ranks_computes_over_the_samples_of_all() -> None:
-    """The last update has samples on one rank alone."""
+    """The last step has samples on one rank alone."""
     options = {"log_every": "2 steps", "strategy": "ddp", "devices": 2}
     found = on_two_ranks(lambda: log_of(list(pairs(18, 2)), **options))
     assert found == [in_log_points(8, 8, 2)] * 2

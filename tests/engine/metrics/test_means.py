@@ -20,16 +20,16 @@ from drivetrain.task.output import read_output
 Returned = dict[str, float]
 
 
-def add(buffer: MetricBuffer, update: int, values: Returned, weight: Any = 1.0) -> None:
-    """One update of one micro-batch that returned these values."""
+def add(buffer: MetricBuffer, step: int, values: Returned, weight: Any = 1.0) -> None:
+    """One step of one micro-batch that returned these values."""
     _, names, scalars, _ = read_output({name: torch.tensor(value) for name, value in values.items()})
-    buffer.add([(names, scalars, weight)], update)
+    buffer.add([(names, scalars, weight)], step)
 
 
-def buffer_of(*rows: tuple[Returned, Any]) -> MetricBuffer:  # with these values and weights, from update 0 on
+def buffer_of(*rows: tuple[Returned, Any]) -> MetricBuffer:  # with these values and weights, from step 0 on
     buffer = MetricBuffer()
-    for update, (values, weight) in enumerate(rows):
-        add(buffer, update, values, weight)
+    for step, (values, weight) in enumerate(rows):
+        add(buffer, step, values, weight)
     return buffer
 
 
@@ -117,8 +117,8 @@ def test_means_are_weighted_by_micro_batch() -> None:
 def test_means_are_exact_however_long_the_interval(count: int) -> None:
     """Sums of float32 values in float64; where they are folded on the way is seen in memory alone."""
     buffer, rows = MetricBuffer(), made(count)
-    for update, (values, weight) in enumerate(rows):
-        add(buffer, update, values, weight)
+    for step, (values, weight) in enumerate(rows):
+        add(buffer, step, values, weight)
         assert buffer.state_dict()["adds"] < FOLD
     means = buffer.means()
     for name in ("loss", "accuracy"):
@@ -134,7 +134,7 @@ def test_names_that_come_and_go_are_means_over_where_they_were() -> None:
 
 @pytest.mark.parametrize("count", [3, FOLD + 1])
 def test_reading_changes_nothing_and_resetting_forgets(count: int) -> None:
-    buffer = buffer_of(*(({"loss": float(update)}, 1.0) for update in range(count)))
+    buffer = buffer_of(*(({"loss": float(step)}, 1.0) for step in range(count)))
     buffer.check()
     first = buffer.means()
     buffer.check()
@@ -158,9 +158,9 @@ def test_a_value_of_weight_zero_takes_no_part_whatever_it_is() -> None:
 
 def test_values_in_16_bits_are_summed_in_64() -> None:
     buffer = MetricBuffer()
-    for update in range(301):
-        value = torch.tensor(302.0 if update == 300 else 1.0, dtype=torch.bfloat16)
-        buffer.add([(("loss",), value, 1.0)], update)
+    for step in range(301):
+        value = torch.tensor(302.0 if step == 300 else 1.0, dtype=torch.bfloat16)
+        buffer.add([(("loss",), value, 1.0)], step)
     assert buffer.means() == {"loss": 602 / 301}
 
 
@@ -183,11 +183,11 @@ def test_means_on_ranks_are_over_the_samples_of_all() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("at", [0, FOLD + 7])
-def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_update(bad: float, at: int) -> None:
+def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_step(bad: float, at: int) -> None:
     buffer = MetricBuffer()
-    for update in range(2 * FOLD):
-        add(buffer, 1000 + update, {"loss": bad if update >= at else 1.0, "accuracy": 0.5})
-    message = rf"NaN or infinite at update {1000 + at} on rank 0: 'loss' \(from update {1000 + at}\)\."
+    for step in range(2 * FOLD):
+        add(buffer, 1000 + step, {"loss": bad if step >= at else 1.0, "accuracy": 0.5})
+    message = rf"NaN or infinite at step {1000 + at} on rank 0: 'loss' \(from step {1000 + at}\)\."
     for look in (buffer.means, buffer.check):
         with pytest.raises(NonFiniteError, match=message):
             look()
@@ -195,14 +195,14 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_update(bad: 
 
 def test_every_bad_value_is_named_with_where_it_began() -> None:
     buffer = buffer_of(({"loss": 1.0, "norm": torch.inf}, 1.0), ({"loss": torch.nan, "norm": torch.inf}, 1.0))
-    both = r"at update 0 .*: 'loss' \(from update 1\), 'norm' \(from update 0\)"
+    both = r"at step 0 .*: 'loss' \(from step 1\), 'norm' \(from step 0\)"
     with pytest.raises(NonFiniteError, match=both):
         buffer.means()
     buffer = MetricBuffer()  # also where the names changed
     add(buffer, 3, {"loss": torch.nan})
     add(buffer, 9, {"loss": torch.nan, "penalty": 1.0})
     for look in (buffer.check, buffer.means):
-        with pytest.raises(NonFiniteError, match=r"at update 3 .*: 'loss' \(from update 3\)"):
+        with pytest.raises(NonFiniteError, match=r"at step 3 .*: 'loss' \(from step 3\)"):
             look()
 
 
@@ -215,10 +215,10 @@ def test_a_metric_that_is_not_finite_and_an_evaluations_loss_are_shown_and_stop_
     assert [name for name in names if is_loss(name)] == ["loss", "generator_loss"]
 
 
-def test_the_losses_of_a_skipped_update_are_looked_at_too() -> None:
+def test_the_losses_of_a_skipped_step_are_looked_at_too() -> None:
     good = (("loss", "norm"), torch.tensor([1.0, torch.inf]), 1.0)
     refuse_nonfinite([good], 3)
-    with pytest.raises(NonFiniteError, match="at update 3 on rank 1: 'loss'"):
+    with pytest.raises(NonFiniteError, match="at step 3 on rank 1: 'loss'"):
         refuse_nonfinite([good, (("loss",), torch.tensor(torch.nan), 1.0)], 3, rank=1)
 
 
@@ -238,17 +238,17 @@ def bits(means: dict[str, float]) -> dict[str, str]:
 def test_a_state_stored_in_the_middle_goes_on_to_the_same_bits(stop: int, tensors: bool) -> None:
     """Values of very different sizes, so that another order of additions would show."""
     whole, first, second = MetricBuffer(), MetricBuffer(), MetricBuffer()
-    for update, (values, weight) in enumerate(made(3 * FOLD + 20, seed=1)):
-        if update == stop:
+    for step, (values, weight) in enumerate(made(3 * FOLD + 20, seed=1)):
+        if step == stop:
             second.load_state_dict(stored(first))
-        scaled = {name: value * 10.0 ** (update % 30) for name, value in values.items()}
-        if update % 7 == 0:
-            scaled["now and then"] = 1e-9 * update
-        for buffer in (whole, first if update < stop else second):
-            if update % 11 == 0:
-                buffer.add([], update)  # a generator step may return nothing
+        scaled = {name: value * 10.0 ** (step % 30) for name, value in values.items()}
+        if step % 7 == 0:
+            scaled["now and then"] = 1e-9 * step
+        for buffer in (whole, first if step < stop else second):
+            if step % 11 == 0:
+                buffer.add([], step)  # a generator step may return nothing
             else:
-                add(buffer, update, scaled, torch.tensor(weight) if tensors else weight)
+                add(buffer, step, scaled, torch.tensor(weight) if tensors else weight)
     assert bits(second.means()) == bits(whole.means())
 
 
@@ -256,22 +256,22 @@ def rows(*values: float) -> list[Any]:
     return [(("loss",), torch.tensor(value, dtype=torch.float64), 1.0) for value in values]
 
 
-def test_updates_and_their_micro_batches_are_stored_in_their_order() -> None:
+def test_steps_and_their_micro_batches_are_stored_in_their_order() -> None:
     """In the order in which they were added, from which the same bits follow on any processor."""
     source = random.Random(2)
     values = [source.uniform(-1, 1) * 10.0 ** source.randint(0, 18) for _ in range(97)]
     whole, second = MetricBuffer(), MetricBuffer()
-    for update, value in enumerate(values):
-        whole.add(rows(value), update)
+    for step, value in enumerate(values):
+        whole.add(rows(value), step)
     second.load_state_dict(stored(whole))
     for buffer in (whole, second):
         (group,) = stored(buffer)["pending"]
-        assert group["updates"] == list(range(97))
+        assert group["steps"] == list(range(97))
         assert group["values"].flatten().tolist() == values
     assert bits(second.means()) == bits(whole.means())
     whole, second = MetricBuffer(), MetricBuffer()
-    for update in range(5):
-        whole.add(rows(1e17 * (update + 1), 1.0, -1e17 * (update + 1), 3.0), update)
+    for step in range(5):
+        whole.add(rows(1e17 * (step + 1), 1.0, -1e17 * (step + 1), 3.0), step)
     second.load_state_dict(stored(whole), torch.device("cpu"))
     assert bits(second.means()) == bits(whole.means())
 
@@ -279,11 +279,11 @@ def test_updates_and_their_micro_batches_are_stored_in_their_order() -> None:
 def test_what_was_stored_is_not_touched_by_what_follows_and_has_a_bad_loss() -> None:
     buffer, other = buffer_of(*[({"loss": 1.0}, 1.0)] * (FOLD + 3)), MetricBuffer()
     state = buffer.state_dict()
-    for update in range(2 * FOLD):
-        add(buffer, update, {"loss": 9.0})
+    for step in range(2 * FOLD):
+        add(buffer, step, {"loss": 9.0})
     other.load_state_dict(state)
     assert other.means() == {"loss": 1.0}
-    bad = buffer_of(*(({"loss": torch.nan if update == 5 else 1.0}, 1.0) for update in range(FOLD + 3)))
+    bad = buffer_of(*(({"loss": torch.nan if step == 5 else 1.0}, 1.0) for step in range(FOLD + 3)))
     other.load_state_dict(stored(bad))
-    with pytest.raises(NonFiniteError, match="at update 5 on rank 0"):
+    with pytest.raises(NonFiniteError, match="at step 5 on rank 0"):
         other.means()

@@ -86,7 +86,7 @@ def test_push_uploads_weights_assets_card_and_curves(hub: Any, tmp_path: Path) -
     head |= {"library_name": "peft", "datasets": ["org/points"], "metrics": ["loss"]}
     assert head_of(text).items() >= head.items()
     parts = ["| `validation/loss` | ", "| `task.width` | `1024` |", "| `optimizer.lr` | `0.01` |"]
-    parts += ["| `trainer.precision` | `32` |", f"| torch | `{torch.__version__}` |", "| updates | 10 |"]
+    parts += ["| `trainer.precision` | `32` |", f"| torch | `{torch.__version__}` |", "| steps | 10 |"]
     assert [each for each in parts if each not in text] == []
 
 
@@ -155,7 +155,7 @@ def test_refusals(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     upload("last-checkpoint/model.safetensors", b"{}")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         resumed()
-    assert not list((tmp_path / "new").rglob("update-*"))
+    assert not list((tmp_path / "new").rglob("step-*"))
 
 
 @pytest.mark.landing
@@ -168,17 +168,17 @@ def test_resume_from_the_hub_on_another_machine(hub: Any, tmp_path: Path) -> Non
     resumed = Wide()
     again = trainer(tmp_path / "second", Publish(REPOSITORY, "checkpoint"))
     result = again.fit(resumed, pairs(), pairs(), resume="hub")
-    assert (result.progress.updates, result.progress.epoch) == (10, 2)
-    assert (tmp_path / "second" / "checkpoints" / "update-00000005").is_dir()
+    assert (result.progress.steps, result.progress.epoch) == (10, 2)
+    assert (tmp_path / "second" / "checkpoints" / "step-00000005").is_dir()
     assert weights(resumed) == weights(undisturbed)
     # Its own newer checkpoint comes before that of the Hub.
     push(tmp_path / "first", REPOSITORY, checkpoint=True)
     more = trainer(tmp_path / "second", Publish(REPOSITORY), epochs=3)
-    assert more.fit(Wide(), pairs(), pairs(), resume="hub").progress.updates == 15
+    assert more.fit(Wide(), pairs(), pairs(), resume="hub").progress.steps == 15
 
 
 FOLDERS = {"checkpoint": {"last-checkpoint"}}
-FOLDERS["all"] = {"checkpoints/update-00000005", "checkpoints/update-00000010"}
+FOLDERS["all"] = {"checkpoints/step-00000005", "checkpoints/step-00000010"}
 
 
 @pytest.mark.nightly
@@ -194,7 +194,7 @@ def test_publish_uploads_as_often_as_asked(hub: Any, tmp_path: Path, every: str)
     )
     assert files() == set()
     assert json.loads((hub.folder / "repositories" / "org--line.json").read_text())["private"]
-    assert hub.commits()[-1] == "Upload update-00000010"
+    assert hub.commits()[-1] == "Upload step-00000010"
     assert len(hub.commits()) == 1 if every == "end" else len(hub.commits()) <= 2
     assert not (tmp_path / "run" / ".hub").exists()
     for name in FOLDERS.get(every, ()):
@@ -202,7 +202,7 @@ def test_publish_uploads_as_often_as_asked(hub: Any, tmp_path: Path, every: str)
     if every == "all":
         resuming = Publish(REPOSITORY, "all", revision="trained")
         result = trainer(tmp_path / "other", resuming, epochs=3).fit(Wide(), pairs(), resume="hub")
-        assert (result.progress.updates, result.progress.epoch) == (15, 3)
+        assert (result.progress.steps, result.progress.epoch) == (15, 3)
 
 
 def train_on_two(folder: str) -> None:
@@ -214,7 +214,7 @@ def test_of_two_ranks_only_the_first_uploads(hub: Any, tmp_path: Path) -> None:
     run_distributed(train_on_two, str(tmp_path / "run"))
     made = [each for each in hub.paths() if each.startswith(f"/api/models/{REPOSITORY}/commit/")]
     assert len(made) == len(hub.commits())
-    assert hub.commits()[-1] == "Upload update-00000006"
+    assert hub.commits()[-1] == "Upload step-00000006"
     verify(str(downloaded(tmp_path / "downloaded") / "last-checkpoint"))
 
 
@@ -236,14 +236,14 @@ def test_training_goes_on_when_the_server_dies_in_an_upload(hub: Any, tmp_path: 
             if number == 6:  # the first epoch's upload is in progress
                 wait_for(lambda: (hub.folder / "stalled").exists())
                 hub.kill()
-            if number == 8:  # two updates were made meanwhile
+            if number == 8:  # two steps were made meanwhile
                 wait_for(lambda: publish._current is None or publish._current._process.poll() is not None)
                 (hub.folder / "stall").unlink()
                 hub.start()
     assert len(told) == 1
-    assert told[0].startswith("the upload of update-00000005 to org/line failed: ")
+    assert told[0].startswith("the upload of step-00000005 to org/line failed: ")
     assert told[0].endswith("The next save tries again")
-    assert hub.commits()[-1] == "Upload update-00000015"
+    assert hub.commits()[-1] == "Upload step-00000015"
     verify(str(downloaded(tmp_path / "downloaded") / "last-checkpoint"))
     assert "hf_marker" not in " ".join([*told, *capfd.readouterr()])
     for path in tmp_path.rglob("*"):
@@ -252,7 +252,7 @@ def test_training_goes_on_when_the_server_dies_in_an_upload(hub: Any, tmp_path: 
 
 def preempted(folder: str) -> None:
     def stop(run: Any) -> None:
-        if run.progress.updates == 3:
+        if run.progress.steps == 3:
             signal.raise_signal(signal.SIGTERM)
 
     callbacks = Publish(REPOSITORY, "checkpoint"), LambdaCallback(on_step_end=stop)
@@ -264,7 +264,7 @@ def preempted(folder: str) -> None:
 @pytest.mark.real("sends a process SIGTERM")
 def test_a_preempted_run_waits_for_the_upload_of_its_last_checkpoint(hub: Any, tmp_path: Path) -> None:
     run_distributed(preempted, str(tmp_path / "run"), world_size=1)
-    assert hub.commits() == ["Upload update-00000003"]
+    assert hub.commits() == ["Upload step-00000003"]
     verify(str(downloaded(tmp_path / "downloaded") / "last-checkpoint"))
 
 
@@ -274,9 +274,9 @@ def test_a_fit_waits_for_a_stuck_upload_until_a_timeout_and_resume_uploads_it(
     hub: Any, tmp_path: Path
 ) -> None:
     (hub.folder / "stall").touch()
-    with warned(r"by hand: drivetrain checkpoint push .*update-00000010 org/line$"):
+    with warned(r"by hand: drivetrain checkpoint push .*step-00000010 org/line$"):
         trainer(tmp_path / "run", Publish(REPOSITORY, "save", timeout=1)).fit(Wide(), pairs())
     assert not (tmp_path / "run" / ".hub").exists()
     (hub.folder / "stall").unlink()
     trainer(tmp_path / "run", Publish(REPOSITORY)).fit(Wide(), pairs(), resume="auto")
-    assert hub.commits() == ["Upload update-00000010"]
+    assert hub.commits() == ["Upload step-00000010"]

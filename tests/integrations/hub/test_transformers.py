@@ -100,4 +100,4 @@ def test_push_to_hub_of_a_script_has_the_card_and_message_of_transformers(hub: A
     assert (found.language, found.base_model, found.datasets) == ("en", "org/base", ["glue"])
     assert {"short", "fill-mask"} <= set(found.tags)
     made.push_to_hub()  # the best one, and not the newest
-    assert hub.commits("me--examples") == ["Training complete", "Upload update-00000001"]
+    assert hub.commits("me--examples") == ["Training complete", "Upload step-00000001"]

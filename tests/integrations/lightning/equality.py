@@ -18,7 +18,7 @@ MODULES = ("Classifier", "Template", "OneCycle", "WarmUp", "GAN", "Skipping", "F
 # What a module's own trainer logs otherwise, each with the reason.
 EXPLAINED = {
     "Skipping": {"loss_step"},  # Lightning logs the value before again where a step returned None
-    "Finetuning": {"val/loss_step"},  # ours is the last batch's, which has a place among updates
+    "Finetuning": {"val/loss_step"},  # ours is the last batch's, which has a place among steps
 }
 
 

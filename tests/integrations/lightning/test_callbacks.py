@@ -38,13 +38,13 @@ def test_several_model_checkpoints_keep_the_same_steps(tmp_path: Path) -> None:
     result = trainer.fit(as_task(made(classifier)), *data_of(made(classifier)))
     entries = read_index(str(tmp_path / "ours" / "checkpoints")) or []
     loss, accuracy, third = (steps(each) for each in theirs)
-    assert [each.update for each in entries if "val_loss" in each.keeper] == loss
-    assert [each.update for each in entries if "val_acc" in each.keeper] == accuracy
-    assert [each.update for each in entries if "3 epochs" in each.resume] == third
-    assert {each.update for each in entries} == {*loss, *accuracy, *third, result.progress.updates}
+    assert [each.step for each in entries if "val_loss" in each.keeper] == loss
+    assert [each.step for each in entries if "val_acc" in each.keeper] == accuracy
+    assert [each.step for each in entries if "3 epochs" in each.resume] == third
+    assert {each.step for each in entries} == {*loss, *accuracy, *third, result.progress.steps}
 
 
-def test_early_stopping_ends_after_the_same_update() -> None:
+def test_early_stopping_ends_after_the_same_step() -> None:
     for options in (
         {"monitor": "train_loss_epoch", "patience": 2, "min_delta": 0.05, "check_on_train_epoch_end": True},
         {"monitor": "val_acc", "mode": "max", "patience": 2},

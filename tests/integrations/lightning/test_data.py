@@ -216,10 +216,10 @@ def test_a_module_with_loaders_of_its_own_is_data() -> None:
             return []  # no validation, as in Lightning
 
     result = quiet(max_epochs=1).fit(Numbers(), as_data(Module()))
-    assert result.progress.updates == 5
+    assert result.progress.steps == 5
     assert "validation/loss" not in result.metrics
     made = lightning.LightningDataModule.from_datasets(TensorDataset(torch.arange(4)), batch_size=2)
-    assert quiet(max_epochs=1).fit(Numbers(), as_data(made)).progress.updates == 2
+    assert quiet(max_epochs=1).fit(Numbers(), as_data(made)).progress.steps == 2
 
 
 def test_refusals() -> None:

@@ -36,7 +36,7 @@ class _Stop(Callback):
         self.at = at
 
     def on_step_end(self, run: Any) -> None:
-        if run.progress.updates == self.at:
+        if run.progress.steps == self.at:
             run.stop("interrupted")
 
 
@@ -102,26 +102,26 @@ def test_two_ranks_equal_lightning_with_the_double_batch(monkeypatch: pytest.Mon
 def _skips(name: str) -> tuple[Any, int, Any]:
     module = made(getattr(modules, name))
     _, result = under_ours(module, max_epochs=1, strategy="ddp")
-    return weights_of(module).tolist(), result.progress.skipped, result.progress.updates
+    return weights_of(module).tolist(), result.progress.skipped, result.progress.steps
 
 
 @pytest.mark.landing
 def test_a_step_that_returns_none_on_one_rank_weighs_nothing_and_manual_steps_keep_ranks_equal() -> None:
-    (weights, skipped, updates), (others, _, _) = on_two_ranks(_skips, "Ranks")
+    (weights, skipped, steps), (others, _, _) = on_two_ranks(_skips, "Ranks")
     assert weights == others
-    assert (skipped, updates) == (0, 3)
+    assert (skipped, steps) == (0, 3)
     module = made(modules.Ranks)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     x, y = modules.loader().dataset.tensors
-    # Two ranks with 4 samples each, at last 2 and 0; of the second update the second rank's part is left out.
+    # Two ranks with 4 samples each, at last 2 and 0; of the second step the second rank's part is left out.
     for part in (slice(0, 8), slice(8, 12), slice(16, 22)):
         F.cross_entropy(module.net(x[part]), y[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert torch.allclose(weights_of(module), torch.tensor(weights).double(), rtol=0, atol=1e-6)
-    (weights, _, updates), (others, _, _) = on_two_ranks(_skips, "GAN")
+    (weights, _, steps), (others, _, _) = on_two_ranks(_skips, "GAN")
     assert weights == others
-    assert updates == 3
+    assert steps == 3
 
 
 def _numbers() -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ def test_every_hook_logs_what_it_logs_in_lightning_or_is_refused_as_there() -> N
     for names, options in ((allowed, {}), (allowed, by_epoch), (of_batches, {**by_epoch, "on_step": True})):
         *_, logged, found = both(logging(names, **options), {"max_epochs": 2})
         for name in {*logged} if options.get("on_step") else ():
-            if name.startswith("on_validation") and name.endswith("_step"):  # no place among updates
+            if name.startswith("on_validation") and name.endswith("_step"):  # no place among steps
                 del logged[name], found[name]
         assert not differences(logged, found)
     for name in rules.keys() - {*allowed}:
@@ -234,7 +234,7 @@ def test_names_that_the_module_logs_steer_early_stopping_and_checkpoints(tmp_pat
     stops = [EarlyStopping("val_score", mode="max", patience=2)]
     _, result = under_ours(module, max_epochs=10, run_dir=tmp_path, checkpoint=saves, callbacks=stops)
     assert result.progress.epoch == 5
-    assert result.best_checkpoint.endswith("update-00000018")  # the first with the best value
+    assert result.best_checkpoint.endswith("step-00000018")  # the first with the best value
     again = LightningTask.from_checkpoint(tmp_path, module=made(Plateaus))
     assert torch.equal(weights_of(again.module), weights_of(module))
 
@@ -276,10 +276,10 @@ def test_a_module_brings_its_callbacks() -> None:
     theirs, ours = made(_with_callbacks(stopping)), made(_with_callbacks(stopping, _Stop(11)))
     equality.under_lightning(theirs, max_epochs=5)
     _, result = under_ours(ours, max_epochs=5)
-    assert result.progress.updates == 11  # by the callback of ours, in the second epoch
+    assert result.progress.steps == 11  # by the callback of ours, in the second epoch
     again = made(_with_callbacks(stopping, theirs_callbacks.LearningRateMonitor("step")))
     values, result = under_ours(again, max_epochs=5)
-    assert result.progress.updates == 12
+    assert result.progress.steps == 12
     assert torch.equal(weights_of(theirs), weights_of(again))
     assert values["lr"][:6] == [0.05] * 6
 
@@ -344,7 +344,7 @@ def _sharded() -> int:
     runs = (("fsdp", modules.WarmUp), ("ddp", modules.WarmUp), ("fsdp", modules.Classifier))
     one, other, third = (under_ours(made(kind), max_epochs=1, strategy=each)[1] for each, kind in runs)
     assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], abs=1e-6)
-    return int(third.progress.updates)
+    return int(third.progress.steps)
 
 
 @pytest.mark.landing
@@ -405,7 +405,7 @@ def test_a_schedule_that_is_never_stepped_or_of_another_kind_is_named(tmp_path: 
         under_ours(stepped(rates.CosineAnnealingLR), max_epochs=2, resume="auto", **saves)
 
 
-def test_a_plateau_may_be_stepped_by_update(tmp_path: Path) -> None:
+def test_a_plateau_may_be_stepped_by_step(tmp_path: Path) -> None:
     def configure(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)

@@ -92,11 +92,11 @@ def editing(kind: Any) -> Any:  # adds the gradients at a neighbouring point
 
 
 class Interrupted(transformers.TrainerCallback):
-    def __init__(self, update: int) -> None:
-        self.update = update
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.update:
+        if state.global_step == self.step:
             raise KeyboardInterrupt
 
 

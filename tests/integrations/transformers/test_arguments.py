@@ -115,7 +115,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"evaluation_strategy": "epoch", "eval_strategy": "steps"}, "former name of eval_strategy"),
         ({"report_to": ["wandb"]}, "no logger here"),
         ({"load_best_model_at_end": True}, "validations"),
-        ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_updates="),
+        ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_steps="),
         ({"deepspeed": adamw}, "lr=1.0"),
         ({"fsdp": True, "deepspeed": {}, "fsdp_config": {"wrapp": 1}}, "wrapp"),
     ]
@@ -188,15 +188,15 @@ def test_trainer_options_replace_those_of_the_arguments() -> None:
     options = {"report_to": "wandb", "seed": 1, "eval_strategy": "steps", "logging_strategy": "epoch"}
     mapped = from_training_arguments(options, loggers=["csv"], seed=2, validate_every="1 epoch", log_every=10)
     assert (mapped.trainer.loggers, mapped.trainer.seed) == (["csv"], 2)
-    assert mapped.trainer_options["callbacks"] == []  # nothing at the last update
+    assert mapped.trainer_options["callbacks"] == []  # nothing at the last step
     mapped = from_training_arguments({**options, "report_to": []}, callbacks=[mine])
     last, other = mapped.trainer_options["callbacks"]
-    kind = Lazy("drivetrain.integrations.transformers.last_update").LastUpdate
+    kind = Lazy("drivetrain.integrations.transformers.last_step").LastStep
     assert {type(last), type(other)} == {kind, LambdaCallback}
     share = {"logging_steps": 0.5}
     for mapped in (
-        from_training_arguments(share, total_updates=21),
-        from_training_arguments({**share, "max_steps": 21}, total_updates=5),
+        from_training_arguments(share, total_steps=21),
+        from_training_arguments({**share, "max_steps": 21}, total_steps=5),
         from_training_arguments(share, max_steps=21),
     ):
         assert str(mapped.trainer.log_every) == "11 steps"
@@ -229,8 +229,8 @@ def test_learning_rates_of_every_schedule_are_transformers_own() -> None:
             given = (args.get_warmup_steps(60), 60, args.lr_scheduler_kwargs)
             schedule = transformers.get_scheduler(name, theirs, *given)
             ours = from_training_arguments(args).task_options["optimizer"]._configured(None, 60)
-            for update in range(60):
-                assert ours.lr * ours.schedule(update) == schedule.get_last_lr()[0], (name, update)
+            for step in range(60):
+                assert ours.lr * ours.schedule(step) == schedule.get_last_lr()[0], (name, step)
                 theirs.step()
                 schedule.step()
 
@@ -247,7 +247,7 @@ def test_every_optimizer_is_the_one_that_their_trainer_makes(tmp_path: Path) -> 
         args = transformers.TrainingArguments(str(tmp_path), **options)
         theirs = transformers.Trainer(bert, args).create_optimizer()
         task = hf.TransformersTask(bert, **from_training_arguments(args).task_options)
-        with known_fit(task, Totals(updates=100)):
+        with known_fit(task, Totals(steps=100)):
             config = task.configure_optimizers()
         assert isinstance(config, OptimizerConfig)
         ours = build_optimizer(config, task)

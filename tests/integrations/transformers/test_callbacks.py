@@ -46,7 +46,7 @@ def task(**options: Any) -> Any:
     return hf.TransformersTask(model(FAMILY), **{"optimizer": OptimizerConfig("sgd", lr=0.1), **options})
 
 
-def even(count: int) -> Any:  # samples of one length: all updates have the same weight
+def even(count: int) -> Any:  # samples of one length: all steps have the same weight
     return rows(FAMILY, 4 * count)[::4]
 
 
@@ -137,29 +137,29 @@ def test_early_stopping_stops_and_its_count_survives_a_resume(tmp_path: Path) ->
     class Worse(hf.TransformersTask):
         def validation_step(self, batch: Any) -> Any:
             output = super().validation_step(batch)
-            return output._replace(loss=output.loss * 0 + float(self.updates))
+            return output._replace(loss=output.loss * 0 + float(self.steps))
 
     def fit(stop: int, name: str) -> tuple[Any, Any]:
         made = Worse(model(FAMILY), optimizer=OptimizerConfig("sgd", lr=0.1))
-        made.updates = 0
+        made.steps = 0
         early = transformers.EarlyStoppingCallback(4)
         adapter = hf.CallbackAdapter([early])
 
         def count(run: Any) -> None:
-            made.updates = run.progress.updates
+            made.steps = run.progress.steps
 
         options = {"checkpoint": True, "run_dir": tmp_path / name, "log_every": 1, "validate_every": 1}
         trainer = quiet(max_steps=stop, callbacks=[LambdaCallback(on_step_end=count), adapter], **options)
         return adapter, trainer.fit(made, batches(8), batches(4), resume="auto")
 
     whole, result = fit(20, "whole")
-    assert result.progress.updates == 5  # the first was the best
+    assert result.progress.steps == 5  # the first was the best
     assert result.stop_reason == "EarlyStoppingCallback.on_evaluate set control.should_training_stop"
     assert (whole.state.best_metric, whole.state.best_global_step) == (1.0, 1)
     assert whole.state.best_model_checkpoint == result.best_checkpoint
     fit(3, "parts")
     parts, result = fit(20, "parts")
-    assert result.progress.updates == 5
+    assert result.progress.steps == 5
     unsummed = [each for each in timeless(parts.state.log_history) if "train_loss" not in each]
     assert unsummed == timeless(whole.state.log_history[:-1])  # but the summary
     assert parts.state.total_flos == whole.state.total_flos

@@ -182,23 +182,23 @@ def adapted(base: Path, **options: Any) -> Any:
     return hf.TransformersTask(wrapped, optimizer=OptimizerConfig("adamw", lr=1e-2))
 
 
-def fit(task: Any, folder: Path, updates: int = 2, **options: Any) -> dict[str, torch.Tensor]:
-    trainer = quiet(**{"max_steps": updates, "run_dir": folder, "checkpoint": ONLY} | options)
+def fit(task: Any, folder: Path, steps: int = 2, **options: Any) -> dict[str, torch.Tensor]:
+    trainer = quiet(**{"max_steps": steps, "run_dir": folder, "checkpoint": ONLY} | options)
     trainer.fit(task, loader(CLASSES), resume="auto")
     return {name: each.detach().clone() for name, each in task.state_dict().items()}
 
 
 def test_a_checkpoint_of_an_adapter_holds_it_alone_and_resumes_bitwise(base: Path, tmp_path: Path) -> None:
     straight = fit(adapted(base), tmp_path / "straight")
-    fit(adapted(base), tmp_path / "run", updates=1)
-    held = set(load_weights(tmp_path / "run" / "checkpoints" / "update-00000001"))
+    fit(adapted(base), tmp_path / "run", steps=1)
+    held = set(load_weights(tmp_path / "run" / "checkpoints" / "step-00000001"))
     assert held
     assert all("lora_" in name or ".classifier." in name for name in held)
     torch.testing.assert_close(fit(adapted(base), tmp_path / "run"), straight, rtol=0, atol=0)
     again = hf.TransformersTask.from_checkpoint(tmp_path / "run")
     torch.testing.assert_close(dict(again.state_dict()), straight, rtol=0, atol=0)
-    fit(adapted(base), tmp_path / "whole", updates=1, checkpoint=CheckpointConfig(parameters="all"))
-    assert set(load_weights(tmp_path / "whole" / "checkpoints" / "update-00000001")) == set(straight)
+    fit(adapted(base), tmp_path / "whole", steps=1, checkpoint=CheckpointConfig(parameters="all"))
+    assert set(load_weights(tmp_path / "whole" / "checkpoints" / "step-00000001")) == set(straight)
     made(CLASSES).bert.save_pretrained(tmp_path / "body")  # the head's first values are new ones
     headed = fit(adapted(tmp_path / "body"), tmp_path / "headed")
     again = hf.TransformersTask.from_checkpoint(tmp_path / "headed")
@@ -207,18 +207,18 @@ def test_a_checkpoint_of_an_adapter_holds_it_alone_and_resumes_bitwise(base: Pat
 
 def test_resume_on_another_base_names_both(base: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
-    fit(adapted(base), run, updates=1)
+    fit(adapted(base), run, steps=1)
     torch.manual_seed(4)
     transformers.BertForSequenceClassification(made(CLASSES).config).save_pretrained(other)
     shutil.copytree(base, tmp_path / "copy")
     nameless = hf.TransformersTask(peft.get_peft_model(made(CLASSES), peft.LoraConfig(r=2)))
-    fit(nameless, tmp_path / "nameless", updates=1)
+    fit(nameless, tmp_path / "nameless", steps=1)
     with pytest.raises(CheckpointError, match=r"are those of '.*base', and this run has those of '.*other'"):
         fit(adapted(other), run)
     fit(adapted(tmp_path / "copy"), run)  # the same weights
     shutil.rmtree(base)
     rebuild = hf.TransformersTask.from_checkpoint
-    first = run / "checkpoints" / "update-00000001"
+    first = run / "checkpoints" / "step-00000001"
     cases: dict[str, Any] = {
         "gone": (lambda: rebuild(first), "the frozen weights of", "base', which cannot be loaded"),
         "nameless": (lambda: rebuild(tmp_path / "nameless"), "that has no name"),

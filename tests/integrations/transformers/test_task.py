@@ -31,7 +31,7 @@ FEW = (BERT, "gpt2", "t5", "vit", "wav2vec2")
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in FAMILIES if each not in FEW]
 
 
-def task(family: str, **options: Any) -> Any:  # an update shows the gradient
+def task(family: str, **options: Any) -> Any:  # a step shows the gradient
     return hf.TransformersTask(model(family), **{"optimizer": OptimizerConfig("sgd", lr=0.5), **options})
 
 
@@ -77,7 +77,7 @@ def resume_is_bitwise(family: str, folder: Path) -> None:
     trainer = {"max_steps": 4, "validate_every": 2}
     whole = quiet(**trainer).fit(straight, data, more)
     trainer |= {"run_dir": folder, "checkpoint": True}
-    halt = LambdaCallback(on_step_end=lambda run: run.progress.updates == 2 and run.stop("enough"))
+    halt = LambdaCallback(on_step_end=lambda run: run.progress.steps == 2 and run.stop("enough"))
     quiet(callbacks=[halt], **trainer).fit(first, data, more)
     equal(hf.TransformersTask.from_checkpoint(folder), first)
     result = quiet(**trainer).fit(third, data, more, resume="auto")
@@ -231,7 +231,7 @@ def test_a_stream_is_padded_and_resumes_where_it_was(tmp_path: Path) -> None:
     made, data = streamed(whole)
     quiet(max_epochs=2, batch_size=2).fit(made, data)
     trainer = {"batch_size": 2, "run_dir": tmp_path / "run", "checkpoint": True, "max_epochs": 2}
-    halt = LambdaCallback(on_step_end=lambda run: run.progress.updates == 3 and run.stop("enough"))
+    halt = LambdaCallback(on_step_end=lambda run: run.progress.steps == 3 and run.stop("enough"))
     first, data = streamed(parts)
     quiet(**trainer, callbacks=[halt]).fit(first, data)
     second, data = streamed(parts)

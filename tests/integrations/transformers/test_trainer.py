@@ -118,7 +118,7 @@ def test_losses_rates_metrics_and_predictions_are_transformers(family: str, tmp_
     equal(ours, theirs, 1e-5)
 
 
-def test_every_overridden_step_gives_the_same_updates(tmp_path: Path) -> None:
+def test_every_overridden_step_gives_the_same_steps(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "eval_dataset": rows(CLASSES, 5)}
     plain = trainer(tmp_path, **options)
     expected, evaluated = plain.train(), plain.evaluate()
@@ -284,7 +284,7 @@ def test_the_last_checkpoint_of_a_folder_is_resumed(tmp_path: Path, caplog: pyte
     first = trainer(tmp_path, **SAVING)
     first.train()
     last = hf.get_last_checkpoint(str(tmp_path))
-    assert last == str(tmp_path / "checkpoints" / "update-00000004")
+    assert last == str(tmp_path / "checkpoints" / "step-00000004")
     longer = trainer(tmp_path, **SAVING, max_steps=6, learning_rate=0.5)  # the checkpoint's stays, as there
     assert longer.train(resume_from_checkpoint=last).global_step == 6
     assert "lr was 0.01 and is now 0.5" in caplog.text
@@ -301,7 +301,7 @@ def test_the_best_model_is_loaded_and_kept_and_a_stop_comes_early(tmp_path: Path
     made = trainer(tmp_path, compute_metrics=lambda _: {"score": next(values)}, max_steps=20, **options)
     assert made.train().global_step == 6
     best = Path(made.state.best_model_checkpoint)
-    assert (made.state.best_metric, best.name) == (0, "update-00000002")
+    assert (made.state.best_metric, best.name) == (0, "step-00000002")
     kept = hf.TransformersTask.from_checkpoint(best).model
     for one, other in zip(made.model.parameters(), kept.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -380,8 +380,8 @@ def test_num_train_epochs_max_steps_and_streams_give_the_length_of_a_training(tm
         def __iter__(self) -> Any:
             return iter(rows(CLASSES, 7))
 
-    for options, updates in (({"max_steps": -1}, 12), ({"max_steps": 3}, 3)):
-        assert trainer(tmp_path, num_train_epochs=1.5, **options).train().global_step == updates
+    for options, steps in (({"max_steps": -1}, 12), ({"max_steps": 3}, 3)):
+        assert trainer(tmp_path, num_train_epochs=1.5, **options).train().global_step == steps
     options = {"per_device_train_batch_size": 3, "train_sampling_strategy": "group_by_length"}
     made = trainer(tmp_path, dataloader_drop_last=True, **options)
     loader = made.get_train_dataloader()
@@ -445,7 +445,7 @@ def test_callbacks_of_both_kinds_work_and_can_be_removed(tmp_path: Path) -> None
 
     class Ours(Callback):
         def on_checkpoint_saved(self, run: Any) -> None:
-            seen.append(f"ours {run.progress.updates}")
+            seen.append(f"ours {run.progress.steps}")
 
     options = {"save_strategy": "steps", "save_steps": 100, "callbacks": [Theirs, Ours()]}
     made = trainer(tmp_path / "both", **options)
@@ -465,7 +465,7 @@ WATCHED: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau"}
 WATCHED |= {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "mode": "max", "min_lr": 2e-3}}
 OPTIONS = {
     "shares": {**SHARES, "save_strategy": "steps", "save_steps": 0.4},
-    "an evaluation at the last update": {**STEPS, "save_strategy": "steps", "save_steps": 5, **BEST},
+    "an evaluation at the last step": {**STEPS, "save_strategy": "steps", "save_steps": 5, **BEST},
     "a delay": {**STEPS, "eval_delay": 6, "logging_steps": 3, "logging_first_step": True},
     "a short epoch": {**EPOCHS, "logging_strategy": "epoch"},
     "a rate that watches": {**EPOCHS, **BEST, "save_strategy": "epoch", "max_steps": 32, **WATCHED},
@@ -474,7 +474,7 @@ OPTIONS = {
 
 @pytest.mark.filterwarnings("ignore::Warning:torch.optim")  # of transformers' own loop
 @pytest.mark.parametrize("name", OPTIONS)
-def test_updates_rates_and_bests_of_the_log_are_transformers(name: str, tmp_path: Path) -> None:
+def test_steps_rates_and_bests_of_the_log_are_transformers(name: str, tmp_path: Path) -> None:
     class Ends(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             self.seen: list[Any] = []
@@ -501,8 +501,8 @@ def test_updates_rates_and_bests_of_the_log_are_transformers(name: str, tmp_path
     if "load_best_model_at_end" in OPTIONS[name]:
         equal(*made, tolerance=1e-5)
     if name == "shares":
-        saved = (tmp_path / hf.Trainer.__module__ / "checkpoints").glob("update-*")
-        assert sorted(path.name for path in saved) == [f"update-000000{each}" for each in ("07", "14", "16")]
+        saved = (tmp_path / hf.Trainer.__module__ / "checkpoints").glob("step-*")
+        assert sorted(path.name for path in saved) == [f"step-000000{each}" for each in ("07", "14", "16")]
 
 
 def generator(folder: Path, kind: Any, **options: Any) -> Any:

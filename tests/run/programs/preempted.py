@@ -20,7 +20,7 @@ if "FILES" in os.environ:  # more open files than select takes
 
 
 def act(run: Any) -> None:  # say that training has begun
-    if run.progress.updates >= 3:
+    if run.progress.steps >= 3:
         with open(f"pid-{run.engine.strategy.rank}", "w") as file:
             file.write(str(os.getpid()))
         os.replace(file.name, f"training-{run.engine.strategy.rank}")

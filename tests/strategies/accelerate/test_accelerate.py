@@ -52,9 +52,9 @@ def sharded(world_size: int) -> Accelerate:
 CHECKED = ["same_as_the_big_batch", "resume_is_bitwise"]
 
 
-def test_accelerate_updates_equal_those_of_one_process() -> None:
-    conforms(replicated, "updates", "generator_steps", "frozen_and_tied")
-    conforms(sharded, "updates")
+def test_accelerate_steps_equal_those_of_one_process() -> None:
+    conforms(replicated, "steps", "generator_steps", "frozen_and_tied")
+    conforms(sharded, "steps")
 
 
 @pytest.mark.landing
@@ -75,7 +75,7 @@ OPTIONS["by_class"]["transformer_cls_names_to_wrap"] = ["Sequential"]
 def test_accelerate_ddp_options_conform() -> None:
     handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     config = AccelerateConfig(options={"kwargs_handlers": [handler]})
-    conforms(lambda size: Accelerate(config, world_size=size), "updates", "parameters_may_be_unfrozen")
+    conforms(lambda size: Accelerate(config, world_size=size), "steps", "parameters_may_be_unfrozen")
 
 
 @pytest.mark.nightly

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 def weights_after(
     run_dir: str, stage: int, offload: str | None, stop: int | None = None, resume: str = "auto"
-) -> Tensor:  # of two epochs of six updates, as far as they were not made there before
+) -> Tensor:  # of two epochs of six steps, as far as they were not made there before
     settings = {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}
     config = {"optimizer": {"type": "AdamW", "params": settings}}
     chosen = DeepSpeedConfig(stage=stage, offload_optimizer=offload, config=config)
-    halt = LambdaCallback(on_step_end=lambda run: run.stop("half") if run.progress.updates == stop else None)
+    halt = LambdaCallback(on_step_end=lambda run: run.stop("half") if run.progress.steps == stop else None)
     options = {"checkpoint": True, "run_dir": run_dir, "callbacks": [halt]}
     trainer = quiet(strategy=DeepSpeed(chosen, world_size=2), max_epochs=2, **options)
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))

@@ -145,7 +145,7 @@ def test_configuration_chooses_precision_optimizer_and_warm_up(monkeypatch: pyte
     assert (found.name, found.lr) == (torch.optim.AdamW, 0.5)
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     config = DeepSpeedConfig(config={"optimizer": {}, "scheduler": scheduler})
-    with warned("warms up over 1000 updates, but this run has 88"):
+    with warned("warms up over 1000 steps, but this run has 88"):
         configured(config, nn.Linear(2, 2), 88)
     configured(config, nn.Linear(2, 2), 1000)
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")

@@ -158,7 +158,7 @@ def own_loop(strategy: Any, batch_size: int, directory: str | None = None) -> Te
 
 
 @pytest.mark.nightly
-def test_engine_under_deepspeed_makes_the_updates_of_one_process(tmp_path: Path) -> None:
+def test_engine_under_deepspeed_makes_the_steps_of_one_process(tmp_path: Path) -> None:
     def loops(expected: Tensor) -> None:
         for stage in (1, 2, 3):
             torch.testing.assert_close(own_loop(zero(stage)(2), 2, f"{tmp_path}/{stage}"), expected)
@@ -193,7 +193,7 @@ def _refused() -> None:
     sgd = OptimizerConfig("sgd", lr=0.1)
     cases: dict[str, Any] = {
         "generator": (of(Duel(), 2, [duels()[0]]), "generator", "'deepspeed' cannot run", "engine has one"),
-        "unused in stage 3": (of(extended(spare=nn.Linear(2, 2)), 3), unused, "of an earlier update"),
+        "unused in stage 3": (of(extended(spare=nn.Linear(2, 2)), 3), unused, "of an earlier step"),
         "orthogonal": (of(extended(OptimizerConfig("muon", lr=0.1)), 2), "Muon works on whole matrices. Use"),
         **{
             f"unused in stage {stage}": (of(extended(momentum, spare=nn.Linear(2, 2)), stage), unused)
@@ -232,14 +232,14 @@ def test_deepspeed_refuses_ranks_that_run_different_parts() -> None:
 
 
 def _uneven(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match="have had different numbers of updates"):
+    with pytest.raises(CheckpointError, match="have had different numbers of steps"):
         fitted(Plain(), zero(1)(1), run_dir=directory, checkpoint=True, resume="auto", max_epochs=2)
 
 
 @pytest.mark.nightly
 def test_deepspeed_refuses_a_checkpoint_of_parameters_that_were_not_always_used(tmp_path: Path) -> None:
     def skip(run: Any) -> None:
-        if run.progress.updates == 3:
+        if run.progress.steps == 3:
             run.task.net[0].bias.grad = None
 
     skipping = LambdaCallback(on_before_optimizer_step=skip)

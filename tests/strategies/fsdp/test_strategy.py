@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_fsdp_options_change_no_number(name: str) -> None:
-    conforms(of(**OPTIONS[name]), "updates")
+    conforms(of(**OPTIONS[name]), "steps")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
 
 
 def recomputed(again: Any) -> tuple[dict[str, list[Any]], int, int]:
-    """The weights after three updates, and how often a block's parts were computed in each."""
+    """The weights after three steps, and how often a block's parts were computed in each."""
     task = Blocks(dropping, 4, OptimizerConfig("sgd", lr=0.1))
     task.head = nn.Identity()  # type: ignore[assignment]
     data = [torch.arange(8.0).reshape(2, 4) + number for number in range(6)]
@@ -220,7 +220,7 @@ def test_activation_checkpointing_recomputes_only_what_is_not_kept_and_changes_n
             assert found == (plain[0], *counts)
 
 
-def prefetched(forward: int, backward: int) -> list[str]:  # what was gathered ahead in an update, in order
+def prefetched(forward: int, backward: int) -> list[str]:  # what was gathered ahead in a step, in order
     task = Blocks(dropping, 4, OptimizerConfig("sgd", lr=0.1))
     task.head = nn.Identity()  # type: ignore[assignment]
     strategy = fsdp(2, forward_prefetch=forward, backward_prefetch=backward)

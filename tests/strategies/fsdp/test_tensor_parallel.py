@@ -30,8 +30,8 @@ def split(world_size: int, **options: Any) -> FSDP:
     return FSDP(FSDPConfig(tensor_parallel=2, **options), world_size=world_size)
 
 
-def test_tensor_parallel_updates_equal_those_of_one_process() -> None:
-    conforms(split, "updates")
+def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
+    conforms(split, "steps")
 
 
 MAIN = ["frozen_and_tied", "evaluation_counts_each_sample_once", "resume_is_bitwise"]

@@ -46,7 +46,7 @@ def curve() -> dict[str, Tensor]:
 
 def prepared(precision: str | Precision) -> tuple[Engine, Curve]:
     engine, task = Engine("cpu", precision), Curve()
-    engine.prepare_task(task, total_updates=1000)
+    engine.prepare_task(task, total_steps=1000)
     engine.set_rates()
     return engine, task
 
@@ -121,7 +121,7 @@ def test_overflow_is_skipped_and_moves_no_weight_rate_counter_or_average() -> No
     before, scale = state(), engine.strategy.state_dict()["scaler"]["scale"]
     assert not step(engine, 1e36).applied
     assert state() == before
-    assert (engine.progress.updates, engine.progress.epoch_updates, engine.progress.skipped) == (1, 1, 1)
+    assert (engine.progress.steps, engine.progress.epoch_steps, engine.progress.skipped) == (1, 1, 1)
     assert engine.progress.samples == 64, "its samples were seen all the same"
     assert engine.strategy.state_dict()["scaler"]["scale"] == scale / 2
     assert all(parameter.grad is None for parameter in task.parameters())
@@ -136,7 +136,7 @@ def test_training_goes_on_after_an_overflow_as_if_it_had_not_been() -> None:
         step(second[0])
     # The scale is a power of two, so that dividing by it changes no digit.
     assert all(map(torch.equal, weights(first[1]), weights(second[1])))
-    assert first[0].progress.updates == second[0].progress.updates == 4
+    assert first[0].progress.steps == second[0].progress.steps == 4
 
 
 def test_small_gradients_survive_in_16_bit_because_of_the_scale() -> None:
@@ -153,5 +153,5 @@ def test_small_gradients_survive_in_16_bit_because_of_the_scale() -> None:
 def test_loss_that_is_not_finite_is_no_overflow() -> None:
     engine, _ = prepared("16-mixed")
     step(engine)
-    with pytest.raises(NonFiniteError, match=r"NaN or infinite at update 1 on rank 0: 'loss'"):
+    with pytest.raises(NonFiniteError, match=r"NaN or infinite at step 1 on rank 0: 'loss'"):
         step(engine, torch.nan)

@@ -100,7 +100,7 @@ def test_float8_learns_as_bfloat16_and_leaves_an_ordinary_task(recipe: str, tmp_
 def test_float8_run_resumes_one_in_bfloat16(tmp_path: Path) -> None:
     quiet(precision="bf16-mixed", max_epochs=1, run_dir=tmp_path, checkpoint=True).fit(Wide(), data())
     trainer = quiet(precision=EMULATED, max_epochs=2, run_dir=tmp_path, checkpoint=True)
-    assert trainer.fit(Wide(), data(), resume="auto").progress.updates == 12
+    assert trainer.fit(Wide(), data(), resume="auto").progress.steps == 12
 
 
 def test_float8_layers_are_ordinary_only_when_the_last_of_their_engines_has_ended() -> None:

@@ -44,7 +44,7 @@ ONE_EACH["fsdp"] = ("bf16-mixed", "bf16-true", "16-true-nearest")
 @pytest.mark.parametrize("strategy", ONE_EACH)
 def test_precision_on_two_ranks_is_that_of_one_process(strategy: str) -> None:
     for precision in ONE_EACH[strategy]:
-        conforms(MAKERS[strategy], "updates", precision=precision, tolerance=TOLERANCES[precision])
+        conforms(MAKERS[strategy], "steps", precision=precision, tolerance=TOLERANCES[precision])
 
 
 def test_precisions_without_hardware_are_refused_by_each_strategy() -> None:

@@ -29,7 +29,7 @@ def built(name="adamw", module=None, **options) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_optimizer_makes_the_same_updates_in_float32_and_bfloat16_up_to_rounding(name):
+def test_every_optimizer_makes_the_same_steps_in_float32_and_bfloat16_up_to_rounding(name):
     """Forty weights are more than a vector register holds: torch's fused SGD has been wrong just there."""
 
     def trained(dtype: torch.dtype) -> torch.Tensor:
@@ -168,12 +168,12 @@ def test_the_schedule_covers_the_run_or_total_steps():
     assert build_schedule(OptimizerConfig(schedule="linear"), 10)(5) == 0.5
     assert build_schedule(OptimizerConfig(schedule="linear", total_steps=20), 10)(5) == 0.75
     assert build_schedule(OptimizerConfig(), 10) is None
-    # A warm-up ratio is of all updates, rounded up.
+    # A warm-up ratio is of all steps, rounded up.
     for ratio, total, warmup in ((0.1, 30, 3), (0.1, 31, 4), (0.07, 100, 7), (0.5, 1, 1)):
         schedule = build_schedule(OptimizerConfig(warmup_ratio=ratio), total)
         assert [schedule(warmup - 1) < 1, schedule(warmup)] == [True, 1]
-    schedule = build_schedule(OptimizerConfig(schedule=lambda update: 0.5, warmup_steps=1), None)
-    assert [schedule(update) for update in range(3)] == [0.25, 0.5, 0.5]
+    schedule = build_schedule(OptimizerConfig(schedule=lambda step: 0.5, warmup_steps=1), None)
+    assert [schedule(step) for step in range(3)] == [0.25, 0.5, 0.5]
 
 
 def test_the_factor_scales_each_groups_base_rate_whatever_it_was_before():

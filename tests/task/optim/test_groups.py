@@ -48,7 +48,7 @@ def test_weight_decay_spares_biases_and_norms_of_any_shape():
     assert (decayed["params"], len(spared["params"])) == (["norm.weight", "head.bias"], 9)
 
 
-def test_weight_decay_of_an_update_moves_matrices_and_neither_biases_nor_norms():
+def test_weight_decay_of_a_step_moves_matrices_and_neither_biases_nor_norms():
     net = Net()
     optimizer = build_optimizer(OptimizerConfig("adamw", lr=0.1, weight_decay=0.5), net)
     before = {}

@@ -44,19 +44,19 @@ def values(task: nn.Module) -> Tensor:
     return torch.cat([each.detach().flatten() for each in task.parameters()]).double()
 
 
-def train(task: TaskModule, precision: Any, updates: int, x: Any = None, micro_batches: int = 1) -> Engine:
+def train(task: TaskModule, precision: Any, steps: int, x: Any = None, micro_batches: int = 1) -> Engine:
     engine = Engine("cpu", precision)
-    engine.prepare_task(task, total_updates=updates)
+    engine.prepare_task(task, total_steps=steps)
     engine.set_rates()
     batch = engine.transfer({"x": torch.ones(2, 32) if x is None else x})
-    for _ in range(updates):
+    for _ in range(steps):
         engine.train_step([MicroBatch(batch, 2.0, samples=2)] * micro_batches)
     return engine
 
 
-def trained(precision: Any, optimizer: Any, updates: int = 100) -> tuple[Engine, Ones]:
+def trained(precision: Any, optimizer: Any, steps: int = 100) -> tuple[Engine, Ones]:
     task, x = Ones(optimizer), torch.rand(8, 32, generator=torch.Generator().manual_seed(0)) + 0.5
-    return train(task, precision, updates, x), task
+    return train(task, precision, steps, x), task
 
 
 def built(kind: str, module: nn.Module, make: Any, *more: Any, **options: Any) -> torch.optim.Optimizer:
@@ -71,7 +71,7 @@ def with_gradients(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-true-master", "16-true", "16-true-master"])
-def test_small_updates_move_weights_and_in_the_mean_as_far_as_in_float32(precision: str) -> None:
+def test_small_steps_move_weights_and_in_the_mean_as_far_as_in_float32(precision: str) -> None:
     adamw = OptimizerConfig("adamw", lr=1e-4)
     _, exact = trained("32", adamw)
     _, task = trained(precision, adamw)
@@ -145,13 +145,13 @@ def test_what_the_dtype_has_stays_and_what_is_no_number_is_not_hidden() -> None:
         assert not bad.bfloat16().isfinite().any()
 
 
-def test_rounding_is_a_function_of_seed_and_update_and_moves_no_other_stream() -> None:
-    def make(seed: int, updates: int) -> Tensor:
+def test_rounding_is_a_function_of_seed_and_step_and_moves_no_other_stream() -> None:
+    def make(seed: int, steps: int) -> Tensor:
         module, progress = nn.Linear(64, 64, dtype=torch.bfloat16), Progress()
         nn.init.ones_(module.weight)
         sgd = lambda each: torch.optim.SGD(each, lr=1e-3)  # noqa: E731
         optimizer = built("stochastic", with_gradients(module), sgd, seed, progress)
-        progress.updates = updates
+        progress.steps = steps
         state = torch.get_rng_state()
         optimizer.step()
         assert torch.equal(state, torch.get_rng_state())
@@ -187,14 +187,14 @@ def test_weights_are_updated_piece_by_piece_as_all_at_once(kind: str) -> None:
     assert kind != "master" or all(torch.equal(found[0], each) for each in found[1:])
 
 
-def test_updates_in_16_bits_take_the_memory_that_the_page_says() -> None:
+def test_steps_in_16_bits_take_the_memory_that_the_page_says() -> None:
     for kind, state, copy in (("stochastic", 8, 0), ("master", 12, 4), ("nearest", 4, None)):
         module = with_gradients(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
         optimizer: Any = built(kind, module, torch.optim.AdamW)
         optimizer.step()
         slots = [each for each in optimizer.state[module.weight].values() if each.ndim]
         assert sum(each.nbytes for each in slots) == state * 64 * 64
-        if copy is not None:  # what is left between two updates beside the state, which has it too
+        if copy is not None:  # what is left between two steps beside the state, which has it too
             copies = optimizer.step.func.__self__._pieces[0][0][0]
             held = [each.whole.untyped_storage().nbytes() for each in (copies._values, copies._gradients)]
             assert held == [copy * 64 * 64, 0]

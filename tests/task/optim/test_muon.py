@@ -124,7 +124,7 @@ def test_a_closure_is_called_once_with_gradients():
 
 
 @pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_the_update_of_muon_is_that_of_torch_to_the_bit(dtype, nesterov):
+def test_the_step_of_muon_is_that_of_torch_to_the_bit(dtype, nesterov):
     generator = torch.Generator().manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.ones(6, 4, dtype=dtype)) for _ in range(2)] for _ in range(2))
     settings = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}

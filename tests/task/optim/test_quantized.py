@@ -29,7 +29,7 @@ SIZE = 64
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torchao compiles the update of each shape, for seconds; that it is an update does not depend on it."""
+    """torchao compiles the step of each shape, for seconds; that it is a step does not depend on it."""
     monkeypatch.setattr("torch.hub.tqdm.monitor_interval", 0)
     with torch.compiler.set_stance("force_eager"):
         yield

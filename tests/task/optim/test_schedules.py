@@ -1,4 +1,4 @@
-"""The learning rate a user gets at each update, for every schedule."""
+"""The learning rate a user gets at each step, for every schedule."""
 
 import json
 import math
@@ -17,25 +17,25 @@ HALF = math.sqrt(0.5)
 WAVE = [1, 0.5 + HALF / 2, 0.5, 0.5 - HALF / 2]
 
 
-def rates(name: str, updates, warmup: int = 0, total: int | None = None, **options) -> list:
+def rates(name: str, steps, warmup: int = 0, total: int | None = None, **options) -> list:
     schedule = make_schedule(name, warmup, total, options)
-    return [schedule(update) for update in updates]
+    return [schedule(step) for step in steps]
 
 
 def test_warmup_begins_above_zero_and_ends_at_the_full_rate():
     assert rates("constant", range(6), warmup=4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
     assert rates("constant_with_warmup", range(6), warmup=4) == rates("constant", range(6), warmup=4)
-    schedule = warmed_up(lambda update: 1 / (1 + update), 3)
-    assert [schedule(update) for update in range(5)] == pytest.approx([1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 5])
+    schedule = warmed_up(lambda step: 1 / (1 + step), 3)
+    assert [schedule(step) for step in range(5)] == pytest.approx([1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 5])
     assert make_schedule("constant") is None  # a rate that never changes costs the loop nothing
     assert make_schedule("constant_with_warmup", 0, 100) is None
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", lambda update: 1 - update / 10])
+@pytest.mark.parametrize("schedule", ["constant", "linear", lambda step: 1 - step / 10])
 def test_warmup_power_changes_the_ramp_alone(schedule):
     def made(power):
         config = OptimizerConfig("sgd", schedule=schedule, warmup_steps=3, warmup_power=power)
-        return [build_schedule(config, 10)(update) for update in range(10)]
+        return [build_schedule(config, 10)(step) for step in range(10)]
 
     straight, squared = made(1), made(2)
     assert squared[:3] == pytest.approx([straight[0] * 0.25, straight[1] * 0.5, straight[2] * 0.75])
@@ -43,7 +43,7 @@ def test_warmup_power_changes_the_ramp_alone(schedule):
 
 
 @pytest.mark.parametrize(
-    ("name", "updates", "arguments", "expected"),
+    ("name", "steps", "arguments", "expected"),
     [
         ("linear", range(6), {"warmup": 1, "total": 5, "min_ratio": 0.2}, [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
         ("cosine", [1, 3, 5], {"warmup": 1, "total": 5, "min_ratio": 0.1}, [1, 0.55, 0.1]),
@@ -55,35 +55,35 @@ def test_warmup_power_changes_the_ramp_alone(schedule):
         ("inverse_sqrt", [10**9], {"timescale": 1, "min_ratio": 0.01}, [0.01]),
     ],
 )
-def test_schedule_by_hand(name, updates, arguments, expected):
-    assert rates(name, updates, **arguments) == pytest.approx(expected)
+def test_schedule_by_hand(name, steps, arguments, expected):
+    assert rates(name, steps, **arguments) == pytest.approx(expected)
 
 
-def test_warmup_stable_decay_by_hand_and_restarts_on_their_updates():
+def test_warmup_stable_decay_by_hand_and_restarts_on_their_steps():
     for shape, middle in (("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - HALF)):
         options = {"decay_ratio": 0.2, "decay_shape": shape}
         got = rates("warmup_stable_decay", range(22), warmup=4, total=20, **options)
         assert got[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-        assert got[4:17] == [1.0] * 13  # update 16 begins the decay of 4 updates
+        assert got[4:17] == [1.0] * 13  # step 16 begins the decay of 4 steps
         assert got[18] == pytest.approx(middle)
         assert 0 < got[19] < got[18]
         assert got[20:] == [0, 0]
     for cycles in (3, 7, 11, 49):
         got = rates("cosine_with_restarts", range(cycles * 10), total=cycles * 10, cycles=cycles)
-        assert [update for update, rate in enumerate(got) if rate == 1.0] == list(range(0, cycles * 10, 10))
+        assert [step for step, rate in enumerate(got) if rate == 1.0] == list(range(0, cycles * 10, 10))
 
 
 @pytest.mark.parametrize("name", DECAYS)
-def test_a_decay_peaks_at_one_and_stays_at_its_floor_after_the_last_update(name):
+def test_a_decay_peaks_at_one_and_stays_at_its_floor_after_the_last_step(name):
     for floor, warmup in ((0.0, 0), (0.1, 7), (1.0, 7)):
         got = rates(name, range(300), warmup=warmup, total=100, min_ratio=floor)
         assert got[warmup] == 1.0
         assert all(floor <= rate <= 1.0 for rate in got[warmup:])
         assert got[100:] == [floor] * 200
-        assert got[99] > floor or floor == 1.0  # the last update that takes place is one step above the floor
+        assert got[99] > floor or floor == 1.0  # the last step that takes place is one step above the floor
         assert got[99] - floor <= (1 - floor) * 0.11
         assert all(later <= earlier for earlier, later in zip(got[warmup:], got[warmup + 1 :], strict=False))
-    for total in (1, 2, 3, 10):  # no update of a run has rate zero
+    for total in (1, 2, 3, 10):  # no step of a run has rate zero
         assert all(rate > 0 for rate in rates(name, range(total), warmup=1, total=total))
     # A run shorter than its warm-up ramps, and then rests at the floor.
     assert rates(name, range(6), warmup=9, total=3) == pytest.approx([0.1, 0.2, 0.3, 0, 0, 0])

@@ -121,7 +121,7 @@ def test_settings_and_rates_come_back_in_their_own_types():
     assert torch.equal(rate, torch.tensor(0.3))
 
 
-def test_a_checkpoint_decides_neither_how_an_update_is_computed_nor_the_parameters():
+def test_a_checkpoint_decides_neither_how_a_step_is_computed_nor_the_parameters():
     net, optimizer = trained()
     tensors, meta = saved(net, optimizer)
     fresh = built(net, fused=False)

@@ -1,4 +1,4 @@
-"""Schedulers of torch that are stepped by epoch, every few updates, or with a metric (`TorchSchedule`)."""
+"""Schedulers of torch that are stepped by epoch, every few steps, or with a metric (`TorchSchedule`)."""
 
 import functools
 import logging
@@ -44,8 +44,8 @@ def rates(given: Any, validation: Any = None, leave_at: int = 0, **options: Any)
     resume = options.pop("resume", None)
     trainer = quiet(**{"max_epochs": 4, **options, "callbacks": [note]})
     steps = trainer.steps(given, pairs(10), validation, resume=resume)
-    for step in steps:
-        if step.update + 1 == leave_at:
+    for result in steps:
+        if result.step + 1 == leave_at:
             break
     steps.close()
     return seen
@@ -61,7 +61,7 @@ def test_torch_schedule_by_epoch_has_the_rates_of_a_hand_written_loop() -> None:
     assert rates(task(lambda optimizer: CosineAnnealingLR(optimizer, 4), every="1 epoch")) == expected
 
 
-def test_torch_schedule_counts_epochs_or_updates() -> None:
+def test_torch_schedule_counts_epochs_or_steps() -> None:
     assert rates(task(HALVES, every="2 epochs")) == [0.8] * 10 + [0.4] * 10
     assert rates(task(HALVES, every=3), max_steps=7) == [0.8] * 3 + [0.4] * 3 + [0.2]
     assert rates(task(HALVES), max_steps=3) == [0.8, 0.4, 0.2]
@@ -118,14 +118,14 @@ def test_a_scheduler_that_is_shorter_than_the_run_is_refused_before_it_begins() 
         return SequentialLR(optimizer, [StepLR(optimizer, 1), one_cycle(3)(optimizer)], [2])
 
     for factory, settings, text in (
-        (one_cycle(9), {}, "can be stepped 9 times, and this run of 10 updates steps it 10 times"),
+        (one_cycle(9), {}, "can be stepped 9 times, and this run of 10 steps steps it 10 times"),
         (
             one_cycle(1),
             {"every": "1 epoch"},
             "this run of 2 epochs .*Tried to step 2 times.*self.totals.epochs",
         ),
         (table, {}, "LambdaLR can be stepped 2 times.*IndexError"),
-        (joined, {}, "5 times.*self.totals.updates"),
+        (joined, {}, "5 times.*self.totals.steps"),
     ):
         with pytest.raises(ConfigError, match=text):
             rates(task(factory, **settings), max_epochs=2)
@@ -163,13 +163,13 @@ def test_refusals_of_torch_schedule(tmp_path: Path) -> None:
         "not logged": (lambda: rates(misspelt, pairs(4), **saved), "'validation/los'"),
     }
     assert_refused(ConfigError, cases)
-    assert (tmp_path / "checkpoints" / "update-00000005").is_dir()  # the last ends the run once it is saved
+    assert (tmp_path / "checkpoints" / "step-00000005").is_dir()  # the last ends the run once it is saved
 
 
-def test_a_scheduler_that_is_stepped_by_update_says_so_at_the_start() -> None:
+def test_a_scheduler_that_is_stepped_by_step_says_so_at_the_start() -> None:
     with heard(level=logging.INFO) as told:
-        assert rates(task(HALVES), max_epochs=2) == [0.8 * 0.5**update for update in range(10)]
-    assert "the rate is 0.8 at first, and 0.000781 after 10 updates" in str(told)
+        assert rates(task(HALVES), max_epochs=2) == [0.8 * 0.5**step for step in range(10)]
+    assert "the rate is 0.8 at first, and 0.000781 after 10 steps" in str(told)
     assert "every='1 epoch'" in str(told)
     with heard(level=logging.INFO) as told:
         rates(task(functools.partial(ExponentialLR, gamma=1e-7)), max_epochs=2)

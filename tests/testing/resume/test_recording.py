@@ -87,9 +87,9 @@ def test_a_callback_can_say_that_it_logs_times(tmp_path: Path) -> None:
     assert "not compared, since any two runs log different values: pace/*" in str(report)
 
 
-def test_two_updates_are_enough_also_where_there_are_no_more() -> None:
+def test_two_steps_are_enough_also_where_there_are_no_more() -> None:
     def make() -> Fit:
         policy = CheckpointConfig(asynchronous=True)
         return trainer(max_steps=2, checkpoint=policy, callbacks=[ours.Throughput()]), Net(), loader()
 
-    assert_resumable(make, updates=10)
+    assert_resumable(make, steps=10)

@@ -83,12 +83,12 @@ def test_a_run_that_forgets_nothing_passes_and_leaves_the_users_directories_alon
         chosen = trainer(run_dir=run_dir, checkpoint=policy, callbacks=[Scratch()], max_grad_norm=0.5)
         return chosen, Transient(), loader(), loader()
 
-    assert_resumable(make, updates=7, save_after=3, epoch=3)  # an epoch ends within the updates
+    assert_resumable(make, steps=7, save_after=3, epoch=3)  # an epoch ends within the steps
     assert sorted(run_dir.rglob("*")) == before
     assert not own.exists()
 
 
-class Scratch(Callback):  # fills each of its places before it is read, in whatever update a run begins
+class Scratch(Callback):  # fills each of its places before it is read, in whatever step a run begins
     def __init__(self) -> None:
         self.device: str | None = None
         self.is_large: bool | None = None
@@ -104,7 +104,7 @@ class Scratch(Callback):  # fills each of its places before it is read, in whate
 
     def on_step_end(self, run: Any) -> None:
         self.device = self.device or str(run.engine.device)
-        self.is_large = run.progress.updates % 3 == 2
+        self.is_large = run.progress.steps % 3 == 2
         self.losses.append(run.result.loss)
 
 
@@ -124,7 +124,7 @@ def test_several_processes_are_compared_rank_by_rank() -> None:
         return trainer(strategy="ddp", devices=2), Counting(), loader()
 
     with pytest.raises(AssertionError, match="on rank 0: the loss of step 2: "):
-        assert_resumable(forgetful, world_size=2, updates=4)
+        assert_resumable(forgetful, world_size=2, steps=4)
 
 
 class Scaled(Net):  # its callback changes the loss
@@ -225,7 +225,7 @@ FORGETS: dict[str, tuple[Made, str]] = {
 def test_the_first_difference_is_named_with_its_step_its_kind_and_likely_causes(name: str) -> None:
     make, text = FORGETS[name]
     with pytest.raises(AssertionError, match=text):
-        assert_resumable(make, updates=6, save_after=3, epoch=2)
+        assert_resumable(make, steps=6, save_after=3, epoch=2)
 
 
 def test_values_and_weights_are_ignored_by_name_and_a_name_of_nothing_is_an_error() -> None:
@@ -234,11 +234,11 @@ def test_values_and_weights_are_ignored_by_name_and_a_name_of_nothing_is_an_erro
         trainer(max_steps=2).fit(Net(), loader())
         return trainer(callbacks=[Scales(logs=True)]), Averaging(), loader()
 
-    assert_resumable(make, updates=6, ignore=["se*", "mean"])
+    assert_resumable(make, steps=6, ignore=["se*", "mean"])
     with pytest.raises(
         ConfigError, match=r"a name like ignore='callback Scales\.\*'; the nearest names are '"
     ):
-        assert_resumable(make, updates=6, ignore=["mean", "callback Scales.*"])
+        assert_resumable(make, steps=6, ignore=["mean", "callback Scales.*"])
 
 
 class Chaotic(Net):
@@ -266,8 +266,8 @@ def test_what_cannot_be_checked_says_why() -> None:
 
     with pytest.raises(ConfigError, match=r"made 3 steps, too few to continue after a resume at step 5"):
         assert_resumable(make, save_after=5)
-    with pytest.raises(ConfigError, match=r"save_after=9 of 5 updates"):
-        assert_resumable(make, updates=5, save_after=9)
+    with pytest.raises(ConfigError, match=r"save_after=9 of 5 steps"):
+        assert_resumable(make, steps=5, save_after=9)
     with pytest.raises(ProgramError, match=r"the uninterrupted run failed(.|\n)*no data today"):
         assert_resumable(broken)
 
@@ -281,7 +281,7 @@ from tests.testing.resume.test_resumable import Counting, loader
 assert sys.argv[1] == "1"
 settings = {"strategy": "cpu", "loggers": (), "run_dir": "run"}
 Trainer(max_steps=3, **settings).fit(Counting(), loader())
-for step in Trainer(max_epochs=3, **settings).steps(Counting(), loader(), resume="auto"):
+for result in Trainer(max_epochs=3, **settings).steps(Counting(), loader(), resume="auto"):
     pass
 sys.exit("so short a training is not good enough")
 """
@@ -291,11 +291,11 @@ sys.exit("so short a training is not good enough")
 def test_a_program_is_checked_as_it_is_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-    command = ["-m", "drivetrain", "check-resume", "--updates", "6", "--fit", "2", "train.py", "1"]
+    command = ["-m", "drivetrain", "check-resume", "--steps", "6", "--fit", "2", "train.py", "1"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=3600, env=env)
     assert done.returncode == 1, done.stderr
-    # The second fit goes on from the first one's end, is saved three updates later and killed.
+    # The second fit goes on from the first one's end, is saved three steps later and killed.
     assert "6 steps, killed, resumed at step 6: the run differs from the uninterrupted one" in done.stdout
     assert "first difference: the loss of step 7: " in done.stdout
     assert [each.name for each in tmp_path.iterdir()] == ["train.py"]

@@ -76,7 +76,7 @@ class Untying(DDP):  # gives each module a weight of its own
         return super().prepare(module, make_optimizers, precision)
 
 
-class Parroting(DDP):  # draws the same on every rank, at every update
+class Parroting(DDP):  # draws the same on every rank, at every step
     def microbatch(self, model: Any, last: bool) -> None:
         torch.manual_seed(0)
         super().microbatch(model, last)
@@ -140,7 +140,7 @@ FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
     (OwnClock, "all_ranks_have_one_clock", "the values that decide in on_save"),
     (Isolated, "one_rank_can_stop_all", "the values that decide in on_"),
     (Wrapping, "checkpoints_have_plain_names", "stored as .*'head.0.weight'"),
-    (Drifting, "resume_is_bitwise", "norms differ in a resume after update 1 on rank"),
+    (Drifting, "resume_is_bitwise", "norms differ in a resume after step 1 on rank"),
     (Drifting, "resume_on_another_number_of_processes", "the weights after a resume to several processes"),
 ]
 

@@ -55,7 +55,7 @@ class Unreadable(Dataset):  # has a length and no samples that can be had
         return torch.zeros(4), torch.tensor(0)
 
 
-class Recorder(Callback):  # what a real run did, by update
+class Recorder(Callback):  # what a real run did, by step
     def __init__(self):
         self.rates, self.samples, self.validated, self.logged, self.saved = [], [], [], [], []
 
@@ -64,14 +64,14 @@ class Recorder(Callback):  # what a real run did, by update
         self.samples.append([each.samples for each in run.window.micro_batches])
 
     def on_evaluation_end(self, run):
-        self.validated.append(run.progress.updates)
+        self.validated.append(run.progress.steps)
 
     def on_log(self, run):
         if "train/loss" in run.logged:
-            self.logged.append(run.progress.updates)
+            self.logged.append(run.progress.steps)
 
     def on_checkpoint_saved(self, run):
-        self.saved.append(run.progress.updates)
+        self.saved.append(run.progress.steps)
 
     def on_fit_end(self, run):
         states = [each.optimizer.state.values() for each in run.engine.updaters.values()]
@@ -92,9 +92,9 @@ def plan(data=None, validation=None, task=None, **options):
     return quiet(**options).plan(task or Classifier(), data, validation_data=validation)
 
 
-def matches(firings, updates):
-    ends = (updates[0], updates[-1]) if updates else (None, None)
-    return (firings.times, firings.first, firings.last) == (len(updates), *ends)
+def matches(firings, steps):
+    ends = (steps[0], steps[-1]) if steps else (None, None)
+    return (firings.times, firings.first, firings.last) == (len(steps), *ends)
 
 
 @pytest.mark.parametrize(
@@ -112,19 +112,19 @@ def test_a_fit_does_what_its_plan_said(tmp_path, save_every, options):
     config = OptimizerConfig("adamw", lr=0.01, schedule="cosine", warmup_steps=2)
     found = runner.plan(Classifier(config), samples(), samples(5))
     result = runner.fit(Classifier(config), samples(), samples(5))
-    assert found.updates == result.progress.updates
-    sizes = recorder.samples[: found.updates_per_epoch]
-    assert found.samples_per_update == max(map(sum, sizes))
+    assert found.steps == result.progress.steps
+    sizes = recorder.samples[: found.steps_per_epoch]
+    assert found.samples_per_step == max(map(sum, sizes))
     if result.progress.epoch:
         assert found.last_window == (len(sizes[-1]), sum(sizes[-1]))
     rates, rate = [each["lr"] for each in recorder.rates], found.rates["lr"]
     assert (rate.start, rate.end, rate.peak) == (rates[0], rates[-1], max(rates))
-    assert rate.peak_update == rates.index(max(rates))
+    assert rate.peak_step == rates.index(max(rates))
     assert matches(found.validation, recorder.validated)
     assert matches(found.saving, recorder.saved)
     # What is left over at the end is logged once more.
     last = found.logging.last
-    assert matches(found.logging, [u for u in recorder.logged if u != found.updates or last == u])
+    assert matches(found.logging, [u for u in recorder.logged if u != found.steps or last == u])
 
 
 def test_memory_and_the_checkpoint_are_those_of_a_run(tmp_path):
@@ -268,8 +268,8 @@ class Tokens(Classifier):
 
 def test_tokens_count_where_the_task_does_and_a_step_that_needs_values_has_no_activations():
     found = plan(task=Tokens(), max_epochs=2, gradient_accumulation_steps=2)
-    assert (found.tokens_per_update, found.tokens) == (8, 8 * 6)
-    assert "8 per update, 48 in all" in str(found)
+    assert (found.tokens_per_step, found.tokens) == (8, 8 * 6)
+    assert "8 per step, 48 in all" in str(found)
     task = Tokens()
     plan(task=task, max_epochs=2)
     assert task.kept == []  # what the forward keeps is the copy's
@@ -309,20 +309,20 @@ def test_a_plan_is_readable_and_json():
     found = plan(Unreadable(1437, 32), Unreadable(360, 32), **options)
     text = str(found)
     assert "135 in all, 45 per epoch" in text
-    assert "1 epoch: 3 times, after updates 45 to 135" in text
+    assert "1 epoch: 3 times, after steps 45 to 135" in text
     assert "268 bytes" in text
     stored = json.loads(json.dumps(found.to_json()))
     assert stored["last_window"] == [1, 29]
-    assert stored["rates"]["lr"] == {"start": 0.01, "peak": 0.01, "peak_update": 0, "end": 0.01}
+    assert stored["rates"]["lr"] == {"start": 0.01, "peak": 0.01, "peak_step": 0, "end": 0.01}
     assert stored["validation"] == {"every": "1 epoch", "times": 3, "first": 45, "last": 135}
 
 
 def test_the_peak_of_a_long_run_is_exact():
     for schedule in ("linear", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"):
         rate = plan(task=sgd(schedule=schedule, warmup_steps=12_345), max_steps=300_000).rates["lr"]
-        assert (rate.peak, rate.peak_update) == (0.1, 12_345), schedule
+        assert (rate.peak, rate.peak_step) == (0.1, 12_345), schedule
     rate = plan(task=sgd(schedule="linear", warmup_ratio=0.123457), max_steps=300_000).rates["lr"]
-    assert (rate.peak, rate.peak_update) == (0.1, 37_038)
+    assert (rate.peak, rate.peak_step) == (0.1, 37_038)
 
 
 def test_data_without_a_length_leaves_only_the_steps():
@@ -331,11 +331,11 @@ def test_data_without_a_length_leaves_only_the_steps():
             raise AssertionError("a plan must not draw from the data")
 
     found = plan(Stream(), max_steps=10, validation=samples(5), validate_every=4)
-    assert (found.updates, found.updates_per_epoch, found.last_window) == (10, None, (None, None))
+    assert (found.steps, found.steps_per_epoch, found.last_window) == (10, None, (None, None))
     assert (found.validation.times, found.validation.last) == (2, 8)
     assert "no length" in found.unknown
     unknown = plan(Stream(), max_epochs=2, validation=samples(5))
-    assert unknown.updates is None
+    assert unknown.steps is None
     assert unknown.validation.times is None
 
 
@@ -350,7 +350,7 @@ def one_cycle(parameters):
 
 VALIDATION = Unreadable(10, 5)
 CONFLICTS = {
-    "warm-up takes 20 updates and the run has 12": {"task": sgd(warmup_steps=20)},
+    "warm-up takes 20 steps and the run has 12": {"task": sgd(warmup_steps=20)},
     "'cosine' does not finish": {"task": sgd(schedule="cosine", total_steps=50)},
     "OneCycleLR can be stepped 10 times": {"task": Classifier(one_cycle)},
     "max_steps=100 is not reached": {"max_steps": 100},
@@ -386,12 +386,12 @@ def test_all_processes_count_and_of_data_that_is_already_split_ones_own_part():
     data = DataLoader(TensorDataset(torch.ones(19, 3), torch.ones(19, 1)), batch_size=4)
     runner = quiet(max_epochs=2, strategy="ddp", devices=2)
     found = runner.plan(Regression(), data)
-    assert (found.updates, found.samples_per_update, found.last_window) == (6, 8, (1, 3))
+    assert (found.steps, found.samples_per_step, found.last_window) == (6, 8, (1, 3))
     assert "strategy ddp, 2 processes" in str(found)
     whole = runner.plan(Regression(), DataLoader(data.dataset, batch_size=4, drop_last=True))
     assert whole.last_window == (1, 8)
     part = DataLoader(TensorDataset(torch.zeros(10, 4), torch.zeros(10, 1)), batch_size=2)
     for devices in (1, 2):
         found = quiet(max_epochs=2, devices=devices).plan(Regression(), already_split(part))
-        assert found.updates == 10
+        assert found.steps == 10
         assert ("the length is what the training data says of itself" in str(found)) == (devices == 2)

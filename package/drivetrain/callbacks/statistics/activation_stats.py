@@ -39,12 +39,12 @@ class ActivationStats(Callback):
     """Logs statistics of the outputs of modules in training, at log points.
 
     The names are "activations/<statistic>/<module>". Each is over all elements of the module's outputs in the
-    last update, over all micro-batches and, by one exchange, all ranks. "std" divides by the number of
+    last step, over all micro-batches and, by one exchange, all ranks. "std" divides by the number of
     elements, and "zeros" is the share that is exactly zero. Of a module that returns several tensors, the
     first of floating point counts. Outputs of 16 bits are reduced in float32.
 
-    Modules have hooks only in the updates that a log point may follow. With `log_every` in steps or epochs
-    these are few; with another interval it is every update. Numbers stay on the device until the log point.
+    Modules have hooks only in the steps that a log point may follow. With `log_every` in steps or epochs
+    these are few; with another interval it is every step. Numbers stay on the device until the log point.
     Recomputed forwards, placeholders of ranks without data, and validations do not count.
 
     Compiled code does not call hooks that are added inside of it: name the compiled module, or one around it.
@@ -111,7 +111,7 @@ class ActivationStats(Callback):
             run.engine.splitter.begun_again.append(self._drop)
 
     def on_step_start(self, run: Run) -> None:
-        """Install the hooks, if the update may be logged."""
+        """Install the hooks, if the step may be logged."""
         self._forget()
         self._is_measured = self._points.may_follow(run)
         if self._is_measured:
@@ -119,14 +119,14 @@ class ActivationStats(Callback):
                 self._handles.append(module.register_forward_hook(partial(self._measure, run, name)))
 
     def on_step_end(self, run: Run) -> None:
-        """Remove the hooks; forget an update that was skipped."""
+        """Remove the hooks; forget a step that was skipped."""
         self._remove()
         if run.result is not None and not run.result.applied:
             self._forget()
             self._is_measured = False
 
     def on_log(self, run: Run) -> None:
-        """Log the statistics of the last update."""
+        """Log the statistics of the last step."""
         is_measured, self._is_measured = self._is_measured, False
         if not is_measured or not self._points.take(run):
             return
@@ -145,7 +145,7 @@ class ActivationStats(Callback):
         if self.patterns is not None and without and not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                f"ActivationStats: in update {run.progress.updates} no tensor of floating point came out of"
+                f"ActivationStats: in step {run.progress.steps} no tensor of floating point came out of"
                 f" {', '.join(map(repr, without))}, which therefore has no statistics"
             )
 

@@ -1,4 +1,4 @@
-"""The floating-point operations of updates, counted as torch runs them, by the length of a batch's samples.
+"""The floating-point operations of steps, counted as torch runs them, by the length of a batch's samples.
 
 The model's are those of the forward and backward without recomputation, as model FLOPs utilisation counts
 them (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). The hardware's include what activation
@@ -164,7 +164,7 @@ class FlopsByLength:
         self.counted = dict(counted or {})
 
     def wants(self, length: int) -> bool:
-        """Return whether an update of this length is to be counted."""
+        """Return whether a step of this length is to be counted."""
         near = any(max(each, length) < _APART * min(each, length) for each in self.counted)
         return not near and len(self.counted) < _KNOWN
 
@@ -202,7 +202,7 @@ def _length(batch: Any) -> int:
     if kind is dict or isinstance(batch, Mapping):
         named = batch.get("input_ids")
         if isinstance(named, Tensor) and (length := _tokens(named)):
-            return length  # the usual batch of tokens: no other tensor is looked at, in every update
+            return length  # the usual batch of tokens: no other tensor is looked at, in every step
         values = batch.values()
     else:
         values = batch if kind is tuple or kind is list else (batch,)

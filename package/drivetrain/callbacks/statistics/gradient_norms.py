@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @by_name
 class GradientNorms(Callback):
-    """Logs the 2-norm of the gradient of the last update, before clipping, at log points.
+    """Logs the 2-norm of the gradient of the last step, before clipping, at log points.
 
-    With `log_every` in steps, these are the log points of that interval, the first update's and the last's;
-    in other updates nothing is computed. With other intervals every update computes norms.
+    With `log_every` in steps, these are the log points of that interval, the first step's and the last's;
+    in other steps nothing is computed. With other intervals every step computes norms.
 
     The names are "gradients/norm", and with `per_layer` also "gradients/norm/<module>" for each module with
     parameters of its own. Norms are those of the whole gradient, over all ranks and shards. They stay on the
@@ -47,7 +47,7 @@ class GradientNorms(Callback):
         self._taken_at = -1
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
-        """Check that the parameters' gradients are those of the update.
+        """Check that the parameters' gradients are those of the step.
 
         Raises:
             StrategyError: They are not.
@@ -71,7 +71,7 @@ class GradientNorms(Callback):
 
     def on_before_optimizer_step(self, run: Run) -> None:
         """Take the norm of this process's part of each gradient, on the device, if it may be logged."""
-        if self._taken_at != run.progress.micro_batches:  # else another optimizer of the same update
+        if self._taken_at != run.progress.micro_batches:  # else another optimizer of the same step
             self._norms, self._taken_at = [], run.progress.micro_batches
         if not may_be_logged(run):
             return
@@ -91,7 +91,7 @@ class GradientNorms(Callback):
         ]
 
     def on_log(self, run: Run) -> None:
-        """Sum the parts of all ranks, and log the norms of the last update."""
+        """Sum the parts of all ranks, and log the norms of the last step."""
         if not self._norms:
             return
         squares = [0.0] * len(self._layers)

@@ -1,4 +1,4 @@
-"""The log points at which a callback logs, and the updates that one may follow."""
+"""The log points at which a callback logs, and the steps that one may follow."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 def may_be_logged(run: Run) -> bool:
-    """Return whether a log point may follow the update that is being made."""
-    every, update = run.triggers.log.every, run.progress.updates + 1
+    """Return whether a log point may follow the step that is being made."""
+    every, step = run.triggers.log.every, run.progress.steps + 1
     if every is None:
         due = False
     elif every.unit == "steps":
-        due = update % int(every.amount) == 0 or (run.triggers.log.ends_epochs and ends_epoch(run))
+        due = step % int(every.amount) == 0 or (run.triggers.log.ends_epochs and ends_epoch(run))
     else:
         due = every.unit != "epochs" or every.amount < 1 or ends_epoch(run)
-    return due or update in (1, run.totals.updates) or run.totals.updates is None
+    return due or step in (1, run.totals.steps) or run.totals.steps is None
 
 
 def ends_epoch(run: Run) -> bool:
-    """Return whether the update that is being made is the last of its epoch."""
+    """Return whether the step that is being made is the last of its epoch."""
     return run.window is not None and bool(run.window.last)
 
 
 class LogPoints:
-    """The first log point at or after each end of an interval, once for each update.
+    """The first log point at or after each end of an interval, once for each step.
 
     Args:
         argument: The user's name for the interval, such as "WeightHistograms(every=)".
@@ -42,36 +42,36 @@ class LogPoints:
 
     def __init__(self, argument: str, every: Interval | None) -> None:
         self.every = None if every is None else steps_or_epochs(argument, every)
-        self._updates = self._epochs = 0
+        self._steps = self._epochs = 0
 
     def begin(self, run: Run) -> None:
         """Forget another fit's log points; for `on_fit_start`."""
-        if self._updates > run.progress.updates:
-            self._updates = self._epochs = 0
+        if self._steps > run.progress.steps:
+            self._steps = self._epochs = 0
 
     def may_follow(self, run: Run) -> bool:
-        """Return whether one of these log points may follow the update that is being made."""
+        """Return whether one of these log points may follow the step that is being made."""
         progress = run.progress
-        return may_be_logged(run) and self._passes(progress.updates + 1, progress.epoch + ends_epoch(run))
+        return may_be_logged(run) and self._passes(progress.steps + 1, progress.epoch + ends_epoch(run))
 
     def take(self, run: Run) -> bool:
         """Return whether the present log point is one of these, and count it."""
-        updates, epochs = run.progress.updates, run.progress.epoch
-        if not self._passes(updates, epochs):
+        steps, epochs = run.progress.steps, run.progress.epoch
+        if not self._passes(steps, epochs):
             return False
-        self._updates, self._epochs = updates, epochs
+        self._steps, self._epochs = steps, epochs
         return True
 
-    def _passes(self, updates: int, epochs: int) -> bool:
+    def _passes(self, steps: int, epochs: int) -> bool:
         if self.every is None:
-            return updates > self._updates
-        before, now = (self._updates, updates) if self.every.unit == "steps" else (self._epochs, epochs)
+            return steps > self._steps
+        before, now = (self._steps, steps) if self.every.unit == "steps" else (self._epochs, epochs)
         return now // int(self.every.amount) > before // int(self.every.amount)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the update and the epoch of the last of these log points."""
-        return {"updates": self._updates, "epochs": self._epochs}
+        """Return the step and the epoch of the last of these log points."""
+        return {"steps": self._steps, "epochs": self._epochs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._updates, self._epochs = int(state["updates"]), int(state["epochs"])
+        self._steps, self._epochs = int(state["steps"]), int(state["epochs"])

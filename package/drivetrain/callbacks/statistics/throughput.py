@@ -29,7 +29,7 @@ _BUSY = 0.05
 """The share of an interval that reading its values takes at least if the host is ahead of the device."""
 
 _IDLE = 0.5
-"""The share of updates that a GPU waits for in an interval if the data is too slow."""
+"""The share of steps that a GPU waits for in an interval if the data is too slow."""
 
 _UNCOUNTED = (
     "The floating-point operations of this task cannot be counted ({}: {}), so Throughput logs none. "
@@ -45,13 +45,13 @@ class Throughput(Callback):
 
     All names begin with ``throughput/``:
 
-    - ``samples_per_second``, ``tokens_per_second`` (if tokens are counted) and ``updates_per_second``: over
+    - ``samples_per_second``, ``tokens_per_second`` (if tokens are counted) and ``steps_per_second``: over
       the training time, which is the wall time without evaluation, saving and compiling;
     - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds`` and ``save_seconds``: the parts of the
       wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has a value with ``_share`` for
       ``_seconds``. "data" is the host's wait for the data; if its share exceeds ``data_hint``, one line per
       fit on standard error names a remedy. A GPU works on meanwhile, so there the line comes only if the GPU
-      had nothing left to do when the data came, in most updates. "compute" is the host's time too;
+      had nothing left to do when the data came, in most steps. "compute" is the host's time too;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices, without those
       that activation checkpointing computes again;
     - ``model_flops``: all of them since the run began, before a resume too;
@@ -60,14 +60,14 @@ class Throughput(Callback):
     - ``hardware_flops_per_second``, ``hardware_flops`` and ``hardware_flops_utilisation`` (HFU): the same
       with what is computed again. There are none with `flops_per_sample`.
 
-    The first update of a fit is left out, because it warms up caches and allocators. A log point gets no
-    values if no update was made since the one before, as at an evaluation. Nothing here waits for the device.
+    The first step of a fit is left out, because it warms up caches and allocators. A log point gets no
+    values if no step was made since the one before, as at an evaluation. Nothing here waits for the device.
 
-    The operations per sample are counted in the fit's first update, as torch runs it
+    The operations per sample are counted in the fit's first step, as torch runs it
     (`torch.utils.flop_counter`), attention in full also where it is causal. Where the length of the samples
     changes by a quarter or more, as with `SequenceLength`, up to three lengths are counted. Those of other
     lengths follow, as a transformer's operations are a polynomial of degree two in the length. A compiled
-    task runs the counted updates uncompiled. A checkpoint stores the counts, so that a resumed run does not
+    task runs the counted steps uncompiled. A checkpoint stores the counts, so that a resumed run does not
     count again.
 
     Args:
@@ -103,7 +103,7 @@ class Throughput(Callback):
         self._hints = False
         self._flops = FlopsByLength()
         self._done, self._seen = Flops(0, 0), 0  # operations and samples since the run began
-        self._window: list[tuple[int, int]] = []  # samples and lengths of the update's micro-batches
+        self._window: list[tuple[int, int]] = []  # samples and lengths of the step's micro-batches
         self._of_sample: Flops | None = None  # the mean of the window's samples, where it will not change
         self._peak = peak_flops
         self._devices = 1
@@ -137,7 +137,7 @@ class Throughput(Callback):
         self._ended = event() if self._hints and on_cuda else None
 
     def on_step_start(self, run: Run) -> None:
-        """Count the operations of an update whose length was not counted yet, and the updates that a GPU
+        """Count the operations of a step whose length was not counted yet, and the steps that a GPU
         waits for.
         """
         if self._ended is not None:
@@ -157,8 +157,8 @@ class Throughput(Callback):
             self._counting.read()
 
     def on_step_end(self, run: Run) -> None:
-        """Add the update's operations, mark its end on a GPU, and start the first measurement after the first
-        update.
+        """Add the step's operations, mark its end on a GPU, and start the first measurement after the first
+        step.
         """
         is_first = self._counting is not None and not self._flops.counted
         if self._counting is not None:
@@ -173,7 +173,7 @@ class Throughput(Callback):
     def on_log(self, run: Run) -> None:
         """Log the measurements since the previous log point."""
         before = self._mark
-        if before is None or run.progress.updates == before.updates:
+        if before is None or run.progress.steps == before.steps:
             return
         now = self._mark = _LogMark.now(run, self._done)
         idle, self._idle = self._idle, 0
@@ -188,7 +188,7 @@ class Throughput(Callback):
         run.log("throughput/samples_per_second", samples)
         if now.tokens > before.tokens:
             run.log("throughput/tokens_per_second", (now.tokens - before.tokens) / training)
-        run.log("throughput/updates_per_second", (now.updates - before.updates) / training)
+        run.log("throughput/steps_per_second", (now.steps - before.steps) / training)
         for part, seconds in spent.items():
             run.log(f"throughput/{part}_seconds", seconds)
             run.log(f"throughput/{part}_share", seconds / wall)
@@ -196,7 +196,7 @@ class Throughput(Callback):
         if (
             self._hints
             and waited > max(_LEAST_WAIT, wall * (self.data_hint or 0.0))
-            and is_starved(run, wall, idle / (now.updates - before.updates))
+            and is_starved(run, wall, idle / (now.steps - before.steps))
         ):
             self._hints = False
             _LOG.warning(_hint(run, waited / wall))
@@ -211,11 +211,11 @@ class Throughput(Callback):
                 run.log(f"throughput/{kind}_flops_utilisation", flops / self._devices / self._peak)
 
     def on_fit_end(self, run: Run) -> None:
-        """Stop counting, if the fit ends within its first update."""
+        """Stop counting, if the fit ends within its first step."""
         self._stop(run)
 
     def on_exception(self, run: Run) -> None:
-        """Stop counting, if the first update raised."""
+        """Stop counting, if the first step raised."""
         self._stop(run)
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class Throughput(Callback):
             if run.is_main:
                 _LOG.warning(_UNCOUNTED.format(type(failed).__name__, failed))
             return
-        # An update without an optimizer's step (a window of weight zero) has no complete backward to count.
+        # A step without an optimizer's step (a window of weight zero) has no complete backward to count.
         if found is not None and samples > 0:
             # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
             # not.
@@ -274,7 +274,7 @@ def is_starved(run: Run, wall: float, idle: float) -> bool:
     Args:
         run: The run.
         wall: Seconds since the log point before.
-        idle: On CUDA, the share of updates whose data came when the GPU had nothing left to do. The wait at
+        idle: On CUDA, the share of steps whose data came when the GPU had nothing left to do. The wait at
             the log point does not tell: if the queue of launches is full, the host waits in each launch.
     """
     kind = run.engine.device.type
@@ -291,7 +291,7 @@ class _LogMark:
     """A point in the run."""
 
     seconds: float
-    updates: int
+    steps: int
     samples: int
     tokens: int
     timing: dict[str, float]
@@ -300,7 +300,7 @@ class _LogMark:
     @classmethod
     def now(cls, run: Run, flops: Flops) -> _LogMark:
         progress, timing = run.progress, dict(run.timing)
-        return cls(time.perf_counter(), progress.updates, progress.samples, progress.tokens, timing, flops)
+        return cls(time.perf_counter(), progress.steps, progress.samples, progress.tokens, timing, flops)
 
 
 def _mean(window: Sequence[tuple[int, int]]) -> int:

@@ -36,8 +36,8 @@ class WeightHistograms(Callback):
     from its smallest to its largest value, as those of `torch.histogram`. Each rank counts the values of its
     own shards; nothing is gathered, and the counts are those of one process.
 
-    Weights are counted at the log point, after its update. Gradients are counted before they are clipped, in
-    the updates that a log point may follow: few with `log_every` in steps or epochs, all with another
+    Weights are counted at the log point, after its step. Gradients are counted before they are clipped, in
+    the steps that a log point may follow: few with `log_every` in steps or epochs, all with another
     interval. Counts stay on the device until the log point, except on XLA, whose `bincount` runs on the host.
     With gradients, a log point of a validation alone gets no histograms.
 
@@ -123,7 +123,7 @@ class WeightHistograms(Callback):
 
     def on_before_optimizer_step(self, run: Run) -> None:
         """Count the gradients, on the device, if they may be logged."""
-        if self._taken_at != run.progress.micro_batches:  # else another optimizer of the same update
+        if self._taken_at != run.progress.micro_batches:  # else another optimizer of the same step
             self._of_gradients, self._taken_at = [], run.progress.micro_batches
         self._is_counted = self._points.may_follow(run)
         if self._is_counted:

@@ -31,7 +31,7 @@ class ImportedCheckpoint:
         version: The version of the DeepSpeed that saved the folder; empty if unknown.
         stage: The stage of ZeRO.
         processes: The number of processes that saved it.
-        updates: The number of updates made.
+        steps: The number of steps made.
         tensors: The number of weights and buffers.
         dropped: The names that `rename` dropped.
     """
@@ -40,14 +40,14 @@ class ImportedCheckpoint:
     version: str
     stage: int
     processes: int
-    updates: int
+    steps: int
     tensors: int
     dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return a line with what was imported and the version of DeepSpeed."""
         return (
-            f"{self.path}: {self.tensors} tensors, after {self.updates} updates of DeepSpeed"
+            f"{self.path}: {self.tensors} tensors, after {self.steps} steps of DeepSpeed"
             f" {self.version or 'of an unknown version'} with ZeRO {self.stage} on {self.processes}"
             f" process{'es' if self.processes != 1 else ''}"
         )
@@ -100,7 +100,7 @@ def import_deepspeed(
         version=joined.version,
         stage=joined.stage,
         processes=len(files.optimizer),
-        updates=progress.updates,
+        steps=progress.steps,
         tensors=len(new_names),
         dropped=tuple(dropped),
     )
@@ -141,7 +141,7 @@ class _Model:
         told = config.values.get("gradient_accumulation_steps")
         accumulated = told if isinstance(told, int) and told > 0 else 1  # it may also be "auto"
         progress = Progress(
-            updates=steps - skipped,
+            steps=steps - skipped,
             micro_batches=steps * accumulated,
             samples=self._table.get("global_samples", int, 0),
             skipped=skipped,

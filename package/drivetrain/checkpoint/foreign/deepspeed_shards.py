@@ -164,7 +164,7 @@ class _RankShard:
         return told
 
     def steps(self) -> list[float]:
-        """Return the counts of updates that the optimizer's state has, which all processes' files share."""
+        """Return the counts of steps that the optimizer's state has, which all processes' files share."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         base = self._state.values.get(key)
         slots = base.get("state") if isinstance(base, dict) else None

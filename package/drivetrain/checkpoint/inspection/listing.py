@@ -138,7 +138,7 @@ def _scan(files: FileSystem, directory: str, entries: Mapping[str, Entry], troub
 
 
 def _age(listed: Listed) -> tuple[int, int, str]:
-    order = (listed.entry.order, listed.entry.update) if listed.entry else (-1, 0)
+    order = (listed.entry.order, listed.entry.step) if listed.entry else (-1, 0)
     return *order, listed.name
 
 

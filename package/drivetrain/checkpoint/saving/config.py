@@ -32,7 +32,7 @@ class CheckpointConfig:
     are the best few by a metric, so that the best model still exists at the end.
 
     A run may have several policies: `Trainer(checkpoint=[CheckpointConfig(...), ...])`. Policies that ask for
-    a checkpoint at the same update share one, and it is deleted once none of them keeps it. Each has its own
+    a checkpoint at the same step share one, and it is deleted once none of them keeps it. Each has its own
     `every`, `keep_last`, `best`, `by` and `mode`; the other fields are of the run, and must be equal in all.
     Each says how many it keeps: `best`, or `by=None`. A save at no interval (the end of the run, a signal,
     `run.save()`) is a resume point of the first.
@@ -52,7 +52,7 @@ class CheckpointConfig:
             weights are those; not after an error or a signal. One policy of several may ask for it.
         asynchronous: Write in the background: training waits only for a copy of the state to the host's
             memory, and for the previous save if that has not ended. A write error is raised after the next
-            update.
+            step.
         parameters: "all", or "trainable" to leave out the frozen parameters, such as a pretrained model under
             adapters. None leaves out those that the task's `ModelInfo` names, by default none.
             All buffers stay, because training changes those of frozen modules too (running statistics). A
@@ -62,7 +62,7 @@ class CheckpointConfig:
             directory: a path, or an address such as "s3://bucket/run".
         resumable: Whether a run can resume from its checkpoints. Without it they hold the weights and the
             task's arguments alone: no optimizer state, and nothing else that a run needs to go on.
-        name: What to add to the names of the directories, "update-00000048": a text with values in braces,
+        name: What to add to the names of the directories, "step-00000048": a text with values in braces,
             such as "epoch={epoch}-loss={validation/loss:.3f}". A value is `epoch` or the latest of a logged
             name; one that has not come yet is "none". Names are for people: no lookup reads them.
 

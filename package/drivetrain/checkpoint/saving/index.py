@@ -33,9 +33,9 @@ class Entry:
 
     Attributes:
         name: The name of its directory beside the index, so that the run directory may be moved.
-        order: The number of the save; the newest has the highest. Updates cannot serve for this: they go back
+        order: The number of the save; the newest has the highest. Steps cannot serve for this: they go back
             when a run resumes from an earlier checkpoint.
-        update: The number of updates made before it.
+        step: The number of steps made before it.
         epoch: The number of epochs made before it.
         metrics: The metrics that rank keepers, as far as they were known.
         resume: The intervals that it is a rolling resume point of, such as "500 steps"; "" is a save at no
@@ -46,7 +46,7 @@ class Entry:
 
     name: str
     order: int
-    update: int
+    step: int
     epoch: int
     metrics: dict[str, float] = field(default_factory=dict)
     resume: tuple[str, ...] = ("",)
@@ -57,7 +57,7 @@ class Entry:
         return {
             "name": self.name,
             "order": self.order,
-            "update": self.update,
+            "step": self.step,
             "epoch": self.epoch,
             "metrics": dump_metrics(self.metrics),
             "resume": list(self.resume),
@@ -118,7 +118,7 @@ def _with_fields(entry: Entry, fields: dict[str, Json], what: str) -> Entry:
     return replace(
         entry,
         order=_count(fields, "order", what),
-        update=_count(fields, "update", what),
+        step=_count(fields, "step", what),
         epoch=_count(fields, "epoch", what),
         metrics=load_metrics(fields.get("metrics"), f"{what}: metrics"),
         resume=tuple(str(each) for each in resume),
@@ -136,7 +136,7 @@ def _count(fields: dict[str, Json], name: str, what: str) -> int:
 def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
     """Return the entry of a checkpoint that is not in the index, from the checkpoint itself.
 
-    A checkpoint that no manager saved counts as a resume point at the number of updates in its progress, and
+    A checkpoint that no manager saved counts as a resume point at the number of steps in its progress, and
     as older than all others.
 
     Raises:
@@ -145,8 +145,8 @@ def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
     purpose = snapshot.objects.get(PURPOSE)
     if isinstance(purpose, dict):
         return _with_fields(Entry(name, 0, 0, 0), purpose, f"the checkpoint {name!r}")
-    update, epoch = snapshot.progress.get("updates"), snapshot.progress.get("epoch")
-    return Entry(name, 0, update if isinstance(update, int) else 0, epoch if isinstance(epoch, int) else 0)
+    step, epoch = snapshot.progress.get("steps"), snapshot.progress.get("epoch")
+    return Entry(name, 0, step if isinstance(step, int) else 0, epoch if isinstance(epoch, int) else 0)
 
 
 def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tuple[list[Entry], list[Entry]]:
@@ -192,7 +192,7 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
 
 def oldest_first(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries, the first saved first."""
-    return sorted(entries, key=lambda entry: (entry.order, entry.update))
+    return sorted(entries, key=lambda entry: (entry.order, entry.step))
 
 
 def keepers(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> dict[str, list[Entry]]:

@@ -112,7 +112,7 @@ class CheckpointManager:
         self._entries: list[Entry] = []
         self._opened = False
         self._lock: DirectoryLock | None = None
-        # Saved or loaded by this manager: only these are known to hold this run's state at their update.
+        # Saved or loaded by this manager: only these are known to hold this run's state at their step.
         self._matching: set[str] = set()
         self._background = Background()
         self._buffers = HostBuffers()
@@ -202,7 +202,7 @@ class CheckpointManager:
         return None
 
     def forget_matching(self) -> None:
-        """Forget which checkpoints match the run's state at their update: it has rolled back, and differs."""
+        """Forget which checkpoints match the run's state at their step: it has rolled back, and differs."""
         self._matching.clear()
 
     def should_keep(self, metrics: Mapping[str, float], by: str | None = None) -> bool:
@@ -225,7 +225,7 @@ class CheckpointManager:
 
     def save(
         self,
-        update: int,
+        step: int,
         epoch: int,
         metrics: Mapping[str, float],
         snapshot_factory: Callable[[], Snapshot],
@@ -235,11 +235,11 @@ class CheckpointManager:
     ) -> SavedCheckpoint:
         """Commit a checkpoint, then remove those that no policy keeps.
 
-        A second save at an update that this manager has just saved, or resumed from, writes nothing: the
+        A second save at a step that this manager has just saved, or resumed from, writes nothing: the
         existing checkpoint gets the additional purpose.
 
         Args:
-            update: The number of updates made.
+            step: The number of steps made.
             epoch: The number of epochs made.
             metrics: The latest metrics; the index stores those that rank keepers.
             snapshot_factory: Returns the content; called only if something is written.
@@ -274,13 +274,13 @@ class CheckpointManager:
         ranking = [each.by for each in self.policies if each.by is not None]
         known = {by: float(metrics[by]) for by in ranking if by in metrics}
         same = next(
-            (each for each in self._entries if each.update == update and each.name in self._matching), None
+            (each for each in self._entries if each.step == step and each.name in self._matching), None
         )
         snapshot = None
         if same is None:
             order = max((each.order for each in self._entries), default=0) + 1
-            name = self.ranks.first(lambda: self._free_name(update, epoch, metrics))
-            entry = Entry(name, order, update, epoch, known, intervals, best)
+            name = self.ranks.first(lambda: self._free_name(step, epoch, metrics))
+            entry = Entry(name, order, step, epoch, known, intervals, best)
             snapshot = self._with_purpose(entry, snapshot_factory())
         else:
             entry = replace(
@@ -319,7 +319,7 @@ class CheckpointManager:
         """
         if self._in_flight is None:
             return None
-        # All ranks must report it at the same update.
+        # All ranks must report it at the same step.
         ended = self.ranks.total([not self._background.is_busy])[0] == self.ranks.size
         return self.wait() if ended else None
 
@@ -405,9 +405,9 @@ class CheckpointManager:
     def _path(self, name: str) -> str:
         return self.files.join(self.directory, name)
 
-    def _free_name(self, update: int, epoch: int, metrics: Mapping[str, float]) -> str:
-        # The name is taken if the run resumed from an earlier checkpoint, and reaches this update again.
-        name = base = f"update-{update:08d}{rendered_name(self.policies[0].name, metrics, epoch)}"
+    def _free_name(self, step: int, epoch: int, metrics: Mapping[str, float]) -> str:
+        # The name is taken if the run resumed from an earlier checkpoint, and reaches this step again.
+        name = base = f"step-{step:08d}{rendered_name(self.policies[0].name, metrics, epoch)}"
         number = 1
         with os_errors("write to", self.directory):
             while self.files.kind(self._path(name)) is not None:

@@ -19,7 +19,7 @@ _FORMATTER = string.Formatter()
 def check_name(template: object) -> None:
     """Check a template, such as "loss={validation/loss:.3f}".
 
-    The number of updates begins each name, so that names sort by it and two of them never collide.
+    The number of steps begins each name, so that names sort by it and two of them never collide.
 
     Raises:
         ConfigError: It is malformed, has a character that some storage does not take, or is too long.
@@ -38,11 +38,11 @@ def check_name(template: object) -> None:
     # A "." would allow ".bad", which marks damaged checkpoints; in a value it has digits around it.
     if "." in literals or _UNSAFE.search(text) or len(text) > _LONGEST:
         raise ConfigError(
-            f"{what} adds {text!r} to the name update-00000048. Add at most {_LONGEST} letters, digits and"
+            f"{what} adds {text!r} to the name step-00000048. Add at most {_LONGEST} letters, digits and"
             " '_=+-', and values in braces"
         )
-    if counted := {"step", "update"}.intersection(metrics_of(template)):
-        raise ConfigError(f"{what}: leave out {{{counted.pop()}}}: each name begins with the update's number")
+    if counted := {"step", "steps"}.intersection(metrics_of(template)):
+        raise ConfigError(f"{what}: leave out {{{counted.pop()}}}: each name begins with the step's number")
 
 
 def metrics_of(template: str | None) -> list[str]:

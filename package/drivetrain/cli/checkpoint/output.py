@@ -16,7 +16,7 @@ from drivetrain.cli.printing import line, section, shortened, span, table
 from drivetrain.core.messages import sized
 from drivetrain.core.types import Json
 
-_NO_ENTRY: Mapping[str, Json] = dict.fromkeys(("order", "update", "epoch", "metrics", "resume", "keeper"))
+_NO_ENTRY: Mapping[str, Json] = dict.fromkeys(("order", "step", "epoch", "metrics", "resume", "keeper"))
 
 _SHOWN = ("order", "resume", "keeper")
 """The printed fields of a checkpoint's purpose; its progress and metrics have the rest."""
@@ -63,7 +63,7 @@ def print_listing(listing: Listing, now: float) -> None:
         now: The time, in seconds since 1970.
     """
     names = {name for each in listing.checkpoints if each.entry for name in each.entry.metrics}
-    head = ("name", "order", "update", "epoch", "kept for", "metric", "size", "age")
+    head = ("name", "order", "step", "epoch", "kept for", "metric", "size", "age")
     table(
         head, [_row(each, now, len(names) == 1) for each in listing.checkpoints], numbers=(1, 2, 3, 5, 6, 7)
     )
@@ -92,7 +92,7 @@ def _row(each: Listed, now: float, is_one_metric: bool) -> tuple[str, ...]:
     return (
         each.name,
         str(entry.order),
-        str(entry.update),
+        str(entry.step),
         str(entry.epoch),
         kept if each.condition == "committed" else f"[{each.condition}]",
         metrics,

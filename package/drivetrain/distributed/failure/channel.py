@@ -68,7 +68,7 @@ class FailureChannel:
         store: A torch store that all ranks share, for the first contact; None uses that of the default
             process group.
         timing: The times of the channel; None uses the defaults.
-        describe: Says how far this rank is, such as "update 17" or "in training, after update 17". Called in
+        describe: Says how far this rank is, such as "step 17" or "in training, after step 17". Called in
             a thread.
         progress: Returns a number that grows with every step and is the same on all ranks at the same place.
             Called in a thread.

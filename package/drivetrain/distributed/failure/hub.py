@@ -425,7 +425,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _places(peers: list[_Peer], are_behind: bool = False) -> str:
-    """List where ranks are: "rank 1 is behind, at update 7", "rank 0 waits in barrier (train.py:9), ..."."""
+    """List where ranks are: "rank 1 is behind, at step 7", "rank 0 waits in barrier (train.py:9), ..."."""
     places: dict[tuple[str, str, str], list[int]] = {}
     for each in peers:
         waits = each.phase == Phase.WAITS and each.state == "here"

@@ -41,8 +41,8 @@ class ProgramChannel:
         self._channel = FailureChannel(
             self._rank,
             self._size,
-            describe=lambda: f"after update {progress.updates}",
-            progress=lambda: progress.updates,
+            describe=lambda: f"after step {progress.steps}",
+            progress=lambda: progress.steps,
         )
         self._pid = os.getpid()
         self._channel.__enter__()

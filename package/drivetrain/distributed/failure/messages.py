@@ -106,7 +106,7 @@ TIMING = Timing()
 
 
 def at(where: str) -> str:
-    """Return a place with its preposition: "update 17" becomes "at update 17", "in training" stays."""
+    """Return a place with its preposition: "step 17" becomes "at step 17", "in training" stays."""
     return where if where.startswith(("at ", "in ", "after ", "before ")) else f"at {where}"
 
 
@@ -118,7 +118,7 @@ class Cause:
         kind: "error" for one that was raised, "consequence" for one that the end of another rank probably
             caused, "lost" for a rank that died or stopped, "hang" if no rank makes progress.
         rank: The rank that failed.
-        where: How far that rank was, such as "update 17" or "in training, after update 17"; empty if that is
+        where: How far that rank was, such as "step 17" or "in training, after step 17"; empty if that is
             not known.
         what: What happened there.
         frames: The end of the traceback.

@@ -25,14 +25,14 @@ Row: TypeAlias = tuple[tuple[str, ...], Tensor, float | Tensor]
 detached; and the weight that they are means over. A plain tuple, because one is made in every step."""
 
 
-def _sums(names: tuple[str, ...], rows: Sequence[Row], updates: Sequence[int]) -> Tensor:
+def _sums(names: tuple[str, ...], rows: Sequence[Row], steps: Sequence[int]) -> Tensor:
     """Rows with the same names as one vector on their device: n weighted sums, the weight, n first bad
-    updates.
+    steps.
     """
     values = torch.stack([values for _, values, _ in rows]).reshape(len(rows), len(names))
     wide = wide_dtype(values.device)
     weights = _as_column([weight for _, _, weight in rows], values.device, wide)
-    numbers = numbers_on(values.device, updates, torch.int64)[:, None]
+    numbers = numbers_on(values.device, steps, torch.int64)[:, None]
     bad = torch.where(torch.isfinite(values) | (weights == 0), _NEVER, numbers).amin(0).to(wide)
     # A weight of zero takes nothing from the mean, whatever the value: 0 x NaN would be NaN.
     weighted = torch.where(weights == 0, 0, values.to(wide) * weights).sum(0)
@@ -68,31 +68,31 @@ class MetricBuffer:
         self._pending: list[tuple[Sequence[Row], int]] = []
         self._folded: dict[tuple[str, ...], Tensor] = {}
 
-    def add(self, rows: Sequence[Row], update: int) -> None:
-        """Keep the scalars of an update's micro-batches; no host sync.
+    def add(self, rows: Sequence[Row], step: int) -> None:
+        """Keep the scalars of a step's micro-batches; no host sync.
 
         Args:
             rows: The scalars; the list must not change afterwards.
-            update: The update they belong to, for messages.
+            step: The step they belong to, for messages.
         """
-        self._pending.append((rows, update))
+        self._pending.append((rows, step))
         if len(self._pending) >= FOLD:
             self._fold()
 
     def _by_names(self) -> dict[tuple[str, ...], tuple[list[Row], list[int]]]:
         groups: dict[tuple[str, ...], tuple[list[Row], list[int]]] = {}
-        for rows, update in self._pending:
+        for rows, step in self._pending:
             for row in rows:
                 group = groups.get(row[0])
                 if group is None:
                     group = groups[row[0]] = ([], [])
                 group[0].append(row)
-                group[1].append(update)
+                group[1].append(step)
         return groups
 
     def _fold(self) -> None:
-        for names, (rows, updates) in self._by_names().items():
-            sums = _sums(names, rows, updates)
+        for names, (rows, steps) in self._by_names().items():
+            sums = _sums(names, rows, steps)
             self._folded[names] = _added(self._folded[names], sums) if names in self._folded else sums
         self._pending = []
 
@@ -106,7 +106,7 @@ class MetricBuffer:
             beside: What each rank has measured of itself; becomes rank 0's on all, in the same exchange.
 
         Raises:
-            NonFiniteError: A loss was NaN or infinite; names the first such update and all bad values.
+            NonFiniteError: A loss was NaN or infinite; names the first such step and all bad values.
         """
         if not self._folded and self._ranks.alone:
             means = self._plain_means()
@@ -137,7 +137,7 @@ class MetricBuffer:
         so plain.
 
         The usual log point, in four tensor operations in place of a dozen: it happens every few dozen
-        updates, with everything it touches out of the cache.
+        steps, with everything it touches out of the cache.
         """
         groups = self._by_names()
         if len(groups) != 1:
@@ -165,7 +165,7 @@ class MetricBuffer:
             NonFiniteError: A loss since the last reset was NaN or infinite.
         """
         groups = self._by_names().items()
-        pending = [(names, _sums(names, rows, updates)) for names, (rows, updates) in groups]
+        pending = [(names, _sums(names, rows, steps)) for names, (rows, steps) in groups]
         _refuse_bad(self._joined(_read_totals([*pending, *self._folded.items()])))
 
     def reset(self) -> None:
@@ -182,9 +182,9 @@ class MetricBuffer:
                 "names": list(names),
                 "values": torch.stack([values for _, values, _ in rows]),
                 "weights": [weight for _, _, weight in rows],
-                "updates": updates,
+                "steps": steps,
             }
-            for names, (rows, updates) in self._by_names().items()
+            for names, (rows, steps) in self._by_names().items()
         ]
         folded = [{"names": list(names), "sums": sums} for names, sums in self._folded.items()]
         return {"pending": groups, "adds": len(self._pending), "folded": folded}
@@ -200,13 +200,13 @@ class MetricBuffer:
         for each in (*state["pending"], *state["folded"]):
             _check_stored(each)
         self._folded = {tuple(each["names"]): _moved(each["sums"], device) for each in state["folded"]}
-        by_update: dict[int, list[Row]] = {}
+        by_step: dict[int, list[Row]] = {}
         for group in state["pending"]:
             names, values = tuple(group["names"]), _moved(group["values"], device).unbind(0)
-            for value, weight, update in zip(values, group["weights"], group["updates"], strict=True):
-                by_update.setdefault(update, []).append((names, value, weight))
-        self._pending = [(rows, update) for update, rows in sorted(by_update.items())]
-        # An update adds once, but a generator step may return nothing to add: the count decides when to fold.
+            for value, weight, step in zip(values, group["weights"], group["steps"], strict=True):
+                by_step.setdefault(step, []).append((names, value, weight))
+        self._pending = [(rows, step) for step, rows in sorted(by_step.items())]
+        # A step adds once, but a generator step may return nothing to add: the count decides when to fold.
         self._pending += [((), 0)] * max(0, state["adds"] - len(self._pending))
 
 
@@ -234,7 +234,7 @@ def _check_stored(group: Mapping[str, Any]) -> None:
     else:
         count = len(group["weights"])
         values, shapes = group["values"], [[count, len(names)], *([[count]] if len(names) == 1 else [])]
-        numbers = (*group["weights"], *group["updates"])
+        numbers = (*group["weights"], *group["steps"])
         if not all(isinstance(each, (int, float, Tensor)) for each in numbers):
             raise CheckpointError(f"the checkpoint's weights of {names} are no numbers")
     if not isinstance(values, Tensor) or list(values.shape) not in shapes:
@@ -248,7 +248,7 @@ def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 class Total(NamedTuple):
-    """The sums of one name: the weighted sum, the weight, and the first bad update with its rank."""
+    """The sums of one name: the weighted sum, the weight, and the first bad step with its rank."""
 
     value: float
     weight: float
@@ -297,24 +297,24 @@ def _refuse_bad(totals: Mapping[str, Total]) -> None:
 
 def _nonfinite(bad: Mapping[str, int], rank: int) -> NonFiniteError:
     first = min(bad.values())
-    names = ", ".join(f"{name!r} (from update {update})" for name, update in sorted(bad.items()))
+    names = ", ".join(f"{name!r} (from step {step})" for name, step in sorted(bad.items()))
     return NonFiniteError(
-        f"NaN or infinite at update {first} on rank {rank}: {names}",
-        "The weights from that update on are not usable; resume from a checkpoint before it. Usual causes:"
+        f"NaN or infinite at step {first} on rank {rank}: {names}",
+        "The weights from that step on are not usable; resume from a checkpoint before it. Usual causes:"
         " too high a learning rate, no gradient clipping (max_grad_norm), 16-bit overflow, a division by zero"
         " or a logarithm of zero in the loss",
         first,
     )
 
 
-def refuse_nonfinite(rows: Iterable[Row], update: int, rank: int = 0) -> None:
-    """Check the losses of an update that was skipped, as they enter no average.
+def refuse_nonfinite(rows: Iterable[Row], step: int, rank: int = 0) -> None:
+    """Check the losses of a step that was skipped, as they enter no average.
 
     Raises:
         NonFiniteError: One is NaN or infinite, so that no loss scale would have helped.
     """
     flags = [each for names, bad in _bad_values(rows) for each in zip(names, bad.tolist(), strict=True)]
-    bad = {name: update for name, flag in flags if flag}
+    bad = {name: step for name, flag in flags if flag}
     if any(is_loss(name) for name in bad):
         raise _nonfinite(bad, rank)
 

@@ -167,7 +167,7 @@ def _summary(found: Description, data: CardData) -> str:
 
 def _progress(found: Description) -> list[tuple[str, str]]:
     rows = []
-    for name in ("updates", "epoch", "samples", "tokens"):
+    for name in ("steps", "epoch", "samples", "tokens"):
         value = found.progress.get(name)
         if isinstance(value, int) and value:
             rows.append(("epochs" if name == "epoch" else name, f"{value:,}"))

@@ -86,11 +86,11 @@ def _fetch(
             f"{each}/{MANIFEST}", f"{each}/{PURPOSE}.json"
         )  # which is in the manifest unless it is large
         entry: Any = open_checkpoint(str(work / each)).object(PURPOSE)
-        entries[each] = (int(entry["order"]), int(entry["update"]))
+        entries[each] = (int(entry["order"]), int(entry["step"]))
     if not entries:
         return None
     newest = max(entries, key=lambda each: entries[each])
-    target = directory / f"update-{entries[newest][1]:08d}"
+    target = directory / f"step-{entries[newest][1]:08d}"
     if not target.exists():
         download(f"{newest}/*")
         open_checkpoint(str(work / newest)).verify()

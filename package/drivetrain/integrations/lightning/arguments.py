@@ -332,7 +332,7 @@ def _accumulate(given: _Given, options: dict[str, Any], stages: dict[Any, int]) 
     if every is not None and every.unit == "steps":
         raise given.refuse(
             "val_check_interval",
-            "a number of batches is a changing number of updates with a GradientAccumulationScheduler. Give a"
+            "a number of batches is a changing number of steps with a GradientAccumulationScheduler. Give a"
             " part of an epoch, or dataclasses.replace(trainer, validate_every=...)",
         )
     options["gradient_accumulation_steps"] = stages

@@ -70,7 +70,7 @@ _ARGUMENTS = (
         "max_steps",
         "`Trainer(max_steps=)`; -1 is no limit",
         7,
-        "an update counts once: in manual optimization Lightning counts each optimizer's step",
+        "a step counts once: in manual optimization Lightning counts each optimizer's step",
     ),
     _mapped("min_steps", "`Trainer(min_steps=)`", 2),
     _mapped(
@@ -98,7 +98,7 @@ _ARGUMENTS = (
     ),
     _mapped("check_val_every_n_epoch", "`Trainer(validate_every=)`, in epochs", 2),
     _mapped("num_sanity_val_steps", "`Trainer(sanity_validation=)`; 0 disables it", 0),
-    _mapped("log_every_n_steps", "`Trainer(log_every=)`, in updates", 5),
+    _mapped("log_every_n_steps", "`Trainer(log_every=)`, in steps", 5),
     _mapped("enable_checkpointing", "`Trainer(checkpoint=)`", False),
     _mapped("enable_progress_bar", "`Trainer(progress_bar=)`", False),
     _mapped("enable_model_summary", "`ModelSummary`, which `Trainer(progress_bar=True)` has too", False),
@@ -124,7 +124,7 @@ _ARGUMENTS = (
         "profiler",
         '`Profile`: "simple" is its table, "advanced" its kind "python", "pytorch" its trace',
         "simple",
-        "phases and files have other names; the last two take the updates 10 to 12, or those of"
+        "phases and files have other names; the last two take the steps 10 to 12, or those of"
         " `Profile(schedule=)`",
     ),
     _refused("detect_anomaly", "call torch.autograd.set_detect_anomaly(True) before the fit"),
@@ -215,7 +215,7 @@ CALLBACKS: Mapping[str, LightningRow] = {
             "ModelCheckpoint",
             "`Trainer(checkpoint=CheckpointConfig(...))`, several as a list",
             None,
-            "a checkpoint is a directory whose name begins with its update, one serves all, and the newest is"
+            "a checkpoint is a directory whose name begins with its step, one serves all, and the newest is"
             " always kept",
         ),
         _mapped(
@@ -290,7 +290,7 @@ LOGGERS: Mapping[str, LightningRow] = {
     for each in (
         _mapped("TensorBoardLogger", "`TensorBoardLogger`, in the same directory", None),
         _mapped(
-            "CSVLogger", "`CSVLogger`, in the same directory", None, "there is a row for each logged update"
+            "CSVLogger", "`CSVLogger`, in the same directory", None, "there is a row for each logged step"
         ),
         _refused("CometLogger", _TRACKED),
         _refused("LitLogger", _TRACKED),

@@ -59,7 +59,7 @@ class ModuleHooks(ModuleState, Callback):
             each batch               on_validation_batch_start, validation_step, on_validation_batch_end
         on_evaluation_end            on_validation_epoch_end, on_validation_end
         on_epoch_end                 on_train_epoch_end, lr_scheduler_step
-        on_save                      lr_scheduler_step of a plateau by update
+        on_save                      lr_scheduler_step of a plateau by step
         on_fit_end                   on_train_end, on_fit_end, teardown
 
     Args:
@@ -83,7 +83,7 @@ class ModuleHooks(ModuleState, Callback):
         self._left = 0  # batches of the window that are still to come
         self._is_first = True  # whether the window's first batch is still to come
         self._skips_log = False
-        self.skipped: Skipped | None = None  # of the newest update, if a step may return None
+        self.skipped: Skipped | None = None  # of the newest step, if a step may return None
         self._shown: list[str] = []
         self._evaluated: tuple[Any, Any, int] | None = None
         self._kept: Mapping[str, Any] = {}
@@ -220,7 +220,7 @@ class ModuleHooks(ModuleState, Callback):
         self.optimizers, self.schedules = read_optimizers(self.module)
         (optimizer,) = self.optimizers
         if any(each.reduce_on_plateau and each.interval == "step" for each in self.schedules):
-            self.on_save = self._after_update  # type: ignore[method-assign]
+            self.on_save = self._after_step  # type: ignore[method-assign]
         if is_overridden(self.module, "optimizer_step"):
             step = optimizer.step
             view = OptimizerView(optimizer, step)
@@ -258,8 +258,8 @@ class ModuleHooks(ModuleState, Callback):
         for each in self.schedules:
             if each.reduce_on_plateau:
                 warn_of_default_mode(each.scheduler, each.monitor)
-            if not self.is_manual and not run.progress.updates:  # a resumed one has taken steps already
-                each.check_length(run.totals.updates, run.totals.epochs)
+            if not self.is_manual and not run.progress.steps:  # a resumed one has taken steps already
+                each.check_length(run.totals.steps, run.totals.epochs)
             if feed is not None and feed.plan is None and run.is_main and not self.is_manual:
                 each.warn_if_never(feed.batches_per_epoch, feed.accumulation, run.totals.epochs)
         engine = run.engine
@@ -382,7 +382,7 @@ class ModuleHooks(ModuleState, Callback):
         return output["loss"]
 
     def _shared(self, loss: Tensor) -> Tensor:
-        """Return a loss divided by the number of batches of an update, as Lightning does."""
+        """Return a loss divided by the number of batches of a step, as Lightning does."""
         return loss.detach() / self._view.accumulate_grad_batches
 
     def manual_step(self, batch: Batch) -> Any:
@@ -430,8 +430,8 @@ class ModuleHooks(ModuleState, Callback):
             self._end_batch()
         self.loss = None
 
-    def _after_update(self, run: Run) -> None:
-        """Step schedules by update that watch a value, which a validation of this update may have logged."""
+    def _after_step(self, run: Run) -> None:
+        """Step schedules by step that watch a value, which a validation of this step may have logged."""
         if run.result is not None and run.result.applied:
             self._step_schedules("steps", self._index, plateau=True)
 
@@ -486,7 +486,7 @@ class ModuleHooks(ModuleState, Callback):
         if values:
             self._skips_log = True
             self._publish(run, values, of_step=False)
-            run.log_training()  # a log point of its own, also where this update has had one
+            run.log_training()  # a log point of its own, also where this step has had one
         if self.schedules and not self.is_manual:
             self._step_schedules("epochs", run.progress.epoch, plateau=True)
         self.ended = 0

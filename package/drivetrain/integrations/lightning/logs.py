@@ -117,7 +117,7 @@ class Logs:
             if name == "step":
                 raise ConfigError(
                     "self.log('step', ...) sets the x axis of Lightning's loggers. Here that is the number of"
-                    " updates. Leave the call out, or log the value under another name"
+                    " steps. Leave the call out, or log the value under another name"
                 )
             entry = self._new(name, prog_bar, logger, on_step, on_epoch, reduce_fx)
             entry.asked = asked

@@ -51,7 +51,7 @@ class ScheduleConfig:
         self.timed = timed.made(optimizer)
         self.scheduler = self.timed.scheduler
 
-    def check_length(self, updates: int | None, epochs: int | None) -> None:
+    def check_length(self, steps: int | None, epochs: int | None) -> None:
         """Check that the schedule takes as many steps as a fit has; see `TorchSchedule.check_length`.
 
         Raises:
@@ -60,7 +60,7 @@ class ScheduleConfig:
         if self.timed is None or (self.interval == "step" and self.frequency > 1):
             return  # counted anew in each epoch
         try:
-            self.timed.check_length(updates, epochs)
+            self.timed.check_length(steps, epochs)
         except ConfigError as error:
             error.add_note("A LightningModule finds it in self.trainer.estimated_stepping_batches")
             raise
@@ -72,7 +72,7 @@ class ScheduleConfig:
 
         Args:
             batches: The batches of an epoch; None if unknown.
-            accumulation: The batches of an update.
+            accumulation: The batches of a step.
             epochs: The epochs of the fit; None if unknown.
         """
         if self.timed is None:
@@ -84,7 +84,7 @@ class ScheduleConfig:
         ):
             _LOG.warning(
                 f"the schedule {kind_of(self.scheduler)} has interval='step' and frequency={self.frequency},"
-                f" and an epoch has {batches:,} batches with an update after each {accumulation}. Lightning"
+                f" and an epoch has {batches:,} batches with a step after each {accumulation}. Lightning"
                 " counts the batches of an epoch, anew in each epoch, so that the schedule is never stepped."
                 " Give a smaller frequency"
             )
@@ -219,11 +219,11 @@ def _config(given: Any, monitor: str | None, name: str, automatic: bool) -> Sche
 
 
 class OptimizerView:
-    """An optimizer as a module gets it: its `step` makes the run's update.
+    """An optimizer as a module gets it: its `step` makes the run's step.
 
     Args:
         optimizer: The optimizer.
-        step: Makes the update.
+        step: Makes the step.
     """
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
@@ -232,7 +232,7 @@ class OptimizerView:
         self.toggle: Callable[[Any, bool], None] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Call the closure, then make the update.
+        """Call the closure, then make the step.
 
         Raises:
             ConfigError: Options for the optimizer's own step.

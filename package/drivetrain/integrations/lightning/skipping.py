@@ -13,7 +13,7 @@ from drivetrain.engine.weighting import Weighted
 
 
 class Skipped:
-    """The micro-batches of one update whose step returned None.
+    """The micro-batches of one step whose `training_step` returned None.
 
     Each gets a loss of zero in its place. The ranks exchange the weights of these micro-batches while the
     last backward runs, and the gradients are then divided by the weight that is left. Sharded ranks exchange
@@ -73,7 +73,7 @@ class Skipped:
         return [lost, total]
 
     def leave_out(self, parameters: Sequence[Tensor]) -> bool:
-        """Make the gradients those of an update without the skipped micro-batches.
+        """Make the gradients those of a step without the skipped micro-batches.
 
         Args:
             parameters: The trained parameters.

@@ -80,7 +80,7 @@ class ModuleState:
         """The steps of optimizers so far."""
         if self.is_manual or self.run is None:
             return self.optimizer_steps
-        return self.run.progress.updates
+        return self.run.progress.steps
 
     @property
     def epoch(self) -> int:

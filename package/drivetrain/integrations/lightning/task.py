@@ -144,7 +144,7 @@ class ManualTask(LightningTask):
     """A module with `automatic_optimization = False`, which steps its optimizers itself."""
 
     def optimize(self, engine: Any, pairs: Any) -> Optimized:
-        """Run the module's training steps, which step its optimizers; each batch counts as an update."""
+        """Run the module's training steps, which step its optimizers; each batch counts as a step."""
         returned = []
         for micro_batch, _ in list(engine.transfer.moving(pairs)):
             engine.passes += 1
@@ -176,7 +176,7 @@ def as_task(module: Any) -> LightningTask:
 
     Returns:
         The task. `task.may_skip = False`, for a module whose training step never returns None, saves several
-        ranks an exchange of two numbers in each update.
+        ranks an exchange of two numbers in each step.
 
     Raises:
         ConfigError: It is no LightningModule, or it overrides a method that is never called here; says what

@@ -49,13 +49,13 @@ class TrainerView:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the update is the last one of its epoch."""
+        """Whether the step is the last one of its epoch."""
         run = self._state.run
         return run is not None and run.window is not None and bool(run.window.last)
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run was asked to stop; setting it to True stops it after this update."""
+        """Whether the run was asked to stop; setting it to True stops it after this step."""
         run = self._state.run
         return run is not None and run.stop_reason is not None
 
@@ -105,23 +105,23 @@ class TrainerView:
 
     @property
     def max_steps(self) -> int:
-        """The limit of updates; -1 for none."""
-        limit = self._state.totals.max_updates
+        """The limit of steps; -1 for none."""
+        limit = self._state.totals.max_steps
         return -1 if limit is None else limit
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The number of updates of the fit; infinite if it is unknown."""
-        updates = self._state.totals.updates
-        return float("inf") if updates is None else updates
+        """The number of steps of the fit; infinite if it is unknown."""
+        steps = self._state.totals.steps
+        return float("inf") if steps is None else steps
 
     @property
     def num_training_batches(self) -> int | float:
         """The number of batches in an epoch; infinite if it is unknown."""
         run = self._state.run
         found = None if run is None or run.train_feed is None else run.train_feed.batches_per_epoch
-        if found is None and (updates := self._state.totals.updates_per_epoch) is not None:
-            found = updates * self.accumulate_grad_batches
+        if found is None and (steps := self._state.totals.steps_per_epoch) is not None:
+            found = steps * self.accumulate_grad_batches
         return float("inf") if found is None else found
 
     @property
@@ -133,14 +133,14 @@ class TrainerView:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """The number of batches in an update."""
+        """The number of batches in a step."""
         run = self._state.run
         if run is not None and run.train_feed is not None:
             feed, progress = run.train_feed, run.progress
             if feed.plan is None:
                 return feed.accumulation
-            stages, updates = feed.plan.batches, progress.updates + progress.skipped
-            done = {"steps": updates, "epochs": progress.epoch, "samples": progress.samples}
+            stages, steps = feed.plan.batches, progress.steps + progress.skipped
+            done = {"steps": steps, "epochs": progress.epoch, "samples": progress.samples}
             return stages.at(done[stages.unit])
         return self._state.totals.gradient_accumulation_steps or 1
 
@@ -263,9 +263,9 @@ class LoggerView:
         return found
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers now, at an update."""
+        """Log numbers now, at a step."""
         if self._logger is not None:
-            at = self._run.progress.updates if step is None else step
+            at = self._run.progress.steps if step is None else step
             self._logger.log_metrics({name: float(value) for name, value in metrics.items()}, at)
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:

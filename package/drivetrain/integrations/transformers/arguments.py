@@ -26,7 +26,7 @@ from drivetrain.distributed.launch.environment import detect
 from drivetrain.integrations.transformers.arguments_strategy import strategy_options
 from drivetrain.integrations.transformers.arguments_table import ROWS, SECRETS
 from drivetrain.integrations.transformers.arguments_values import Values, read_values
-from drivetrain.integrations.transformers.last_update import LastUpdate
+from drivetrain.integrations.transformers.last_step import LastStep
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.loggers import LOGGERS, TensorBoardLogger
 from drivetrain.strategies.base import refusal
@@ -144,7 +144,7 @@ class MappedArguments:
 
 
 def from_training_arguments(
-    args: Any, *, total_updates: int | None = None, **trainer_options: Any
+    args: Any, *, total_steps: int | None = None, **trainer_options: Any
 ) -> MappedArguments:
     """Map transformers' arguments to the options of a Trainer, a task and its data.
 
@@ -159,7 +159,7 @@ def from_training_arguments(
     Args:
         args: A `TrainingArguments` or `Seq2SeqTrainingArguments`, or a mapping of options, also of the older
             names of versions 4.2x to 4.5x.
-        total_updates: The number of updates of the run, for intervals that are shares of it, such as
+        total_steps: The number of steps of the run, for intervals that are shares of it, such as
             `logging_steps=0.1`; needed for these if there is no `max_steps`.
         **trainer_options: Arguments of the Trainer that replace those of `args`. Callbacks are added.
 
@@ -168,7 +168,7 @@ def from_training_arguments(
     """
     values = read_values(args)
     max_steps = trainer_options.get("max_steps") or values["max_steps"]
-    values = replace(values, total_updates=max_steps if max_steps > 0 else total_updates)
+    values = replace(values, total_steps=max_steps if max_steps > 0 else total_steps)
     _set_log_level(values)
     checkpoint = _checkpoint(values)
     publish = _publish(values)
@@ -193,7 +193,7 @@ def from_training_arguments(
     options["callbacks"] = [
         *_callbacks(values),
         *([] if publish is None else [publish]),
-        *_last_update(values, options, trainer_options),
+        *_last_step(values, options, trainer_options),
         *trainer_options.get("callbacks", ()),
     ]
     _settle(values, options)
@@ -223,22 +223,22 @@ def _every(values: Values, what: str) -> Every | None:
         what: The action: "logging", "eval" or "save".
 
     Raises:
-        ConfigError: It is no number of updates, or a share of a run of unknown length.
+        ConfigError: It is no number of steps, or a share of a run of unknown length.
     """
     strategy, name = values[f"{what}_strategy"], f"{what}_steps"
     if strategy == "epoch":
         return Every("1 epoch")
     if strategy != "steps":
         return None
-    amount, total = values[name], values.total_updates
+    amount, total = values[name], values.total_steps
     if amount is None:
         amount = values["logging_steps"]
     if not 0 < amount < 1:
         return Every(amount, "steps")
     if total is None:
         raise ConfigError(
-            f"{name}={amount} is a share of the run's updates, whose number is not known. Give max_steps, or"
-            " from_training_arguments(args, total_updates=...)"
+            f"{name}={amount} is a share of the run's steps, whose number is not known. Give max_steps, or"
+            " from_training_arguments(args, total_steps=...)"
         )
     return Every(math.ceil(total * amount), "steps")
 
@@ -410,8 +410,8 @@ def _callbacks(values: Values) -> list[Any]:
     return made
 
 
-def _last_update(values: Values, options: Mapping[str, Any], replaced: Mapping[str, Any]) -> list[LastUpdate]:
-    """Return the callback for the last update, if one is needed.
+def _last_step(values: Values, options: Mapping[str, Any], replaced: Mapping[str, Any]) -> list[LastStep]:
+    """Return the callback for the last step, if one is needed.
 
     Args:
         values: The arguments.
@@ -421,7 +421,7 @@ def _last_update(values: Values, options: Mapping[str, Any], replaced: Mapping[s
     logs = values["logging_strategy"] == "epoch" and "log_every" not in replaced
     validates = values["eval_strategy"] != "no" and "validate_every" not in replaced
     begins = options.get("validate_from")
-    made = LastUpdate(logs, validates, None if begins is None else Every(begins))
+    made = LastStep(logs, validates, None if begins is None else Every(begins))
     return [made] if logs or validates else []
 
 
@@ -556,7 +556,7 @@ def _set_log_level(values: Values) -> None:
 
 
 def _settle(values: Values, options: dict[str, Any]) -> None:
-    """Raise instead of skipping updates if the strategy cannot skip one, and report so."""
+    """Raise instead of skipping steps if the strategy cannot skip one, and report so."""
     name, _ = named(options["strategy"])
     cannot = "" if name in ("auto", *DEVICES) else refusal(strategy_class(name), "skipping")
     if options["on_nonfinite"] == "skip" and cannot:

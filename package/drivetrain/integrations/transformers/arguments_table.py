@@ -80,7 +80,7 @@ def _old_refused(name: str, text: str, default: Any = None) -> Row:
 
 
 _SCRIPT = "a flag of the script's own; transformers' Trainer does not read it either"
-_SCHEDULE = "transformers' own function of the update, which begins at rate 0: `TransformersOptimizer`"
+_SCHEDULE = "transformers' own function of the step, which begins at rate 0: `TransformersOptimizer`"
 _EVALUATION: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 10}
 _GENERATION: dict[str, Any] = {"predict_with_generate": True}
 _HUB: dict[str, Any] = {"push_to_hub": True}
@@ -112,7 +112,7 @@ _STEP = (
     _mapped("max_grad_norm", "`Trainer(max_grad_norm=)`; 0 disables it", 0.5),
     _mapped(
         "auto_find_batch_size",
-        '`Trainer(micro_batch="auto")`: the batch of an update stays the same, and is run in parts that fit',
+        '`Trainer(micro_batch="auto")`: the batch of a step stays the same, and is run in parts that fit',
         True,
     ),
     _ignored(
@@ -154,7 +154,7 @@ _OPTIMIZER = (
     ),
     _mapped("lr_scheduler_type", _SCHEDULE, "cosine"),
     _mapped("lr_scheduler_kwargs", _SCHEDULE, {"num_cycles": 0.4}, lr_scheduler_type="cosine"),
-    _mapped("warmup_steps", _SCHEDULE + "; below 1 it is a share of all updates", 10),
+    _mapped("warmup_steps", _SCHEDULE + "; below 1 it is a share of all steps", 10),
 )
 
 _PRECISION = (
@@ -189,7 +189,7 @@ _LOGS = (
     _mapped("logging_first_step", "`Trainer(log_first_step=)`", True),
     _mapped(
         "logging_nan_inf_filter",
-        '`Trainer(on_nonfinite="skip")`: an update whose loss or gradient is not finite is left out and said'
+        '`Trainer(on_nonfinite="skip")`: a step whose loss or gradient is not finite is left out and said'
         ' aloud; with False, "raise" ends the run at the next log point',
         False,
     ),

@@ -44,13 +44,13 @@ class Values:
         all: The values by the names of the installed release, and of older options that have a meaning here.
         given: Those that are not at their defaults, under the names that the user gave.
         notes: What the report says beside the row of an option.
-        total_updates: The number of updates of the run; None if it is not known.
+        total_steps: The number of steps of the run; None if it is not known.
     """
 
     all: Mapping[str, Any]
     given: Mapping[str, Any]
     notes: dict[str, str] = field(default_factory=dict)
-    total_updates: int | None = None
+    total_steps: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.all[name]

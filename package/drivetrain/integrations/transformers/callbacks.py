@@ -156,13 +156,13 @@ class CallbackAdapter(OwnCallback):
         self._handles: list[RemovableHandle] = []
         self._asked_by = ""
         self._epoch = 0  # the one in progress
-        self._rate: float | None = None  # of the last update
-        self._sub_steps = 0  # left in this update
+        self._rate: float | None = None  # of the last step
+        self._sub_steps = 0  # left in this step
         self._passes: Sequence[Evaluation] | None = None  # of an evaluation that is not logged yet
         self._main_input, self._counts_tokens = "input_ids", False
         self._elements = 0  # of the main input, on this rank, since they were counted
         self._size = 0  # of the model, without embeddings
-        self._losses = 0.0  # the sum over the updates of this fit
+        self._losses = 0.0  # the sum over the steps of this fit
         self._logged_at = 0
         self._began = _Began(0.0, 0, 0, 0)
         self.changes_data = any(not _is_theirs(each) for each in self.callbacks)
@@ -282,7 +282,7 @@ class CallbackAdapter(OwnCallback):
     def _see(self, run: Run) -> None:
         if run.train_feed is None:
             return  # an evaluation after a fit leaves the fit's step and epoch
-        self.state.global_step = run.progress.updates
+        self.state.global_step = run.progress.steps
         self.state.epoch = self._fraction(run)
         self.state.num_input_tokens_seen = run.progress.tokens
 
@@ -293,7 +293,7 @@ class CallbackAdapter(OwnCallback):
             return float(progress.epoch)
         batches = feed.batches_per_epoch
         if batches is None:  # as transformers does for data of unknown length
-            batches = (run.totals.updates or UNLIMITED) * feed.accumulation
+            batches = (run.totals.steps or UNLIMITED) * feed.accumulation
         return self._epoch + progress.epoch_batches / batches
 
     def _begin(self, run: Run) -> None:
@@ -347,7 +347,7 @@ class CallbackAdapter(OwnCallback):
                 setattr(state, name, value)
         self._is_resumed = False
         state.is_world_process_zero, state.is_local_process_zero = run.is_main, local_rank() == 0
-        state.max_steps, state.num_train_epochs = totals.updates or UNLIMITED, _epochs(totals)
+        state.max_steps, state.num_train_epochs = totals.steps or UNLIMITED, _epochs(totals)
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, state.max_steps)
         updater = run.engine.only_updater
@@ -363,8 +363,8 @@ class CallbackAdapter(OwnCallback):
         }
         self._size = _size_without_embeddings(run.task)
         self._elements = 0
-        self._losses, self._logged_at = 0.0, progress.updates
-        self._began = _Began(time.time(), progress.samples, progress.updates, progress.tokens)
+        self._losses, self._logged_at = 0.0, progress.steps
+        self._began = _Began(time.time(), progress.samples, progress.steps, progress.tokens)
         self._epoch = progress.epoch
         self._training = run
         self._watch_optimizers(run)
@@ -521,11 +521,11 @@ class CallbackAdapter(OwnCallback):
         for name in self.told:
             logs.pop(name, None)
         self.told.clear()
-        if not logs.get("skipped_updates", 1):
-            del logs["skipped_updates"]  # transformers has no such value; what is skipped is in the logs
+        if not logs.get("skipped_steps", 1):
+            del logs["skipped_steps"]  # transformers has no such value; what is skipped is in the logs
         if "loss" in logs:
-            self._losses += logs["loss"] * (run.progress.updates - self._logged_at)
-            self._logged_at = run.progress.updates
+            self._losses += logs["loss"] * (run.progress.steps - self._logged_at)
+            self._logged_at = run.progress.steps
         if run.is_over:
             return  # transformers leaves out what is not due; the summary has it
         if run.result is not None and run.result.grad_norm is not None:
@@ -543,7 +543,7 @@ class CallbackAdapter(OwnCallback):
         saver, state = saver_of(run), self.state
         if saver is not None and rankings(saver.policies):
             state.best_model_checkpoint = saver.manager.best()
-        elif state.best_global_step == run.progress.updates:
+        elif state.best_global_step == run.progress.steps:
             state.best_model_checkpoint = run.last_checkpoint
         self.control.should_save = False
         self._event(run, "on_save")
@@ -554,16 +554,16 @@ class CallbackAdapter(OwnCallback):
             self._event_with_flow(run, "on_epoch_end")
         self._add_counts(run)
         self._release()
-        updates = run.progress.updates - self._began.updates
+        steps = run.progress.steps - self._began.steps
         self.train_metrics = {
             **speed_metrics(
                 "train",
                 self._began.time,
                 num_samples=run.progress.samples - self._began.samples,
-                num_steps=updates,
+                num_steps=steps,
             ),
             "total_flos": self.state.total_flos,
-            "train_loss": self._losses / max(updates, 1),
+            "train_loss": self._losses / max(steps, 1),
         }
         self._log(self.train_metrics)
         self._event(run, "on_train_end")
@@ -626,7 +626,7 @@ class _Began(NamedTuple):
 
     time: float
     samples: int
-    updates: int
+    steps: int
     tokens: int
 
 
@@ -658,8 +658,8 @@ class _SeenBatches:
 
 def _epochs(totals: Totals) -> int:
     """Return the number of epochs that a fit begins."""
-    if totals.epochs is None and totals.updates and totals.updates_per_epoch:
-        return math.ceil(totals.updates / totals.updates_per_epoch)
+    if totals.epochs is None and totals.steps and totals.steps_per_epoch:
+        return math.ceil(totals.steps / totals.steps_per_epoch)
     return totals.epochs or UNLIMITED
 
 

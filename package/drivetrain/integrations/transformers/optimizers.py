@@ -29,7 +29,7 @@ class TransformersOptimizer:
 
     ``TransformersTask(model, optimizer=TransformersOptimizer("adamw_torch", learning_rate=2e-5))``
 
-    The schedules are transformers' own functions of the update. Most begin at rate 0, and ours do not; see
+    The schedules are transformers' own functions of the step. Most begin at rate 0, and ours do not; see
     `OptimizerConfig` for ours. Weight decay applies to the parameters that transformers chooses: all but
     biases and norms.
 
@@ -43,7 +43,7 @@ class TransformersOptimizer:
         options: Further options: `optim_args` as a mapping, or as "name=value, name=value".
         schedule: A name of transformers' `SchedulerType`.
         schedule_options: Options of the schedule.
-        warmup_steps: Updates of the warm-up; below 1, their share of all.
+        warmup_steps: Steps of the warm-up; below 1, their share of all.
         metric: What "reduce_lr_on_plateau" watches.
         mode: "min" if less of it is better, "max" if more is; "auto" as in `PlateauSchedule`.
 
@@ -77,7 +77,7 @@ class TransformersOptimizer:
         Raises:
             ConfigError: The schedule needs the length of the run, which is unknown.
         """
-        return self._configured(decayed=decayed_parameters(task), total=task.totals.updates)
+        return self._configured(decayed=decayed_parameters(task), total=task.totals.steps)
 
     def _configured(self, decayed: tuple[str, ...] | None, total: int | None) -> OptimizerConfig:
         kind, options = _made(self)

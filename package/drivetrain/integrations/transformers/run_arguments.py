@@ -15,7 +15,7 @@ from drivetrain.integrations.transformers.log_names import to_transformers
 from drivetrain.run.run import Run
 
 UNLIMITED = sys.maxsize
-"""A number of updates or epochs that is not known beforehand; transformers has this for it, too."""
+"""A number of steps or epochs that is not known beforehand; transformers has this for it, too."""
 
 
 class RunArguments(TrainingArguments):  # type: ignore[misc]
@@ -71,7 +71,7 @@ def arguments_of(run: Run) -> TrainingArguments:
     arguments = RunArguments(
         output_dir=str(run.run_dir or "trainer_output"),
         num_train_epochs=float(UNLIMITED if totals.max_epochs is None else totals.max_epochs),
-        max_steps=totals.updates or -1,
+        max_steps=totals.steps or -1,
         per_device_train_batch_size=(None if feed is None else feed.source.batch_size) or 1,
         gradient_accumulation_steps=1 if feed is None else feed.accumulation,
         seed=engine.seed,

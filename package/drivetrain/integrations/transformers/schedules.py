@@ -1,4 +1,4 @@
-"""Transformers' schedules, as functions from the update's number to the factor of the rate."""
+"""Transformers' schedules, as functions from the step's number to the factor of the rate."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def schedule_function(
     Args:
         name: A `SchedulerType` that knows no metric.
         lr: The base learning rate; some options are rates.
-        warmup: Updates of the warm-up, or, below 1, their share of all.
-        total: All updates of the run, or None if unknown.
+        warmup: Steps of the warm-up, or, below 1, their share of all.
+        total: All steps of the run, or None if unknown.
         options: `lr_scheduler_kwargs`.
 
     Raises:
@@ -58,13 +58,13 @@ def schedule_function(
     """
     if total is None and (0 < warmup < 1 or name not in ("constant", "constant_with_warmup", "inverse_sqrt")):
         raise ConfigError(
-            f"lr_scheduler_type={name!r} with warmup_steps={warmup} must know the number of updates in all,"
+            f"lr_scheduler_type={name!r} with warmup_steps={warmup} must know the number of steps in all,"
             " and the length of the run is not known. Give max_steps"
         )
-    updates = int(warmup) if warmup >= 1 else math.ceil((total or 0) * warmup)
+    steps = int(warmup) if warmup >= 1 else math.ceil((total or 0) * warmup)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)
     try:
-        made = get_scheduler(name, optimizer, updates, total, dict(options))
+        made = get_scheduler(name, optimizer, steps, total, dict(options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"lr_scheduler_kwargs={dict(options)!r} with {name!r}: {error}") from error
     function: Callable[[int], float] = made.lr_lambdas[0]

@@ -123,7 +123,7 @@ class Asked(NamedTuple):
         mixed_precision: One of `PRECISIONS`; None if it is not set.
         device: "cpu", or None for the fastest.
         sharded: Whether the FSDP plugin shards the model.
-        accumulation: Micro-batches in an update; 1, the default, if it is not set.
+        accumulation: Micro-batches in a step; 1, the default, if it is not set.
     """
 
     mixed_precision: str | None

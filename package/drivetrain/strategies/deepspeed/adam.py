@@ -1,7 +1,7 @@
 """Conversion of DeepSpeed's Adam to torch's form, which checkpoints use, and back.
 
 DeepSpeed's CPU Adam and fused Adam compute the same as torch's Adam and AdamW, from the same two moments.
-They count updates by a plain number, and have other settings.
+They count steps by a plain number, and have other settings.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def checkpoint_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[
 
 
 def checkpoint_slot(optimizer: Optimizer, slot: str, value: Any) -> Any:
-    """Return a slot's value in the form of a checkpoint: the count of updates is a tensor."""
+    """Return a slot's value in the form of a checkpoint: the count of steps is a tensor."""
     if slot == "step" and is_adam(optimizer):
         return torch.tensor(float(value))
     return value

@@ -29,7 +29,7 @@ class DeepSpeedConfig:
         stage: What is sharded over the processes (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
             Training Trillion Parameter Models", SC 2020): 0 nothing, 1 optimizer states, 2 also gradients,
             3 also parameters. None takes the stage of `config`, or 2.
-        offload_optimizer: "cpu" keeps optimizer states in the host's memory, and makes updates there.
+        offload_optimizer: "cpu" keeps optimizer states in the host's memory, and makes steps there.
         offload_parameters: "cpu" keeps stage 3's parameters in the host's memory.
         config: DeepSpeed's own configuration: the path of a JSON file, or a mapping. Its "auto" values are
             filled in. A value that contradicts the Trainer is an error.
@@ -119,7 +119,7 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings
     """Return the configuration for `deepspeed.initialize`.
 
     Accumulation, clipping and the learning rate stay with our engine. It passes a window's last micro-batch,
-    the norm to clip to and the rate to DeepSpeed at each update.
+    the norm to clip to and the rate to DeepSpeed at each step.
 
     Args:
         config: The options.

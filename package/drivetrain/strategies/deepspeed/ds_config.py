@@ -56,8 +56,8 @@ REFUSED_ZERO = {
     "zero_hpz_partition_size": "it keeps a second copy of the weights, which would not be updated when a"
     " checkpoint is read",
     "elastic_checkpoint": "it is for DeepSpeed's own checkpoints, which are not written",
-    "zenflow": "it makes updates at other times than the engine",
-    "super_offload": "it makes updates at other times than the engine",
+    "zenflow": "it makes steps at other times than the engine",
+    "super_offload": "it makes steps at other times than the engine",
     "cpu_offload": 'today that is "offload_optimizer": {"device": "cpu"}',
     "cpu_offload_param": 'today that is "offload_param": {"device": "cpu"}',
 }
@@ -161,7 +161,7 @@ def _check_honoured(given: Mapping[str, Any]) -> None:
         for key in REFUSED_PRECISION:
             if not is_off(given.get(section, {}).get(key)):
                 raise ConfigError(
-                    f"DeepSpeed's configuration has {section}.{key}, which keeps no float32 weights. Updates"
+                    f"DeepSpeed's configuration has {section}.{key}, which keeps no float32 weights. Steps"
                     " and checkpoints need them. Remove it"
                 )
     if given.get("compile", {}).get("deepcompile"):

@@ -36,7 +36,7 @@ _ELEMENTWISE = frozenset(
         "FusedLion",
     }
 )
-"""Elementwise optimizers: the update of a number depends only on its own gradients and state."""
+"""Elementwise optimizers: the step of a number depends only on its own gradients and state."""
 
 _OF_MATRICES = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP"})
 """Optimizers that depend on a parameter's shape."""

@@ -22,13 +22,13 @@ _LOG = logger(__name__)
 _ADAM_MODE = ("adam_w_mode", "torch_adam")
 
 
-def configured(config: DeepSpeedConfig, task: nn.Module, total_updates: int | None) -> OptimizerConfig | None:
+def configured(config: DeepSpeedConfig, task: nn.Module, total_steps: int | None) -> OptimizerConfig | None:
     """Return the optimizer of the sections "optimizer" and "scheduler"; None without the first.
 
     Args:
         config: The options.
         task: The task, which must not configure an optimizer too.
-        total_updates: The run's length for schedules; None if it is not known.
+        total_steps: The run's length for schedules; None if it is not known.
 
     Raises:
         ConfigError: The task configures an optimizer too, or a parameter is unknown or not a number.
@@ -47,7 +47,7 @@ def configured(config: DeepSpeedConfig, task: nn.Module, total_updates: int | No
     rate = _number(options, "lr", 1e-3)
     decay = _number(options, "weight_decay", 0.0)
     factory = _factory(optimizer_type(given), config, options)
-    schedule = _schedule(scheduler or {}, rate, total_updates) if scheduler else "constant"
+    schedule = _schedule(scheduler or {}, rate, total_steps) if scheduler else "constant"
     return OptimizerConfig(factory, rate, weight_decay=decay, schedule=schedule, decay_all=True, **options)
 
 
@@ -93,14 +93,14 @@ def _on_cpu(kind: str, decoupled: bool, params: Any, lr: float = 1e-3, **options
 
 
 def _schedule(section: Mapping[str, Any], rate: float, total: int | None) -> Callable[[int], float]:
-    """Return the factor on the base rate as a function of the update, by DeepSpeed's own formulas."""
+    """Return the factor on the base rate as a function of the step, by DeepSpeed's own formulas."""
     kind = section.get("type")
     options = {name: each for name, each in dict(section.get("params", {})).items() if each != AUTO}
     steps = max(2, int(_number(options, "warmup_num_steps", 1000)))
     log = options.pop("warmup_type", "log") != "linear"
     if total is not None and steps > total:
         _LOG.warning(
-            f"DeepSpeed's {kind} warms up over {steps} updates, but this run has {total}: the learning rate"
+            f"DeepSpeed's {kind} warms up over {steps} steps, but this run has {total}: the learning rate"
             " never reaches its full value. Give the scheduler a smaller warmup_num_steps"
         )
     length = options.pop("total_num_steps", total)
@@ -120,8 +120,8 @@ def _schedule(section: Mapping[str, Any], rate: float, total: int | None) -> Cal
         name = next(iter(options))
         raise ConfigError(f"{kind} has no parameter {name!r}. {nearest(name, allowed)}")
 
-    def factor(update: int) -> float:
-        done = update - 1  # DeepSpeed steps the schedule after an update, and starts at the lowest rate
+    def factor(step: int) -> float:
+        done = step - 1  # DeepSpeed steps the schedule after a step, and starts at the lowest rate
         if done < 0:
             return low if kind != "WarmupCosineLR" else 0.0
         if done < steps:

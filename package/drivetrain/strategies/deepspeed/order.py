@@ -17,7 +17,7 @@ from drivetrain.strategies.unused import check_all_used, part_order
 
 
 class ZeroOrder:
-    """Checks that all ranks use the same parameters, in the same order, and that every update uses all.
+    """Checks that all ranks use the same parameters, in the same order, and that every step uses all.
 
     Make it before DeepSpeed's engine, whose hooks begin the exchange of a gradient.
 
@@ -25,7 +25,7 @@ class ZeroOrder:
         module: The step module.
         ranks: All ranks.
         stage: ZeRO's stage, from 1.
-        in_backward: Whether gradients are reduced in backward; otherwise at the update.
+        in_backward: Whether gradients are reduced in backward; otherwise at the step.
         optimizers: The optimizers.
     """
 
@@ -85,7 +85,7 @@ class ZeroOrder:
         """Note that a backward begins.
 
         Args:
-            last: Whether it is the last one of its update.
+            last: Whether it is the last one of its step.
         """
         self._is_last = last
         self._order.begin(("backward", last))
@@ -118,7 +118,7 @@ class ZeroOrder:
         self._order.next(f"reduces the gradients{without}")
 
     def check(self) -> None:
-        """Check that the update has used all parameters; called before it is made.
+        """Check that the step has used all parameters; called before it is made.
 
         Raises:
             ConfigError: No rank has used some of them; names them.
@@ -126,7 +126,7 @@ class ZeroOrder:
         if not self._in_backward:
             self._compare()
         check_all_used(self._names, self._used, self._optimizers, self._stage)
-        # DeepSpeed completes the gradients of its leaf modules, whose experts a later update may leave out.
+        # DeepSpeed completes the gradients of its leaf modules, whose experts a later step may leave out.
         self._used &= self._in_leaves
 
     def close(self) -> None:

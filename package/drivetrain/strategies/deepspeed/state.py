@@ -266,14 +266,14 @@ def _is_divided(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def _check_same(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Check that parameters of one flat piece have the same count of updates: DeepSpeed keeps only one."""
+    """Check that parameters of one flat piece have the same count of steps: DeepSpeed keeps only one."""
     same = first.keys() == other.keys() and all(
         bool(torch.equal(value, other[name])) if isinstance(value, Tensor) else value == other[name]
         for name, value in first.items()
     )
     if not same:
         raise CheckpointError(
-            "the checkpoint's parameters have had different numbers of updates, as when some got no gradient"
+            "the checkpoint's parameters have had different numbers of steps, as when some got no gradient"
             " in some steps, but DeepSpeed updates them together. Resume with another strategy, or load only"
             " the weights"
         )

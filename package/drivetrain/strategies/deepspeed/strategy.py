@@ -66,7 +66,7 @@ class DeepSpeed(Strategy):
     refusals: Mapping[str, str] = {
         "skipping": (
             "DeepSpeed's engine reduces, shards and accumulates gradients in its own memory, which only an"
-            " update clears"
+            " step clears"
         ),
         "choice_of_gpus": "DeepSpeed takes the GPU of each process's local rank",
         "value_clipping": "DeepSpeed's optimizers read gradients of their own, which it clips by the norm",
@@ -87,7 +87,7 @@ class DeepSpeed(Strategy):
         if self.config.stage:
             unfreezing = (
                 "DeepSpeed updates the parameters of a group in one flat tensor, so that weight decay moves"
-                " those without a gradient, and Adam counts their updates"
+                " those without a gradient, and Adam counts their steps"
             )
         else:
             unfreezing = ""
@@ -134,12 +134,12 @@ class DeepSpeed(Strategy):
         check_contradictions(self.config, precision, asked)
         self._asked = asked
         if self.config.mapping:
-            configured(self.config, nn.Module(), total_updates=sys.maxsize)  # the length is not known yet
+            configured(self.config, nn.Module(), total_steps=sys.maxsize)  # the length is not known yet
             check_by_deepspeed(realise(self.config, precision, asked), self.device.type)
 
-    def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
+    def configured_optimizer(self, task: nn.Module, total_steps: int | None) -> Any:
         """Return the optimizer and schedule of DeepSpeed's configuration, if it has them."""
-        return configured(self.config, task, total_updates)
+        return configured(self.config, task, total_steps)
 
     def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
         """Return what ZeRO's stage divides, with DeepSpeed's buckets and gathered weights at their limits."""
@@ -190,7 +190,7 @@ class DeepSpeed(Strategy):
             check_gathering(task)
         settings = realise(self.config, precision, self._asked)
         if not isinstance(task, TaskModule):
-            # A user's own loop may make an update at any time.
+            # A user's own loop may make a step at any time.
             if self._plain and make_optimizers:
                 raise StrategyError("stage 0 is for the Trainer; in your own loop use strategy 'ddp'")
             settings["managed_gradient_accumulation"] = False
@@ -284,7 +284,7 @@ class DeepSpeed(Strategy):
         Materialization(module).run([*blocks, module], self.device, self.world_size, divide)
 
     def retrain(self, model: nn.Module) -> nn.Module:
-        """Expect gradients of the parameters that are trained now in the first update."""
+        """Expect gradients of the parameters that are trained now in the first step."""
         if self._used is not None:
             self._used.watch(self._engine.module.task)
         return model
@@ -356,11 +356,11 @@ class DeepSpeed(Strategy):
             self._used.check()
 
     def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
-        """Let DeepSpeed multiply the gradients at the update, as it does with a loss scale."""
+        """Let DeepSpeed multiply the gradients at the step, as it does with a loss scale."""
         self._zero.override_loss_scale(self._zero.loss_scale / float(factor))
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Let DeepSpeed clip by the global norm, which is known at the update."""
+        """Let DeepSpeed clip by the global norm, which is known at the step."""
         if self._zero is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         self._zero.clip_grad = max_norm
@@ -368,7 +368,7 @@ class DeepSpeed(Strategy):
         return self._norm
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Let DeepSpeed make the update; return False if a scaled gradient overflowed."""
+        """Let DeepSpeed make the step; return False if a scaled gradient overflowed."""
         if self._order is not None:
             self._order.check()
         self._engine.step()

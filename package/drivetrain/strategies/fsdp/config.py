@@ -44,8 +44,8 @@ class FSDPConfig:
             and 1 are the same.
         timeout: Seconds that a collective may take; None uses torch's limit.
         reduce_each_micro_batch: Reduce the gradients in each micro-batch of an accumulation, not only in the
-            last one. It takes as much communication as so many updates, and each process then keeps the
-            gradients of its shards alone, and not those of the whole model, until the update.
+            last one. It takes as much communication as so many steps, and each process then keeps the
+            gradients of its shards alone, and not those of the whole model, until the step.
         gather_at_end: Gather the task's whole values in the host's memory of every process when a run has
             ended without an error. False leaves the shards, for tasks that do not fit there.
     """

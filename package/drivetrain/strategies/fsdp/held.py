@@ -23,7 +23,7 @@ def held_shards(
         task: The task.
         config: The options.
         precision: The run's precision.
-        accumulates: Whether an update has several micro-batches.
+        accumulates: Whether a step has several micro-batches.
         shards: The processes that a parameter is sharded over.
     """
     split = config.tensor_parallel

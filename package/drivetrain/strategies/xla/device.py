@@ -2,7 +2,7 @@
 
 torch_xla does not compute an operation when it is called. It traces operations until `sync`, compiles traces
 that it has not seen before, runs them, and keeps the results that are still referenced. So a run is fast as
-long as the trace is the same in every update, and nothing reads a value in between.
+long as the trace is the same in every step, and nothing reads a value in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from drivetrain.task.task import StepModule
 
 Context = Callable[[], AbstractContextManager[object]]
 
-RUN_AFTER = ("micro_batch", "update")
+RUN_AFTER = ("micro_batch", "step")
 """When traced operations run; see `Trace`."""
 
 _CLIENT = "PJRT_DEVICE"
@@ -136,12 +136,12 @@ class Trace:
 
     Args:
         run_after: "micro_batch" runs each micro-batch's operations separately; the last one's run with the
-            update. "update" runs a whole window's operations together, so XLA compiles all micro-batches as
+            step. "step" runs a whole window's operations together, so XLA compiles all micro-batches as
             one program and plans memory for it.
     """
 
     def __init__(self, run_after: str) -> None:
-        self._whole = run_after == "update"
+        self._whole = run_after == "step"
         self._backward = False
 
     def run(self) -> None:
@@ -214,10 +214,10 @@ class OnXLA(Strategy):
 
     config_type: type[Any]
     refusals: Mapping[str, str] = {
-        "compile": "XLA compiles every update as it is, and torch.compile loses what is sharded or freed",
+        "compile": "XLA compiles every step as it is, and torch.compile loses what is sharded or freed",
         "value_clipping": "",
         "unfreezing": "",
-        "skipping": "XLA runs what it traced of an update as a whole, before which no gradient is looked at",
+        "skipping": "XLA runs what it traced of a step as a whole, before which no gradient is looked at",
     }
 
     def __init__(self, config: Any = None, *, device: str = "xla", world_size: int = 1) -> None:
@@ -247,7 +247,7 @@ class OnXLA(Strategy):
         if torch.float16 in dtypes:
             return Support(
                 False,
-                "float16 needs a loss scale, which the host would have to read at every update; XLA's devices"
+                "float16 needs a loss scale, which the host would have to read at every step; XLA's devices"
                 " support bfloat16, so use 'bf16-mixed' or 'bf16-true-nearest'",
             )
         if torch.float64 in dtypes and on_tpu():

@@ -57,8 +57,8 @@ class XLAFSDPConfig:
             the names of the classes to recompute.
         xla_fsdp_settings: Further arguments of torch_xla's XlaFullyShardedDataParallel; a dtype may be given
             by name, as in `{"compute_dtype": "bfloat16"}`.
-        run_after: When XLA runs traced operations: after each "micro_batch", or once after the "update".
-            "update" compiles all micro-batches of a window as one program, and a short window as another.
+        run_after: When XLA runs traced operations: after each "micro_batch", or once after the "step".
+            "step" compiles all micro-batches of a window as one program, and a short window as another.
     """
 
     wrap: Wrap = "auto"

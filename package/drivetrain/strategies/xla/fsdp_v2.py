@@ -51,8 +51,8 @@ class XLAFSDPv2Config:
             group.
         activation_checkpointing: False; "full" to recompute each repeated block's activations in backward; or
             the names of the classes to recompute.
-        run_after: When XLA runs traced operations: after each "micro_batch", or once after the "update".
-            "update" compiles all micro-batches of a window as one program, and a short window as another.
+        run_after: When XLA runs traced operations: after each "micro_batch", or once after the "step".
+            "step" compiles all micro-batches of a window as one program, and a short window as another.
     """
 
     wrap: Wrap = "auto"

@@ -18,7 +18,7 @@ _FIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def correct_variances(model: nn.Module) -> None:
-    """Update running variances with unbiased variances, and give batch norms a backward in evaluation mode.
+    """Step running variances with unbiased variances, and give batch norms a backward in evaluation mode.
 
     This applies to torch's batch norms and instance norms and their subclasses. It does not apply to running
     variances that a model passes to `torch.nn.functional.batch_norm` itself.
@@ -52,7 +52,7 @@ class _Correction:
         ]
 
     def keep(self, module: Any, inputs: Any) -> None:
-        """Keep the running variance from before the update, if the module is still on XLA's device."""
+        """Keep the running variance from before the step, if the module is still on XLA's device."""
         if module.training and module.running_var.device.type == "xla":
             self._before = module.running_var.clone()
 

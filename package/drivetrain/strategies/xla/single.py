@@ -19,8 +19,8 @@ class XLAConfig:
     """Options of strategy "xla".
 
     Attributes:
-        run_after: When XLA runs traced operations: after each "micro_batch", or once after the "update".
-            "update" compiles all micro-batches of a window as one program, and a short window as another.
+        run_after: When XLA runs traced operations: after each "micro_batch", or once after the "step".
+            "step" compiles all micro-batches of a window as one program, and a short window as another.
     """
 
     run_after: str = "micro_batch"

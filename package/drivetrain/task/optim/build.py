@@ -1,4 +1,4 @@
-"""Builds an optimizer and its schedule from an `OptimizerConfig`, and sets the rate of an update."""
+"""Builds an optimizer and its schedule from an `OptimizerConfig`, and sets the rate of a step."""
 
 from __future__ import annotations
 
@@ -177,20 +177,20 @@ def remember_base_rates(optimizer: Optimizer) -> None:
         group.setdefault("initial_lr", rate.item() if isinstance(rate, Tensor) else rate)
 
 
-def build_schedule(config: OptimizerConfig, total_updates: int | None) -> Schedule | PlateauSchedule | None:
+def build_schedule(config: OptimizerConfig, total_steps: int | None) -> Schedule | PlateauSchedule | None:
     """Return the configured schedule.
 
     Args:
         config: The configuration.
-        total_updates: Updates of the run, or None if unknown. The configuration's `total_steps` overrides it.
+        total_steps: Steps of the run, or None if unknown. The configuration's `total_steps` overrides it.
 
     Returns:
-        A function from the update's number to the factor of the base rate, or None when that is always 1.
+        A function from the step's number to the factor of the base rate, or None when that is always 1.
 
     Raises:
-        ConfigError: The schedule or `warmup_ratio` needs the number of updates, which is unknown.
+        ConfigError: The schedule or `warmup_ratio` needs the number of steps, which is unknown.
     """
-    total = config.total_steps if config.total_steps is not None else total_updates
+    total = config.total_steps if config.total_steps is not None else total_steps
     warmup = config.warmup_steps
     if config.warmup_ratio:
         if total is None:
@@ -209,7 +209,7 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> Schedu
 
 
 def apply_factor(optimizer: Optimizer, factor: float) -> None:
-    """Set each group's rate to `factor` times its base rate, "initial_lr"; called at every update."""
+    """Set each group's rate to `factor` times its base rate, "initial_lr"; called at every step."""
     for group in optimizer.param_groups:
         rate = group["lr"]
         if isinstance(rate, Tensor):

@@ -24,7 +24,7 @@ from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_sche
 OptimizerFactory: TypeAlias = Callable[..., Optimizer]
 """``factory(param_groups, lr=..., **options)``. A factory with an argument `module` also gets the module."""
 
-# Every optimizer of the installed torch. LBFGS calls the loss many times per update, and the engine's update
+# Every optimizer of the installed torch. LBFGS calls the loss many times per step, and the engine's step
 # has accumulation, scaling and clipping between the loss and the step, so there is no closure to give it.
 # Ours is a Muon for whole networks; torch's takes matrices only, and is still available as the class.
 OPTIMIZERS: Registry[OptimizerFactory] = Registry(
@@ -51,7 +51,7 @@ class OptimizerConfig:
     ``OptimizerConfig("sgd", lr=0.1, momentum=0.9, nesterov=True, schedule="cosine", warmup_ratio=0.05)``
 
     With float16 parameters an `eps` of 1e-8 would be rounded to zero and the weights NaN within a few
-    updates. The default is then 1e-4; an `eps` in the options overrides it.
+    steps. The default is then 1e-4; an `eps` in the options overrides it.
 
     Args:
         name: A row of `OPTIMIZERS`, a `torch.optim.Optimizer` class, or a factory that takes
@@ -62,11 +62,11 @@ class OptimizerConfig:
             Adafactor of transformers; it has no schedule then.
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
             two dimensions are left out. The default is 0, whatever the optimizer's default is.
-        schedule: A row of `SCHEDULES`, or a function from the update's number (from 0) to the factor of `lr`.
-        warmup_steps: Updates of the warm-up, with any schedule.
-        warmup_ratio: The warm-up as a fraction of all updates; excludes `warmup_steps`.
+        schedule: A row of `SCHEDULES`, or a function from the step's number (from 0) to the factor of `lr`.
+        warmup_steps: Steps of the warm-up, with any schedule.
+        warmup_ratio: The warm-up as a fraction of all steps; excludes `warmup_steps`.
         warmup_power: The power of the warm-up's ramp; 1 is a straight line.
-        total_steps: Updates over which the schedule runs, instead of the run's length.
+        total_steps: Steps over which the schedule runs, instead of the run's length.
         schedule_options: The named schedule's options, such as ``{"min_ratio": 0.1}``.
         groups: Settings by parameter name; the first that matches wins.
         parameters: Globs on the names of the parameters to train; None trains all.
@@ -152,15 +152,13 @@ class OptimizerConfig:
 
 def _warmup_steps(given: object) -> int:
     if isinstance(given, float) and 0 < given < 1:
-        raise ConfigError(
-            f"warmup_steps={given} is no number of updates. For a part of them give warmup_ratio"
-        )
+        raise ConfigError(f"warmup_steps={given} is no number of steps. For a part of them give warmup_ratio")
     return count("warmup_steps", given)
 
 
 def _warmup_ratio(given: object) -> float:
     if isinstance(given, int) and given > 1:
-        raise ConfigError(f"warmup_ratio={given} is no part of the updates. For a number give warmup_steps")
+        raise ConfigError(f"warmup_ratio={given} is no part of the steps. For a number give warmup_steps")
     return number("warmup_ratio", given, at_least=0, below=1)
 
 
@@ -174,7 +172,7 @@ def _check_optimizer(config: OptimizerConfig) -> None:
     name = config.name
     if name in ("lbfgs", torch.optim.LBFGS):
         raise ConfigError(
-            "the optimizer 'lbfgs' cannot be used here: it evaluates the loss many times per update through "
+            "the optimizer 'lbfgs' cannot be used here: it evaluates the loss many times per step through "
             "a closure, which accumulation, loss scaling and clipping do not allow. Write your own loop for "
             "it"
         )
@@ -300,7 +298,7 @@ def _check_schedule(config: OptimizerConfig) -> None:
     if isinstance(made, LRScheduler) or (isinstance(made, type) and issubclass(made, LRScheduler)):
         given = f", here the class {made.__name__}" if isinstance(made, type) else ""
         raise ConfigError(
-            "schedule takes a name or a function from the update's number to a factor, not a"
+            "schedule takes a name or a function from the step's number to a factor, not a"
             f" torch scheduler{given}. To use one, let configure_optimizers return a callable that gives"
             " (optimizer, schedule)"
         )
@@ -311,6 +309,6 @@ def _check_schedule(config: OptimizerConfig) -> None:
             "schedule='reduce_on_plateau', schedule_options={...}"
         )
     if not callable(schedule):
-        raise ConfigError(f"schedule must be a name or a function of the update's number, not {schedule!r}")
+        raise ConfigError(f"schedule must be a name or a function of the step's number, not {schedule!r}")
     if config.schedule_options:
         raise ConfigError("schedule_options are for named schedules; a function takes none")

@@ -1,17 +1,17 @@
 """Updates of 16-bit weights that are smaller than the distance to their next number.
 
 bfloat16 keeps 8 bits of a number. The number below 1.0 is 0.996, so an update of 0.0001 that is rounded to
-the nearest leaves 1.0 unchanged at every update. So the optimizer computes in float32, on copies of the
+the nearest leaves 1.0 unchanged at every step. So the optimizer computes in float32, on copies of the
 weights, and its state is float32. The result is rounded in one of two ways:
 
 - "stochastic": to either neighbour at random, with a probability that makes the mean exact. Sources: Gupta et
   al., "Deep Learning with Limited Numerical Precision", ICML 2015; for bfloat16 Zamirai et al., "Revisiting
   BFloat16 Training", arXiv 2010.06192.
-- "master": to the nearest, and the copies are kept from update to update. Source: Micikevicius et al., "Mixed
+- "master": to the nearest, and the copies are kept from step to step. Source: Micikevicius et al., "Mixed
   Precision Training", arXiv 1710.03740.
 
 torchao rounds at random too, but in a private function for bfloat16 alone that draws from the default
-generator. Here the draws depend on seed and update only, and float16 works too.
+generator. Here the draws depend on seed and step only, and float16 works too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from drivetrain.task.optim.muon import CombinedOptimizer, Muon
 from drivetrain.task.optim.state import MASTER, WEIGHT_UPDATES
 
 PIECE = 2**26
-"""Weights to update at once where the optimizer allows it. Beside its state, an update needs the float32
+"""Weights to update at once where the optimizer allows it. Beside its state, a step needs the float32
 copies of one piece and of its gradients only.
 """
 
@@ -54,7 +54,7 @@ class WeightUpdates:
     Args:
         kind: "stochastic", "master" or "nearest"; "nearest" leaves optimizers unchanged.
         seed: The run's seed. Stochastic rounding draws from it.
-        progress: The run's progress. With the seed and the update's number, a resumed run draws the same.
+        progress: The run's progress. With the seed and the step's number, a resumed run draws the same.
         piece: The number of weights to update at once; None uses `PIECE`, or `PIECE_ON_CPU`.
     """
 
@@ -159,8 +159,8 @@ class _Steps:
         if trained != self._trained:
             self._lay_out(own)
             self._trained = trained
-        update = self._progress.updates
-        self._last = (update, self._last[1] + 1 if self._last[0] == update else 0)
+        step = self._progress.steps
+        self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
         try:
             for number, (places, members) in enumerate(self._pieces):
                 try:
@@ -215,11 +215,11 @@ def _by_parameter(optimizer: Optimizer) -> bool:
 
 
 class _Copies:
-    """Float32 copies of 16-bit weights, and of their gradients during an update.
+    """Float32 copies of 16-bit weights, and of their gradients during a step.
 
     Args:
         weights: The weights: of one device, one dtype and one share of the shards.
-        keeps: Whether to keep the copies from update to update, as `MASTER` in the optimizer's state.
+        keeps: Whether to keep the copies from step to step, as `MASTER` in the optimizer's state.
 
     Attributes:
         weights: The same.
@@ -264,7 +264,7 @@ class _Copies:
 
     def _take_kept(self, index: int, own: Tensor, kept: Tensor | None) -> None:
         value = self._values.views[index]
-        if kept is not self._kept[index]:  # the first update, or the first of a resumed run
+        if kept is not self._kept[index]:  # the first step, or the first of a resumed run
             value.copy_(own if kept is None else _local(kept))
         # If a weight was written to since, its new value counts where it differs from the rounded copy.
         if kept is not self._kept[index] or own._version != self._versions[index]:

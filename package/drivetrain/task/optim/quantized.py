@@ -119,7 +119,7 @@ def check_quantized(optimizer: Optimizer) -> None:
         return
     name = type(optimizer).__name__
     if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise ConfigError(f"{name}(amsgrad=True): torchao has no such update. Leave it out, or use 'adamw'")
+        raise ConfigError(f"{name}(amsgrad=True): torchao has no such step. Leave it out, or use 'adamw'")
     size = getattr(optimizer, "block_size", None)
     if size is not None and (type(size) is not int or size < 1):
         raise ConfigError(f"{name}(block_size=...) is a whole number of elements, such as 256, not {size!r}")

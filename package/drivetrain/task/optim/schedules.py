@@ -1,13 +1,13 @@
-"""Learning-rate schedules: pure functions of the update number.
+"""Learning-rate schedules: pure functions of the step number.
 
-The learning rate of update u, counted from 0, is the group's base rate times ``factor(u)``. There is no other
+The learning rate of step u, counted from 0, is the group's base rate times ``factor(u)``. There is no other
 input, so accumulation, ranks and restarts cannot change it, and resuming needs no state. `PlateauSchedule` is
 the one exception: it observes a metric, and its few numbers are saved in the checkpoint.
 
-The names and shapes are those of Hugging Face transformers, with one rule at both ends: **no update is spent
-at rate 0**. The warm-up over `w` updates is ``(u + 1) / (w + 1)``, so update 0 already moves and update w is
-the first at the full rate. A decay reaches its floor at ``u = total``, the first update after the run. The
-last update, ``total - 1``, is one step above the floor. From ``total`` on the factor stays at the floor.
+The names and shapes are those of Hugging Face transformers, with one rule at both ends: **no step is spent
+at rate 0**. The warm-up over `w` steps is ``(u + 1) / (w + 1)``, so step 0 already moves and step w is
+the first at the full rate. A decay reaches its floor at ``u = total``, the first step after the run. The
+last step, ``total - 1``, is one step above the floor. From ``total`` on the factor stays at the floor.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from drivetrain.core.registry import Registry
 from drivetrain.core.validation import check_names, count, keywords, number, one_of
 
 Schedule: TypeAlias = Callable[[int], float]
-"""A function from the update's number, counted from 0, to the factor of the base learning rate."""
+"""A function from the step's number, counted from 0, to the factor of the base learning rate."""
 
 ScheduleFactory: TypeAlias = Callable[..., Schedule | None]
-"""``factory(warmup, total, **options)``: warm-up updates, all updates or None. It may return None: always 1.
+"""``factory(warmup, total, **options)``: warm-up steps, all steps or None. It may return None: always 1.
 """
 
 _Shape: TypeAlias = Callable[[int, int], float]
-"""A function from ``(done, length)`` of a decay, in updates, to the rest of it: 1 at ``done = 0``, 0 at its
+"""A function from ``(done, length)`` of a decay, in steps, to the rest of it: 1 at ``done = 0``, 0 at its
 end.
 
-The arguments are whole numbers, not their quotient, so that a restart falls on its update exactly."""
+The arguments are whole numbers, not their quotient, so that a restart falls on its step exactly."""
 
 
 def warmed_up(schedule: Schedule, warmup: int) -> Schedule:
-    """Return `schedule` times a ramp over the first `warmup` updates: ``(u + 1) / (warmup + 1)``."""
+    """Return `schedule` times a ramp over the first `warmup` steps: ``(u + 1) / (warmup + 1)``."""
     if not warmup:
         return schedule
     ramp = warmup + 1
 
-    def factor(update: int) -> float:
-        if update < warmup:
-            return (update + 1) / ramp * schedule(update)
-        return schedule(update)
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / ramp * schedule(step)
+        return schedule(step)
 
     return factor
 
 
 def bent_warmup(schedule: Schedule, warmup: int, power: float) -> Schedule:
-    """Return `schedule`, whose ramp over the first `warmup` updates is linear, with the ramp to the power."""
+    """Return `schedule`, whose ramp over the first `warmup` steps is linear, with the ramp to the power."""
     ramp, more = warmup + 1, power - 1.0
 
-    def factor(update: int) -> float:
-        if update < warmup:
-            return float(((update + 1) / ramp) ** more) * schedule(update)
-        return schedule(update)
+    def factor(step: int) -> float:
+        if step < warmup:
+            return float(((step + 1) / ramp) ** more) * schedule(step)
+        return schedule(step)
 
     return factor
 
@@ -66,31 +66,31 @@ def constant(warmup: int, total: int | None) -> Schedule | None:
     if not warmup:
         return None
     ramp = warmup + 1
-    return lambda update: (update + 1) / ramp if update < warmup else 1.0
+    return lambda step: (step + 1) / ramp if step < warmup else 1.0
 
 
 def _decaying(
     name: str, shape: _Shape, warmup: int, total: int | None, min_ratio: float, start: int | None = None
 ) -> Schedule:
-    """Return warm-up, 1 until update `start` if there is one, then `shape` down to `min_ratio` at `total`."""
+    """Return warm-up, 1 until step `start` if there is one, then `shape` down to `min_ratio` at `total`."""
     floor = number(f"min_ratio of the schedule {name!r}", min_ratio, at_least=0, at_most=1)
     if total is None:
         raise ConfigError(
-            f"the schedule {name!r} must know the number of updates in all, and the length of the run is not "
+            f"the schedule {name!r} must know the number of steps in all, and the length of the run is not "
             "known. Give max_steps to the Trainer or total_steps to OptimizerConfig"
         )
     ramp, end, span = warmup + 1, total, 1.0 - floor
     begin = warmup if start is None else max(start, warmup)
     length = end - begin
 
-    def factor(update: int) -> float:
-        if update >= end:
+    def factor(step: int) -> float:
+        if step >= end:
             return floor
-        if update < warmup:
-            return (update + 1) / ramp
-        if update <= begin:
+        if step < warmup:
+            return (step + 1) / ramp
+        if step <= begin:
             return 1.0
-        return floor + span * shape(update - begin, length)
+        return floor + span * shape(step - begin, length)
 
     return factor
 
@@ -163,14 +163,14 @@ def warmup_stable_decay(
     decay_shape: str = "linear",
     min_ratio: float = 0.0,
 ) -> Schedule:
-    """Return the full rate for most of the run, and a decay over the last `decay_ratio` of all updates.
+    """Return the full rate for most of the run, and a decay over the last `decay_ratio` of all steps.
 
     The source is MiniCPM (arXiv 2404.06395); `decay_shape` "sqrt" is ``1 - sqrt(done)`` (arXiv 2405.18392).
 
     Args:
-        warmup: Updates of the warm-up.
-        total: All updates, including the warm-up's.
-        decay_ratio: The decay's share of `total`, rounded to whole updates, at least one. It is shorter if
+        warmup: Steps of the warm-up.
+        total: All steps, including the warm-up's.
+        decay_ratio: The decay's share of `total`, rounded to whole steps, at least one. It is shorter if
             the warm-up leaves less.
         decay_shape: "linear", "cosine" or "sqrt".
         min_ratio: The floor, as a fraction of the base rate.
@@ -187,12 +187,12 @@ def inverse_sqrt(
     """Return ``1 / sqrt(1 + (u - warmup) / timescale)``, at least `min_ratio` (Zhai et al., arXiv
     2106.04560).
 
-    This decay has no end: it needs no `total`, and the run's last update has no special rate.
+    This decay has no end: it needs no `total`, and the run's last step has no special rate.
 
     Args:
-        warmup: Updates of the warm-up.
+        warmup: Steps of the warm-up.
         total: Not used.
-        timescale: Updates after which the rate has fallen to 0.71. Default: the warm-up's updates, or 10 000
+        timescale: Steps after which the rate has fallen to 0.71. Default: the warm-up's steps, or 10 000
             without a warm-up.
         min_ratio: The floor, as a fraction of the base rate.
     """
@@ -201,10 +201,10 @@ def inverse_sqrt(
     scale = default if timescale is None else count("timescale of 'inverse_sqrt'", timescale, at_least=1)
     ramp = warmup + 1
 
-    def factor(update: int) -> float:
-        if update < warmup:
-            return (update + 1) / ramp
-        return max(floor, 1.0 / math.sqrt(1.0 + (update - warmup) / scale))
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / ramp
+        return max(floor, 1.0 / math.sqrt(1.0 + (step - warmup) / scale))
 
     return factor
 
@@ -218,7 +218,7 @@ class PlateauSchedule:
     finite value can be an improvement (NaN and infinities count as none).
 
     Args:
-        warmup: Updates of the linear warm-up, which multiplies the rate.
+        warmup: Steps of the linear warm-up, which multiplies the rate.
         total: Not used.
         metric: The full name of an evaluation's value to watch; a callback may log it during the evaluation.
         mode: "min" when less is better, "max" when more is. "auto" takes it from the metric's own
@@ -264,10 +264,10 @@ class PlateauSchedule:
         self._bad = 0
         self._cooling = 0
 
-    def __call__(self, update: int) -> float:
-        """Return the factor at an update: the warm-up's times the current ratio."""
-        if update < self._warmup:
-            return (update + 1) / (self._warmup + 1) * self._ratio
+    def __call__(self, step: int) -> float:
+        """Return the factor at a step: the warm-up's times the current ratio."""
+        if step < self._warmup:
+            return (step + 1) / (self._warmup + 1) * self._ratio
         return self._ratio
 
     def settle_direction(self, known: str | None) -> None:
@@ -360,7 +360,7 @@ SCHEDULES: Registry[ScheduleFactory] = Registry(
         "reduce_on_plateau": PlateauSchedule,
     },
 )
-"""Schedules by name; each is called with the warm-up's updates, all updates and its options."""
+"""Schedules by name; each is called with the warm-up's steps, all steps and its options."""
 
 
 def make_schedule(
@@ -371,8 +371,8 @@ def make_schedule(
 
     Args:
         name: A row of `SCHEDULES`.
-        warmup: Updates of the linear warm-up.
-        total: All updates of the run, or None if unknown.
+        warmup: Steps of the linear warm-up.
+        total: All steps of the run, or None if unknown.
         options: The schedule's options.
 
     Raises:

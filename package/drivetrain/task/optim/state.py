@@ -52,7 +52,7 @@ def state_by_name(
         names: The names of its parameters.
 
     Returns:
-        Two mappings. Tensors by ``"<parameter>/<slot>"``, live ones: copy them before the next update. And a
+        Two mappings. Tensors by ``"<parameter>/<slot>"``, live ones: copy them before the next step. And a
         JSON tree: "optimizer" (the class's name, for comparison), "groups" (settings, and the names under
         "parameters"), "scalars" (by ``"<parameter>/<slot>"``), "parameters" and "slots" (their dtypes and
         shapes), and "quantized" (the slots whose tensors are stored in parts, by

@@ -24,14 +24,14 @@ _LOG = logger(__name__)
 _VALIDATIONS = "validations"
 
 _MOST_STEPS = 10_000
-"""The most updates that are tried out before a run, in about 50 ms."""
+"""The most steps that are tried out before a run, in about 50 ms."""
 
 
 @final
 @by_name
 @dataclass(frozen=True)
 class TorchSchedule:
-    """A scheduler of torch, stepped after updates, after epochs, or after validations with a metric.
+    """A scheduler of torch, stepped after steps, after epochs, or after validations with a metric.
 
     ::
 
@@ -48,10 +48,10 @@ class TorchSchedule:
     Attributes:
         scheduler: An `LRScheduler`, or another object with `step`, `state_dict` and `load_state_dict`; or a
             function of the optimizer that makes one, such as ``functools.partial(StepLR, step_size=30)``.
-        every: The interval of its steps, in updates or epochs, such as "1 epoch". None steps it after each
-            update, and one with a metric after each validation.
+        every: When it is stepped, in steps or epochs, such as "1 epoch". None steps it after each
+            step, and one with a metric after each validation.
         metric: The full name of the value that its `step` is given, such as "validation/loss". After a
-            validation it is a value of that validation; after updates or epochs, the latest of its name.
+            validation it is a value of that validation; after steps or epochs, the latest of its name.
         required: Whether it is an error if the value was not logged; if not, that step is left out.
         mode: Whether less ("min") or more ("max") of the value is better, for a `ReduceLROnPlateau`, whose
             own mode must be the same. "auto" checks its mode, which torch sets to "min", against the metric's
@@ -126,56 +126,56 @@ class TorchSchedule:
             )
         return replace(self, scheduler=found)
 
-    def warn_if_never(self, updates: int | None, epochs: int | None) -> None:
+    def warn_if_never(self, steps: int | None, epochs: int | None) -> None:
         """Warn if the run ends before the first step.
 
         Args:
-            updates: The run's updates; None if unknown.
+            steps: The run's steps; None if unknown.
             epochs: Its epochs, the last of them begun; None if unknown.
         """
-        length = {"steps": updates, "epochs": epochs}.get(self.unit)
+        length = {"steps": steps, "epochs": epochs}.get(self.unit)
         if isinstance(self.every, Every) and length is not None and self.every.amount > length:
             _LOG.warning(
                 f"the schedule {kind_of(self.scheduler)} is stepped every {self.every}, and this fit has only"
                 f" {length:,} {self.unit}: it never changes the learning rate. Give a shorter interval"
             )
 
-    def check_length(self, updates: int | None, epochs: int | None) -> None:
+    def check_length(self, steps: int | None, epochs: int | None) -> None:
         """Check that the scheduler takes as many steps as the run has.
 
         Args:
-            updates: The run's updates; None if unknown.
+            steps: The run's steps; None if unknown.
             epochs: Its epochs, the last of them begun; None if unknown.
 
         Raises:
             ConfigError: It is shorter, as a OneCycleLR may be, and would raise in the middle of the run.
         """
-        length = {"steps": updates, "epochs": epochs}.get(self.unit)
+        length = {"steps": steps, "epochs": epochs}.get(self.unit)
         if not isinstance(self.scheduler, LRScheduler) or self.metric is not None or not length:
             return
-        steps = length // self._amount
+        calls = length // self._amount
         error: Exception | None = None
         if isinstance(self.scheduler, OneCycleLR) and self.scheduler.total_steps > _MOST_STEPS:
             possible = self.scheduler.total_steps - self.scheduler.last_epoch
         else:
-            rates, error = self._rates(min(steps, _MOST_STEPS))
+            rates, error = self._rates(min(calls, _MOST_STEPS))
             possible = len(rates) - 1
             if error is None or possible < 1:  # a copy that cannot even step once shows nothing
                 return
-        if possible < steps:
-            unit, said = "updates" if self.unit == "steps" else "epochs", ""
+        if possible < calls:
+            said = ""
             if error is not None:
                 said = f" Its next one raises {type(error).__name__}: {error}."
             raise ConfigError(
                 f"the schedule {kind_of(self.scheduler)} can be stepped {possible:,} times, and this run of"
-                f" {length:,} {unit} steps it {steps:,} times.{said} Give it the run's length, which"
-                f" configure_optimizers finds in self.totals.{unit} (as in OneCycleLR(optimizer, max_lr,"
-                f" total_steps=self.totals.{unit})), or make the run shorter"
+                f" {length:,} {self.unit} steps it {calls:,} times.{said} Give it the run's length, which"
+                f" configure_optimizers finds in self.totals.{self.unit} (as in OneCycleLR(optimizer, max_lr,"
+                f" total_steps=self.totals.{self.unit})), or make the run shorter"
             )
 
     @property
     def _amount(self) -> int:
-        """The number of updates or epochs for a step."""
+        """The number of steps or epochs between two calls."""
         return int(self.every.amount) if isinstance(self.every, Every) else 1
 
     def settle_direction(self, known: str | None) -> None:
@@ -202,31 +202,31 @@ class TorchSchedule:
                 f" TorchSchedule(..., metric={metric!r}, mode='min')"
             )
 
-    def report(self, updates: int | None) -> None:
-        """Say what a scheduler that is stepped after each update does to the rate, before the first update.
+    def report(self, steps: int | None) -> None:
+        """Say what a scheduler that is stepped after each step does to the rate, before the first step.
 
         Args:
-            updates: The run's length, or None if unknown.
+            steps: The run's length, or None if unknown.
         """
         if self.unit != "steps" or not isinstance(self.scheduler, LRScheduler):
             return
-        name, total = type(self.scheduler).__name__, min(updates or _MOST_STEPS, _MOST_STEPS)
+        name, total = type(self.scheduler).__name__, min(steps or _MOST_STEPS, _MOST_STEPS)
         rates, _ = self._rates(total // self._amount)
         if not rates or not rates[0]:
             return
         epochs = f"Where its arguments count epochs, return TorchSchedule({name}(...), every='1 epoch')"
         for part, share in (("a tenth", 10), ("half", 2)):
             lowest, limit = min(rates[: len(rates) // share + 1]), 1e-6 if share == 10 else 1e-12
-            if updates is not None and updates <= _MOST_STEPS and lowest < limit * rates[0]:
+            if steps is not None and steps <= _MOST_STEPS and lowest < limit * rates[0]:
                 _LOG.warning(
-                    f"{name} is stepped after each update, and lowers the rate from {rates[0]:.3g} to"
-                    f" {lowest:.3g} within {part} of the run of {total} updates. {epochs}"
+                    f"{name} is stepped after each step, and lowers the rate from {rates[0]:.3g} to"
+                    f" {lowest:.3g} within {part} of the run of {total} steps. {epochs}"
                 )
                 return
         if self.every is None:
             _LOG.info(
-                f"{name} is stepped after each update: the rate is {rates[0]:.3g} at first, and"
-                f" {rates[-1]:.3g} after {total} updates. {epochs}"
+                f"{name} is stepped after each step: the rate is {rates[0]:.3g} at first, and"
+                f" {rates[-1]:.3g} after {total} steps. {epochs}"
             )
 
     def _rates(self, steps: int) -> tuple[list[float], Exception | None]:

@@ -44,7 +44,7 @@ class Check:
     """The settings of a check.
 
     Attributes:
-        updates: Steps to compare.
+        steps: Steps to compare.
         save_after: The step to save after. The run is killed at most two steps later. The default is in
             the middle.
         epoch: Steps in each epoch, so that the comparison covers the end of one. By default epochs keep
@@ -57,7 +57,7 @@ class Check:
         ConfigError: The numbers are inconsistent.
     """
 
-    updates: int = 10
+    steps: int = 10
     save_after: int | None = None
     epoch: int | None = None
     ignore: Sequence[str] = ()
@@ -66,16 +66,16 @@ class Check:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        count("updates", self.updates, at_least=2)
+        count("steps", self.steps, at_least=2)
         count("fit", self.fit, at_least=1)
         if self.save_after is not None:
             count("save_after", self.save_after, at_least=1)
         if self.epoch is not None:
             count("epoch", self.epoch, at_least=1)
-        if self.save_after is not None and self.save_after >= self.updates:
+        if self.save_after is not None and self.save_after >= self.steps:
             raise ConfigError(
-                f"save_after={self.save_after} of {self.updates} updates leaves none to compare after the"
-                f" resume. Give a smaller save_after, such as {self.updates // 2}, or more updates"
+                f"save_after={self.save_after} of {self.steps} steps leaves none to compare after the"
+                f" resume. Give a smaller save_after, such as {self.steps // 2}, or more steps"
             )
 
 
@@ -96,7 +96,7 @@ def check_program(program: Sequence[str], check: Check, nproc: int | None = None
     def start(recording: Recording) -> tuple[int, str]:
         numbers = ["-" if each is None else str(each) for each in (recording.save_after, recording.epoch)]
         words = ["-m", "drivetrain.testing.resume.program", str(recording.directory), recording.kind]
-        words += [str(recording.updates), *numbers, str(recording.fit), *program]
+        words += [str(recording.steps), *numbers, str(recording.fit), *program]
         launcher = [] if nproc is None else ["-m", "drivetrain", "launch", "--devices", str(nproc)]
         log = recording.directory / f"output-{recording.kind}"
         with log.open("w", encoding="utf-8") as output:
@@ -133,7 +133,7 @@ def check_exists(program: Sequence[str]) -> None:
 def assert_resumable(
     make: Callable[[], Sequence[Any]],
     *,
-    updates: int = 10,
+    steps: int = 10,
     save_after: int | None = None,
     epoch: int | None = None,
     ignore: Sequence[str] = (),
@@ -148,7 +148,7 @@ def assert_resumable(
     Args:
         make: Returns a new Trainer, task, training data and optionally validation data at each call. It must
             be importable on systems that spawn processes.
-        updates: Steps to compare.
+        steps: Steps to compare.
         save_after: The step to save after. The run is killed at most two steps later. The default is in
             the middle.
         epoch: Steps in each epoch, so that the comparison covers the end of one. By default epochs keep
@@ -164,7 +164,7 @@ def assert_resumable(
         ProgramError: `make` or the fit fails.
     """
     count("world_size", world_size, at_least=1)
-    check = Check(updates, save_after, epoch, ignore, timeout)
+    check = Check(steps, save_after, epoch, ignore, timeout)
 
     def start(recording: Recording) -> tuple[int, str]:
         if world_size == 1:
@@ -223,7 +223,7 @@ def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
 def _check(start: _Start, check: Check) -> Report:
     with _scratch() as directory:
         uninterrupted = Recording(
-            directory, UNINTERRUPTED, check.updates, check.save_after, check.epoch, check.fit
+            directory, UNINTERRUPTED, check.steps, check.save_after, check.epoch, check.fit
         )
         _run_to_end(start, uninterrupted)
         made = min(len(each.steps) for each in read(directory, UNINTERRUPTED))
@@ -233,7 +233,7 @@ def _check(start: _Start, check: Check) -> Report:
                 f"the program made {made} steps, too few to continue after a resume at step {save_after}."
                 " Let it train longer, save earlier, or check another of its fits"
             )
-        _run_and_kill(start, replace(uninterrupted, kind=KILLED, save_after=save_after, updates=made))
+        _run_and_kill(start, replace(uninterrupted, kind=KILLED, save_after=save_after, steps=made))
         _run_to_end(start, replace(uninterrupted, kind=RESUMED, save_after=save_after))
         if read(directory, RESUMED)[0].base == read(directory, UNINTERRUPTED)[0].base:
             raise ProgramError(
@@ -242,9 +242,9 @@ def _check(start: _Start, check: Check) -> Report:
         return compare(directory, check.ignore)
 
 
-def _middle(updates: int) -> int:
+def _middle(steps: int) -> int:
     """Return an odd step near the middle: the recorded runs log at even ones, never at the save."""
-    return max(updates // 2 - 1, 1) | 1
+    return max(steps // 2 - 1, 1) | 1
 
 
 @contextmanager

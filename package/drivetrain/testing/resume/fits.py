@@ -17,7 +17,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.messages import logger
 from drivetrain.core.stages import most
 from drivetrain.testing.resume.digests import short
-from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording, first_update
+from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording, first_step
 
 if TYPE_CHECKING:
     from drivetrain.run.settings import RunSettings
@@ -38,7 +38,7 @@ class RunRecorder:
         self._recording = recording
         self._fits = 0
         self._recorder: Recorder | None = None
-        self._body: int | None = None  # the last update while a loop's body runs, else None
+        self._body: int | None = None  # the last step while a loop's body runs, else None
         self._has_ended = False
 
     def checks_next(self) -> None:
@@ -59,8 +59,8 @@ class RunRecorder:
         if not checked:
             return changes
         every = None
-        if recording.kind == KILLED:  # the interval must pass once after the first update
-            every = f"{first_update(recording.directory) + (recording.save_after or 0)} steps"
+        if recording.kind == KILLED:  # the interval must pass once after the first step
+            every = f"{first_step(recording.directory) + (recording.save_after or 0)} steps"
         policy = self._policies(trainer, f"fit-{self._fits}")[0]
         changes["checkpoint"] = dataclasses.replace(policy, every=every, best=0, by=None, name=None)
         self._recorder = Recorder(recording)
@@ -76,10 +76,10 @@ class RunRecorder:
         return changes
 
     def loops(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-        """Yield the updates of a loop, and note when its body runs."""
+        """Yield the steps of a loop, and note when its body runs."""
         with closing(steps):
             for step in steps:
-                self._body = None if self._recorder is None else self._recorder.update
+                self._body = None if self._recorder is None else self._recorder.step
                 yield step
                 self._body = None
 

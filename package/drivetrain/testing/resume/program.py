@@ -1,6 +1,6 @@
 """Run an unchanged program with its fits recorded.
 
-`drivetrain check-resume` runs this module with the arguments DIRECTORY KIND UPDATES SAVE EPOCH FIT [-m]
+`drivetrain check-resume` runs this module with the arguments DIRECTORY KIND STEPS SAVE EPOCH FIT [-m]
 PROGRAM .... SAVE and EPOCH may be "-".
 """
 
@@ -23,9 +23,9 @@ _SEED = 0
 
 def main(words: Sequence[str]) -> None:
     """Run the program as `__main__`."""
-    directory, kind, updates, save, epoch, fit, *program = words
+    directory, kind, steps, save, epoch, fit, *program = words
     save_after, short = (None if each == "-" else int(each) for each in (save, epoch))
-    recording = Recording(Path(directory), kind, int(updates), save_after, short, int(fit))
+    recording = Recording(Path(directory), kind, int(steps), save_after, short, int(fit))
     seed_host(_SEED)
     recorder = RunRecorder(recording)
     with observing(recorder):

@@ -39,37 +39,37 @@ class Recording:
     Attributes:
         directory: The directory of the records and of the files that the program's runs write.
         kind: "uninterrupted", "killed" or "resumed".
-        updates: Updates after which the fit is stopped, or killed at the latest.
-        save_after: Updates after which the killed run is saved; the other runs are saved at their end.
-        epoch: Updates in each epoch; None leaves the length of an epoch unchanged.
+        steps: Steps after which the fit is stopped, or killed at the latest.
+        save_after: Steps after which the killed run is saved; the other runs are saved at their end.
+        epoch: Steps in each epoch; None leaves the length of an epoch unchanged.
         fit: The fit of the program to record, counted from 1. Earlier fits run unchanged.
     """
 
     directory: Path
     kind: str
-    updates: int
+    steps: int
     save_after: int | None = None
     epoch: int | None = None
     fit: int = 1
 
     def kill_after(self, base: int) -> int:
-        """Return the number of updates after which the run is killed; those after the save are lost.
+        """Return the number of steps after which the run is killed; those after the save are lost.
 
         Args:
-            base: The update at which the uninterrupted run began.
+            base: The step at which the uninterrupted run began.
         """
         saved = self.save_after or 0
-        # Saving happens at an interval, so a second save would follow after twice as many updates.
-        return min(saved + 2, self.updates, base + 2 * saved)
+        # Saving happens at an interval, so a second save would follow after twice as many steps.
+        return min(saved + 2, self.steps, base + 2 * saved)
 
     @property
     def log_every(self) -> int:
-        """Log interval in updates. The save is no log point, so the checkpoint holds unlogged values."""
+        """Log interval in steps. The save is no log point, so the checkpoint holds unlogged values."""
         return 2 if (self.save_after or 1) % 2 else 3
 
 
-def first_update(directory: Path) -> int:
-    """Return the update at which the uninterrupted run began; it is not 0 if the program resumed a run."""
+def first_step(directory: Path) -> int:
+    """Return the step at which the uninterrupted run began; it is not 0 if the program resumed a run."""
     file = next((directory / UNINTERRUPTED).glob("rank-*.jsonl"))
     with file.open(encoding="utf-8") as rows:
         return int(json.loads(rows.readline())["step"])
@@ -82,12 +82,12 @@ class Recorder(Callback):
         recording: The run to record.
 
     Attributes:
-        update: The last update.
+        step: The last step.
         is_over: Whether the fit has ended.
     """
 
     def __init__(self, recording: Recording) -> None:
-        self.update = 0
+        self.step = 0
         self.is_over = False
         self._recording = recording
         self._base = 0
@@ -104,9 +104,9 @@ class Recorder(Callback):
         place = self._recording.directory / self._recording.kind
         place.mkdir(parents=True, exist_ok=True)
         self._file = place / f"rank-{rank}.jsonl"
-        self._base = self.update = run.progress.updates
+        self._base = self.step = run.progress.steps
         if self._recording.kind == RESUMED:
-            self._base = first_update(self._recording.directory)
+            self._base = first_step(self._recording.directory)
         self._kill_after = self._recording.kill_after(self._base)
         self._checkpoint = run.last_checkpoint
         for callback in run.callbacks:
@@ -122,8 +122,8 @@ class Recorder(Callback):
         self._read += _of_each("weight", [_number(each.weight) for each in micro_batches])
 
     def on_step_end(self, run: Any) -> None:
-        """Note the step's random streams and results, and stop the run after the last update to compare."""
-        step, self.update = run.result, run.progress.updates
+        """Note the step's random streams and results, and stop the run after the last step to compare."""
+        step, self.step = run.result, run.progress.steps
         self._step = [*self._read, *_streams(run)]
         scalars: dict[str, list[str]] = {}
         for names, values, _ in step.rows:
@@ -135,8 +135,8 @@ class Recorder(Callback):
             self._step.append(("result", "gradient norm", _number(step.grad_norm)))
         self._step.append(("result", "applied", str(step.applied)))
         recording = self._recording
-        if recording.kind != KILLED and run.progress.updates - self._base >= recording.updates:
-            run.stop(f"{recording.updates} updates are recorded")
+        if recording.kind != KILLED and run.progress.steps - self._base >= recording.steps:
+            run.stop(f"{recording.steps} steps are recorded")
 
     def _kill(self, run: Any) -> None:
         for each in run.callbacks:
@@ -160,7 +160,7 @@ class Recorder(Callback):
     def on_save(self, run: Any) -> None:
         """Record the step and the state after it, and kill the process at the chosen step."""
         self._write("step", run, [*self._step, *self._state(run)])
-        if self._recording.kind == KILLED and run.progress.updates - self._base >= self._kill_after:
+        if self._recording.kind == KILLED and run.progress.steps - self._base >= self._kill_after:
             self._kill(run)
 
     def on_fit_end(self, run: Any) -> None:
@@ -170,24 +170,24 @@ class Recorder(Callback):
 
     def on_exception(self, run: Any) -> None:
         """Record that the fit failed or was ended."""
-        self.failed(run.exception, run.progress.updates)
+        self.failed(run.exception, run.progress.steps)
 
-    def failed(self, error: BaseException, update: int) -> None:
+    def failed(self, error: BaseException, step: int) -> None:
         """Record that an exception ended the fit.
 
         Args:
             error: The exception, of the fit or of the body of the user's loop.
-            update: The last update before it.
+            step: The last step before it.
         """
         self.is_over = True
-        self._add("failed", update, text=f"{type(error).__name__}: {error}".partition("\n")[0])
+        self._add("failed", step, text=f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def warned(self, text: str) -> None:
         """Record a warning of tensors that no checkpoint holds."""
-        self._add("unsaved", self.update, text=text)
+        self._add("unsaved", self.step, text=text)
 
     def _write(self, kind: str, run: Any, items: list[Item]) -> None:
-        self._add(kind, run.progress.updates, items=items)
+        self._add(kind, run.progress.steps, items=items)
 
     def _add(self, kind: str, step: int, **more: Any) -> None:
         if self._file is not None:  # None if the fit failed before it began

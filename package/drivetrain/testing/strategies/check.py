@@ -76,7 +76,7 @@ def same_as_the_big_batch(job: Job) -> None:
             )
             job.assert_equals_one_process(found.result.metrics, alone.result.metrics, f"the metrics ({what})")
             assert found.record.rates == alone.record.rates, f"the rates ({what}) on rank {job.rank}"
-            for each in ("updates", "samples", "tokens", "epoch"):
+            for each in ("steps", "samples", "tokens", "epoch"):
                 mine, theirs = getattr(found.result.progress, each), getattr(alone.result.progress, each)
                 assert mine == theirs, f"{each} ({what}) on rank {job.rank}: {mine}, alone {theirs}"
 
@@ -98,9 +98,9 @@ def all_begin_with_the_weights_of_rank_0(job: Job) -> None:
 def a_process_may_begin_with_padding(job: Job) -> None:
     """A first micro-batch of weight 0, whose mean loss is NaN, adds nothing to the gradient."""
     samples = Sequences(empty=0)
-    alone = job.fit(True, Tokens(), DataLoader(samples, batch_size=job.update))
+    alone = job.fit(True, Tokens(), DataLoader(samples, batch_size=job.step))
     loader = DataLoader(samples, batch_size=1)
-    accumulation = job.update // job.shares
+    accumulation = job.step // job.shares
     found = job.fit(False, Tokens(), loader, gradient_accumulation_steps=accumulation)
     job.assert_equals_one_process(found.weights, alone.weights, "the weights")
     job.assert_equals_one_process(found.result.metrics, alone.result.metrics, "the metrics")
@@ -134,7 +134,7 @@ def parameters_may_be_unfrozen(job: Job) -> None:
     start = whole_state(Tokens())
 
     def frozen(run: Any) -> None:
-        if run.progress.updates == 2:  # the first epoch has at least three
+        if run.progress.steps == 2:  # the first epoch has at least three
             for name in names:
                 now = run.full_tensor(run.task.get_parameter(name)).detach().double().cpu()
                 job.assert_close(now, start[name], f"{name}, which is frozen,")
@@ -155,9 +155,9 @@ def generator_steps(job: Job) -> None:
     """A generator step with several optimizers works, with and without accumulation."""
     generator = torch.Generator().manual_seed(2)
     data = TensorDataset(torch.randn(13, 4, generator=generator), torch.randn(13, 2, generator=generator))
-    alone = job.fit(True, GeneratorAndDiscriminator(), DataLoader(data, batch_size=job.update))
+    alone = job.fit(True, GeneratorAndDiscriminator(), DataLoader(data, batch_size=job.step))
     for accumulation in (1, 2):
-        loader = DataLoader(data, batch_size=job.update // (job.shares * accumulation))
+        loader = DataLoader(data, batch_size=job.step // (job.shares * accumulation))
         found = job.fit(False, GeneratorAndDiscriminator(), loader, gradient_accumulation_steps=accumulation)
         what = f"{accumulation} micro-batches"
         job.assert_equals_one_process(found.weights, alone.weights, f"the weights ({what})")
@@ -200,7 +200,7 @@ def _predictions(job: Job, loaders: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def all_ranks_see_the_same(job: Job) -> None:
-    """All ranks log the same values at the same updates, to the last bit."""
+    """All ranks log the same values at the same steps, to the last bit."""
     # A value that a callback adds to a log point is exchanged after all callbacks have seen the point.
     adds = LambdaCallback(on_log=lambda run: run.log("added", run.engine.strategy.rank))
     options: dict[str, Any] = {"max_grad_norm": 1.0, "log_every": "3 steps", "callbacks": [adds]}

@@ -22,7 +22,7 @@ class CompareRanks(Callback):
     Ranks that decide differently would deadlock. This fails at once.
 
     Attributes:
-        evaluated: The update and the value of `validation/loss` of each validation.
+        evaluated: The step and the value of `validation/loss` of each validation.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class CompareRanks(Callback):
         """Compare the values of the evaluation."""
         values = run.evaluation.values
         self._compare(sorted(values.items()), "on_evaluation_end")
-        self.evaluated.append((run.progress.updates, values["validation/loss"]))
+        self.evaluated.append((run.progress.steps, values["validation/loss"]))
 
     def on_save(self, run: Any) -> None:
         """Compare the reason to stop, and the time if anything is due by time."""
         seconds = run.progress.seconds if run.by_time else None
-        self._compare((run.stop_reason, seconds), f"on_save after update {run.progress.updates}")
+        self._compare((run.stop_reason, seconds), f"on_save after step {run.progress.steps}")
 
     def _compare(self, value: Any, hook: str) -> None:
         if torch.distributed.is_initialized():
@@ -54,7 +54,7 @@ class CompareRanks(Callback):
 
 
 def _fit_and_compare(job: Job, alone: bool, *callbacks: Any, **options: Any) -> tuple[Outcome, CompareRanks]:
-    """Run a fit with a validation after every update, unless `options` give another interval."""
+    """Run a fit with a validation after every step, unless `options` give another interval."""
     comparison = CompareRanks()
     shown = (*(() if alone else (comparison,)), *callbacks)
     task = Tokens(schedule="reduce_on_plateau")
@@ -64,7 +64,7 @@ def _fit_and_compare(job: Job, alone: bool, *callbacks: Any, **options: Any) -> 
     )
     if not alone:
         result = found.result
-        assert_same_on_all_ranks((result.stop_reason, result.progress.updates), "why and when the run ended")
+        assert_same_on_all_ranks((result.stop_reason, result.progress.steps), "why and when the run ended")
     return found, comparison
 
 
@@ -98,8 +98,8 @@ def callbacks_decide_the_same(job: Job) -> None:
     _same_decisions(job, found, alone, "early stopping")
     assert len({rates["lr"] for rates in found.record.rates}) > 1, "the schedule never lowered the rate"
     entries = read_index(str(directory / CHECKPOINTS)) or []
-    kept = sorted(each.update for each in entries if each.keeper)
-    best = sorted(update for update, _ in sorted(comparison.evaluated, key=lambda pair: -pair[1])[:2])
+    kept = sorted(each.step for each in entries if each.keeper)
+    best = sorted(step for step, _ in sorted(comparison.evaluated, key=lambda pair: -pair[1])[:2])
     assert kept == best, f"of {comparison.evaluated} the checkpoints {kept} were kept"
     losses = [values["train/loss"] for _, values in alone.record.logged if "train/loss" in values]
     bound = min(losses[:3]) + 1e-4
@@ -111,14 +111,14 @@ def callbacks_decide_the_same(job: Job) -> None:
 def _same_decisions(job: Job, found: Outcome, alone: Outcome, what: str) -> None:
     if job.inexact:
         return
-    updates = alone.result.progress.updates
-    mine = found.result.progress.updates
-    assert mine == updates, f"{what} on rank {job.rank} ended the run after update {mine}, alone {updates}"
+    steps = alone.result.progress.steps
+    mine = found.result.progress.steps
+    assert mine == steps, f"{what} on rank {job.rank} ended the run after step {mine}, alone {steps}"
     job.assert_close(found.record.rates, alone.record.rates, f"the rates ({what})")
 
 
 class ClockAhead(Callback):
-    """Makes two hours pass on one rank during the third update.
+    """Makes two hours pass on one rank during the third step.
 
     Args:
         rank: The rank.
@@ -129,25 +129,25 @@ class ClockAhead(Callback):
 
     def on_step_end(self, run: Any) -> None:
         """Move the start of the run two hours back."""
-        if run.progress.updates == 3 and run.engine.strategy.rank == self.rank:
+        if run.progress.steps == 3 and run.engine.strategy.rank == self.rank:
             run.origin -= 7200
 
 
 def all_ranks_have_one_clock(job: Job) -> None:
-    """Intervals in time are due after the same update on all ranks, even if their clocks differ."""
+    """Intervals in time are due after the same step on all ranks, even if their clocks differ."""
     for rank in sorted({0, job.world_size - 1}):
         options = {"max_time": "1 hour", "validate_every": "1 hour", "log_every": "1 hour"}
         found, comparison = _fit_and_compare(job, False, ClockAhead(rank), **options)
-        updates, evaluated = found.result.progress.updates, [update for update, _ in comparison.evaluated]
-        whole = 2 * math.ceil(len(Sequences()) / job.update)
+        steps, evaluated = found.result.progress.steps, [step for step, _ in comparison.evaluated]
+        whole = 2 * math.ceil(len(Sequences()) / job.step)
         expected: tuple[int, list[int]] = (3, [3]) if rank == 0 else (whole, [whole])
-        assert (updates, evaluated) == expected, (
-            f"with rank {rank} ahead the run ended after update {updates} and validated after {evaluated}"
+        assert (steps, evaluated) == expected, (
+            f"with rank {rank} ahead the run ended after step {steps} and validated after {evaluated}"
         )
 
 
 class StopOnOneRank(Callback):
-    """Stops the run on one rank, after the third update.
+    """Stops the run on one rank, after the third step.
 
     Args:
         rank: The rank.
@@ -160,7 +160,7 @@ class StopOnOneRank(Callback):
 
     def decide(self, run: Any) -> None:
         """Stop the run."""
-        if run.progress.updates >= 3 and run.engine.strategy.rank == self.rank:
+        if run.progress.steps >= 3 and run.engine.strategy.rank == self.rank:
             run.stop("stopped by one rank")
 
 
@@ -171,34 +171,34 @@ class NoteStops(Callback):
         hooks: The hooks.
 
     Attributes:
-        updates: By hook, the update after which it would first stop the run.
+        steps: By hook, the step after which it would first stop the run.
     """
 
     def __init__(self, *hooks: str) -> None:
-        self.updates: dict[str, int] = {}
+        self.steps: dict[str, int] = {}
         for hook in hooks:
             setattr(self, hook, partial(self._note, hook))
 
     def _note(self, hook: str, run: Any) -> None:
-        if run.progress.updates >= 3:
-            self.updates.setdefault(hook, run.progress.updates)
+        if run.progress.steps >= 3:
+            self.steps.setdefault(hook, run.progress.steps)
 
 
 def one_rank_can_stop_all(job: Job) -> None:
-    """A callback that stops the run on one rank stops it on all, after the same update.
+    """A callback that stops the run on one rank stops it on all, after the same step.
 
-    It is the update at which one process would stop, or the next if other ranks have already finished it.
+    It is the step at which one process would stop, or the next if other ranks have already finished it.
     """
     hooks = ("on_step_end", "on_log", "on_evaluation_end", "on_epoch_end")
     stops = NoteStops(*hooks)
     _fit_and_compare(job, True, stops)
     for hook in hooks:
-        expected = stops.updates[hook]
+        expected = stops.steps[hook]
         for rank in sorted({0, job.world_size - 1}):
             found, _ = _fit_and_compare(job, False, StopOnOneRank(rank, hook))
-            mine, why = found.result.progress.updates, found.result.stop_reason
+            mine, why = found.result.progress.steps, found.result.stop_reason
             assert mine in (expected, expected + 1), (
-                f"stopped in {hook} on rank {rank}, the run ended after update {mine}, alone after {expected}"
+                f"stopped in {hook} on rank {rank}, the run ended after step {mine}, alone after {expected}"
             )
             assert why == "stopped by one rank", (
                 f"stopped in {hook} on rank {rank}, the run ended for {why!r}"

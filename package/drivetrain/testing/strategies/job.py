@@ -39,9 +39,9 @@ class Record(Callback):
     """Records a run.
 
     Attributes:
-        norms: The gradient norm of each update.
-        rates: The learning rates after each update.
-        logged: The update and the values of each log point.
+        norms: The gradient norm of each step.
+        rates: The learning rates after each step.
+        logged: The step and the values of each log point.
         optimizer: The optimizer states at the end, by `parameter/slot`.
     """
 
@@ -60,7 +60,7 @@ class Record(Callback):
 
     def on_log(self, run: Any) -> None:
         """Note the logged values."""
-        self.logged.append((run.progress.updates, dict(run.logged)))
+        self.logged.append((run.progress.steps, dict(run.logged)))
 
     def on_fit_end(self, run: Any) -> None:
         """Note the optimizer states, gathered from all ranks."""
@@ -71,18 +71,18 @@ class Record(Callback):
 
 
 class StopAfter(Callback):
-    """Stops a run after an update.
+    """Stops a run after a step.
 
     Args:
-        update: The update.
+        step: The step.
     """
 
-    def __init__(self, update: int) -> None:
-        self.update = update
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_step_end(self, run: Any) -> None:
-        """Stop the run at the update."""
-        if run.progress.updates == self.update:
+        """Stop the run at the step."""
+        if run.progress.steps == self.step:
             run.stop("stopped by the check")
 
 
@@ -111,7 +111,7 @@ class Job:
         scratch: A directory that all processes share.
         precision: The precision of all runs.
         tolerance: The absolute and relative tolerance of comparisons.
-        batch: Samples in an update, over all processes. The default is about eight.
+        batch: Samples in a step, over all processes. The default is about eight.
     """
 
     make: MakeStrategy
@@ -128,8 +128,8 @@ class Job:
         return self.make(self.world_size).data_size
 
     @property
-    def update(self) -> int:
-        """Samples in an update, over all processes: at least two for each share."""
+    def step(self) -> int:
+        """Samples in a step, over all processes: at least two for each share."""
         least = 2 * self.shares
         return self.batch or least * max(1, 8 // least)
 
@@ -154,7 +154,7 @@ class Job:
         resume: str | None = None,
         **options: Any,
     ) -> Outcome:
-        """Train a task, and log every update unless `options` give another interval."""
+        """Train a task, and log every step unless `options` give another interval."""
         record = Record()
         options = {"log_every": "1 step", **options}
         trainer = self.trainer(alone, **{**options, "callbacks": [record, *options.get("callbacks", ())]})
@@ -162,9 +162,9 @@ class Job:
         return Outcome(whole_state(task), result, record)
 
     def sequences(self, alone: bool, accumulation: int = 1, **options: Any) -> DataLoader[Any]:
-        """Return shuffled sequences, in batches that give the same updates alone and over all processes."""
+        """Return shuffled sequences, in batches that give the same steps alone and over all processes."""
         parts = 1 if alone else self.shares * accumulation
-        return DataLoader(Sequences(**options), batch_size=self.update // parts, shuffle=True)
+        return DataLoader(Sequences(**options), batch_size=self.step // parts, shuffle=True)
 
     @cached_property
     def inexact(self) -> str:

@@ -24,7 +24,7 @@ POLICY = CheckpointConfig(every=None, best=0)
 """Saves only at the end of a run, also of one that is stopped early."""
 
 STOP = 4
-"""The update after which `check_resume` stops its runs. An epoch has three, so it is within the second."""
+"""The step after which `check_resume` stops its runs. An epoch has three, so it is within the second."""
 
 
 def _task() -> Tokens:
@@ -34,7 +34,7 @@ def _task() -> Tokens:
 def resume_is_bitwise(job: Job) -> None:
     """A run that is stopped and resumed on the same number of processes equals an uninterrupted one bitwise.
 
-    It is stopped within an epoch and between two. Losses, norms, rates and metrics of every update are
+    It is stopped within an epoch and between two. Losses, norms, rates and metrics of every step are
     compared, and the weights and optimizer states at the end. The task has dropout, accumulation, a schedule
     and a declared metric.
     """
@@ -46,7 +46,7 @@ def resume_is_bitwise(job: Job) -> None:
         options |= {"run_dir": directory, "checkpoint": POLICY, "max_epochs": 3}
         before = job.fit(False, _task(), data, callbacks=[StopAfter(stop)], **options)
         after = job.fit(False, _task(), data, resume="auto", **options)
-        _same_bits(job, before, after, whole, f"a resume after update {stop}")
+        _same_bits(job, before, after, whole, f"a resume after step {stop}")
 
 
 def _same_bits(job: Job, before: Outcome, after: Outcome, whole: Outcome, what: str) -> None:
@@ -55,7 +55,7 @@ def _same_bits(job: Job, before: Outcome, after: Outcome, whole: Outcome, what: 
         expected = getattr(whole.record, name)
         assert found == expected, f"the {name} differ in {what} on rank {job.rank}: {found}, not {expected}"
     # The stopped run logs its last values at the stop; the uninterrupted one logs them with later values.
-    stop = before.result.progress.updates
+    stop = before.result.progress.steps
     expected = [each for each in whole.record.logged if each[0] > stop]
     assert after.record.logged == expected, (
         f"the logged values differ in {what} on rank {job.rank}: {after.record.logged}, not {expected}"
@@ -100,7 +100,7 @@ class SampleRecord(Callback):
 
     Attributes:
         samples: The (epoch, index) of each sample, sorted at the end of the run.
-        losses: The mean loss over all processes, by update.
+        losses: The mean loss over all processes, by step.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SampleRecord(Callback):
                 self.samples += [(run.progress.epoch, index) for index in each.batch["index"].tolist()]
 
     def on_step_end(self, run: Any) -> None:
-        """Note the update's loss."""
+        """Note the step's loss."""
         mine = sum(float(weight) for _, _, weight in run.result.rows)
         total, weight = run.engine.data_ranks.total([run.result.loss * mine if mine else 0.0, mine])
         self.losses.append(total / weight)

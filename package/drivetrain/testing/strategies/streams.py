@@ -69,10 +69,10 @@ def _in_one_process(job: Job, data: Any, accumulation: int) -> Mapping[str, Tens
     feeds = [
         Feed(as_source(data, "training", 0, share=each), transfer, measure, accumulation) for each in shares
     ]
-    for update, windows in enumerate(zip(*(each.windows(0) for each in feeds), strict=True)):
+    for step, windows in enumerate(zip(*(each.windows(0) for each in feeds), strict=True)):
         total = sum(float(each.weight) for window in windows for each in window.micro_batches)
         for stream, window in zip(streams, windows, strict=True):
-            stream.seed_update(update)
+            stream.seed_step(step)
             for each in map(transfer.moved, window.micro_batches):
                 if each.weight:
                     with context():

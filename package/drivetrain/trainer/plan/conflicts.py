@@ -33,13 +33,13 @@ _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt", "reduc
 
 
 def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Iterator[str]:
-    per_epoch, max_epochs, max_steps = totals.updates_per_epoch, settings.max_epochs, settings.max_steps
+    per_epoch, max_epochs, max_steps = totals.steps_per_epoch, settings.max_epochs, settings.max_steps
     if per_epoch is not None and max_epochs is not None and max_steps is not None:
         allowed = math.ceil(exact(max_epochs) * per_epoch)
         if max_steps > allowed:
             yield (
                 f"max_steps={max_steps} is not reached: max_epochs={max_epochs} ends the run after "
-                f"{allowed} updates. Give one of them"
+                f"{allowed} steps. Give one of them"
             )
         elif max_steps < allowed:
             yield (
@@ -50,7 +50,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Ite
     if epoch.batches is not None and accumulation > epoch.batches:
         yield (
             f"gradient_accumulation_steps={accumulation} is more than the {epoch.batches} micro-batches of "
-            "an epoch; windows end with the epoch, so every update has fewer. Accumulate less, or make "
+            "an epoch; windows end with the epoch, so every step has fewer. Accumulate less, or make "
             "smaller micro-batches"
         )
 
@@ -59,31 +59,31 @@ def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
     for updater in built.updaters.values():
         if updater.torch_schedule is not None:
             try:
-                updater.torch_schedule.check_length(totals.updates, totals.epochs)
+                updater.torch_schedule.check_length(totals.steps, totals.epochs)
             except ConfigError as error:
                 yield str(error)
     for name, spec in built.specs.items():
-        if not isinstance(spec, OptimizerConfig) or totals.updates is None:
+        if not isinstance(spec, OptimizerConfig) or totals.steps is None:
             continue
         of = "" if len(built.specs) == 1 else f" of the optimizer {name!r}"
-        if spec.warmup_steps >= totals.updates:
+        if spec.warmup_steps >= totals.steps:
             yield (
-                f"the warm-up{of} takes {spec.warmup_steps} updates and the run has {totals.updates}: the "
+                f"the warm-up{of} takes {spec.warmup_steps} steps and the run has {totals.steps}: the "
                 "full learning rate is never used. Lower warmup_steps, use warmup_ratio, or train longer"
             )
         total = spec.total_steps
-        if total is None or total == totals.updates or spec.schedule in _ENDLESS or callable(spec.schedule):
+        if total is None or total == totals.steps or spec.schedule in _ENDLESS or callable(spec.schedule):
             continue
-        what = "does not finish" if total > totals.updates else "is at its end early"
+        what = "does not finish" if total > totals.steps else "is at its end early"
         yield (
             f"the schedule {spec.schedule!r}{of} {what}: total_steps={total}, but the run has "
-            f"{totals.updates} updates. Leave total_steps out to follow the run"
+            f"{totals.steps} steps. Leave total_steps out to follow the run"
         )
 
 
 def interval_conflicts(
     settings: RunSettings,
-    updates: int | None,
+    steps: int | None,
     validation: Firings,
     logging: Firings,
     resume_points: Sequence[Firings],
@@ -97,7 +97,7 @@ def interval_conflicts(
     ):
         if points.every is not None and points.times == 0:
             yield (
-                f"{name}={points.every} is longer than the run of {updates} updates: {instead}. "
+                f"{name}={points.every} is longer than the run of {steps} steps: {instead}. "
                 "Choose a shorter interval"
             )
 

@@ -1,4 +1,4 @@
-"""The length of a fit and the updates at its intervals, computed without reading any data."""
+"""The length of a fit and the steps at its intervals, computed without reading any data."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from drivetrain.task.task import TaskModule, measure_of
 from drivetrain.trainer.feeds import batch_sizes
 
 _AT_END = "the end of the run"
-_ENDLESS = 2**40  # updates of a run of unknown length
+_ENDLESS = 2**40  # steps of a run of unknown length
 
 
 @dataclass(frozen=True)
 class Firings:
-    """The updates after which an interval is due, counted from 1 like `Progress.updates` after an update.
+    """The steps after which an interval is due, counted from 1 like `Progress.steps` after a step.
 
     Attributes:
         every: The interval, or None for never.
         times: How often in the run; None when that is not known beforehand.
-        first: The update after which it is first due, or None.
-        last: The update after which it is last due, or None.
+        first: The step after which it is first due, or None.
+        last: The step after which it is last due, or None.
     """
 
     every: str | None
@@ -46,13 +46,13 @@ class Firings:
         if self.every is None:
             return "never"
         if self.times is None:
-            first = "" if self.first is None else f", first after update {self.first:,}"
+            first = "" if self.first is None else f", first after step {self.first:,}"
             return f"{self.every}{first}; how often is not known"
         if not self.times:
             return f"{self.every}: never in this run"
         if self.times == 1:
-            return f"{self.every}: once, after update {self.first:,}"
-        return f"{self.every}: {self.times:,} times, after updates {self.first:,} to {self.last:,}"
+            return f"{self.every}: once, after step {self.first:,}"
+        return f"{self.every}: {self.times:,} times, after steps {self.first:,} to {self.last:,}"
 
 
 class Epoch:
@@ -61,7 +61,7 @@ class Epoch:
     Attributes:
         feed: The data as a run would feed it.
         batches: Micro-batches, or None; those of the first epoch if they change.
-        updates: Windows, or None.
+        steps: Windows, or None.
         plan: The windows, if they change by schedule.
         exact: Whether the data's length can be relied on.
     """
@@ -77,7 +77,7 @@ class Epoch:
         self.plan = self.feed.plan
         self._accumulation = self.feed.accumulation
         self.batches = self.feed.batches_per_epoch
-        self.updates = self.feed.updates_per_epoch
+        self.steps = self.feed.steps_per_epoch
         self.exact = source.exact and not source.is_split  # the other processes' parts are not known here
         data = data.data if isinstance(data, AlreadySplit) else data
         self._samples_in = _sample_counter(data, size) if self.exact and sizes is None else None
@@ -108,9 +108,9 @@ class Epoch:
     @property
     def last_window(self) -> tuple[int | None, int | None]:
         """Return the micro-batches and samples of the last window."""
-        if not self.batches or not self.updates:
+        if not self.batches or not self.steps:
             return None, None
-        return self.batches - (self.updates - 1) * self._accumulation, self.window(self.updates - 1)
+        return self.batches - (self.steps - 1) * self._accumulation, self.window(self.steps - 1)
 
 
 def _sample_counter(data: Any, given: int | None) -> Callable[[int], int] | None:
@@ -144,65 +144,64 @@ def firings(
     first: bool = False,
     ends_epochs: bool = False,
 ) -> Firings:
-    """Compute when an interval is due in a run, from the number of times it has passed after each update.
+    """Compute when an interval is due in a run, from the number of times it has passed after each step.
 
     Args:
         interval: The interval.
         epoch: The data.
         totals: The planned length.
         begins: The point before which nothing is due.
-        first: Whether the first update is due too.
+        first: Whether the first step is due too.
         ends_epochs: Whether an interval of steps is due at the end of every epoch too.
     """
     if interval is None:
         return Firings(None, 0)
-    every, passed = str(interval), _passed(interval, epoch, totals.updates_per_epoch)
+    every, passed = str(interval), _passed(interval, epoch, totals.steps_per_epoch)
     if ends_epochs and interval.unit == "steps":
         every = f"{every} and the end of each epoch"
-        passed = _with_epochs(int(interval.amount), epoch, totals.updates_per_epoch)
+        passed = _with_epochs(int(interval.amount), epoch, totals.steps_per_epoch)
     if passed is not None and begins is not None:
-        passed = _passed_since(begins, passed, epoch, totals.updates_per_epoch)
+        passed = _passed_since(begins, passed, epoch, totals.steps_per_epoch)
     if passed is None:
         return Firings(every, None, 1 if first else None)
     if first and not passed(1):
         passed = _with_first(passed)
-    updates = range(_ENDLESS + 1 if totals.updates is None else totals.updates + 1)
-    times = passed(updates[-1])
-    due_first = bisect_left(updates, 1, key=passed) if times else None
-    if totals.updates is None:
+    steps = range(_ENDLESS + 1 if totals.steps is None else totals.steps + 1)
+    times = passed(steps[-1])
+    due_first = bisect_left(steps, 1, key=passed) if times else None
+    if totals.steps is None:
         return Firings(every, None, due_first)
-    return Firings(every, times, due_first, bisect_left(updates, times, key=passed) if times else None)
+    return Firings(every, times, due_first, bisect_left(steps, times, key=passed) if times else None)
 
 
 def _passed(interval: Every, epoch: Epoch, per_epoch: int | None) -> Callable[[int], int] | None:
-    """Return a function from updates made to the times that an interval was due; None when unknown."""
+    """Return a function from steps made to the times that an interval was due; None when unknown."""
     if interval.unit == "steps":
-        return lambda updates: updates // int(interval.amount)
+        return lambda steps: steps // int(interval.amount)
     if epoch.plan is not None:
         return _passed_by_plan(interval, epoch.plan)
-    if per_epoch is None or epoch.updates is None:
+    if per_epoch is None or epoch.steps is None:
         return None
     if interval.unit == "samples":
         window, total = epoch.window(0), epoch.windows_samples(per_epoch)
         if window is None or total is None or interval.amount < window:
-            return None  # an update that passes two multiples is due once
-        return lambda updates: int(
-            (updates // per_epoch * total + (epoch.windows_samples(updates % per_epoch) or 0))
-            / interval.amount
+            return None  # a step that passes two multiples is due once
+        return lambda steps: int(
+            (steps // per_epoch * total + (epoch.windows_samples(steps % per_epoch) or 0)) / interval.amount
         )
     if interval.unit != "epochs":
         return None
     if interval.amount == int(interval.amount):
-        return lambda updates: updates // per_epoch // int(interval.amount)
+        return lambda steps: steps // per_epoch // int(interval.amount)
     part: Fraction = part_of_epoch(interval, per_epoch)
-    return lambda updates: updates // per_epoch * int(per_epoch / part) + int(updates % per_epoch / part)
+    return lambda steps: steps // per_epoch * int(per_epoch / part) + int(steps % per_epoch / part)
 
 
 def _passed_by_plan(interval: Every, plan: WindowPlan) -> Callable[[int], int] | None:
     """Do what `_passed` does where windows change by schedule."""
     whole = interval.amount == int(interval.amount)
     if interval.unit == "epochs" and whole and plan.knows_length:
-        return lambda updates: plan.after(updates).epoch // int(interval.amount)
+        return lambda steps: plan.after(steps).epoch // int(interval.amount)
     return None
 
 
@@ -217,30 +216,30 @@ def _passed_since(
         if reached is None:
             return None
         start = bisect_left(range(_ENDLESS), 1, key=reached)
-    return lambda updates: max(0, passed(updates) - passed(start - 1))
+    return lambda steps: max(0, passed(steps) - passed(start - 1))
 
 
-def _with_epochs(steps: int, epoch: Epoch, per_epoch: int | None) -> Callable[[int], int] | None:
-    """Return `_passed` for steps and the ends of epochs; None where epochs have no known length."""
+def _with_epochs(every: int, epoch: Epoch, per_epoch: int | None) -> Callable[[int], int] | None:
+    """Return `_passed` for a number of steps and the ends of epochs; None if no epoch has a known length."""
     ends, plan = _passed(Every("1 epoch"), epoch, per_epoch), epoch.plan
     if ends is None or per_epoch is None:
         return None
 
-    def both(updates: int) -> int:
+    def both(steps: int) -> int:
         if plan is None:
-            return updates // math.lcm(steps, per_epoch)
-        return sum(plan.windows_before(each) % steps == 0 for each in range(1, ends(updates) + 1))
+            return steps // math.lcm(every, per_epoch)
+        return sum(plan.windows_before(each) % every == 0 for each in range(1, ends(steps) + 1))
 
-    return lambda updates: updates // steps + ends(updates) - both(updates)
+    return lambda steps: steps // every + ends(steps) - both(steps)
 
 
 def _with_first(passed: Callable[[int], int]) -> Callable[[int], int]:
-    return lambda updates: passed(updates) + (updates > 0)
+    return lambda steps: passed(steps) + (steps > 0)
 
 
-def and_at_the_end(points: Firings, updates: int | None) -> Firings:
+def and_at_the_end(points: Firings, steps: int | None) -> Firings:
     """Add a save at the end of the run, unless one is due there already."""
     every = _AT_END if points.every is None else f"{points.every} and {_AT_END}"
-    if updates is None or points.times is None:
+    if steps is None or points.times is None:
         return Firings(every, None, points.first)
-    return Firings(every, points.times + (points.last != updates), points.first or updates, updates)
+    return Firings(every, points.times + (points.last != steps), points.first or steps, steps)

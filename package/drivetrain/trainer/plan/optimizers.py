@@ -24,8 +24,8 @@ from drivetrain.task.task import TaskModule
 
 _CONTAINERS = (dict, list, set)
 
-_SAMPLED = 100  # the number of updates at which a user's schedule is sampled to find its peak
-_HORIZON = 10_000  # the updates to search for the peak if the run's length is unknown
+_SAMPLED = 100  # the number of steps at which a user's schedule is sampled to find its peak
+_HORIZON = 10_000  # the steps to search for the peak if the run's length is unknown
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Rate:
     """A learning rate over the run; None where it is unknown beforehand.
 
     Attributes:
-        start: At update 0.
+        start: At step 0.
         peak: The highest; None with a scheduler of torch's, which knows its rates one after the other only.
-        peak_update: The first update at the peak.
-        end: At the last update.
+        peak_step: The first step at the peak.
+        end: At the last step.
     """
 
     start: float
     peak: float | None
-    peak_update: int | None
+    peak_step: int | None
     end: float | None
 
 
@@ -121,7 +121,7 @@ class Built:
         self.module: nn.Module = module
         self.specs = optimizer_specs(module.configure_optimizers())
         specs = {name: _unfused(spec) for name, spec in self.specs.items()}
-        self.updaters = build_updaters(module, specs, totals.updates, settings.max_grad_norm)
+        self.updaters = build_updaters(module, specs, totals.steps, settings.max_grad_norm)
 
     def _states(self) -> list[tuple[Tensor, Tensor]] | None:
         state: list[tuple[Tensor, Tensor]] = []
@@ -145,12 +145,12 @@ class Built:
             state += [(each, slot) for each, other in like.items() for slot in slots.get(other, ())]
         return state
 
-    def rates(self, updates: int | None) -> dict[str, Rate]:
+    def rates(self, steps: int | None) -> dict[str, Rate]:
         """Return the learning rates over the run, by name."""
         return {
             key: rate
             for name, updater in self.updaters.items()
-            for key, rate in _rates(updater, self.specs[name], updates).items()
+            for key, rate in _rates(updater, self.specs[name], steps).items()
         }
 
     def memory(self, held: Held | None) -> dict[str, int | None]:
@@ -178,7 +178,7 @@ class Built:
             kept = held.copies or self.precision.updates_of_weights == "master"
             copies = sum(size("optimizer", each, torch.float32) for each in trained if kept)
             sizes["optimizer"] = copies + sum(
-                # Numbers such as the count of updates are whole in every process.
+                # Numbers such as the count of steps are whole in every process.
                 (part("optimizer", owner, each.numel()) if each.numel() > 1 else 1) * each.itemsize
                 for owner, each in self.state
             )
@@ -207,28 +207,28 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [each for value in values for each in _tensors(value)]
 
 
-def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[str, Rate]:
+def _rates(updater: Updater, spec: OptimizerSpec, steps: int | None) -> dict[str, Rate]:
     """Return one optimizer's rates at the start, at the peak and at the end of the run."""
     updater.set_rate(0)
     starts = updater.rates()
     if updater.scheduler is not None:
         return {name: Rate(start, None, None, None) for name, start in starts.items()}
-    horizon = max(1, updates or _HORIZON)
+    horizon = max(1, steps or _HORIZON)
     # The named schedules peak just after the warm-up.
-    points = {*range(0, horizon, -(-horizon // _SAMPLED)), _warmup(spec, updates), horizon - 1}
+    points = {*range(0, horizon, -(-horizon // _SAMPLED)), _warmup(spec, steps), horizon - 1}
     history: dict[int, dict[str, float]] = {}
-    for update in sorted(each for each in points if each < horizon):
-        updater.set_rate(update)
-        history[update] = updater.rates()
-    ended = updates is not None and not isinstance(updater.schedule, PlateauSchedule)
+    for step in sorted(each for each in points if each < horizon):
+        updater.set_rate(step)
+        history[step] = updater.rates()
+    ended = steps is not None and not isinstance(updater.schedule, PlateauSchedule)
     found: dict[str, Rate] = {}
     for name, start in starts.items():
-        peak = max(history, key=lambda update: history[update][name])
+        peak = max(history, key=lambda step: history[step][name])
         found[name] = Rate(start, history[peak][name], peak, history[horizon - 1][name] if ended else None)
     return found
 
 
-def _warmup(spec: OptimizerSpec, updates: int | None) -> int:
+def _warmup(spec: OptimizerSpec, steps: int | None) -> int:
     if not isinstance(spec, OptimizerConfig):
         return 0
-    return spec.warmup_steps or math.ceil(spec.warmup_ratio * (spec.total_steps or updates or 0) - 1e-9)
+    return spec.warmup_steps or math.ceil(spec.warmup_ratio * (spec.total_steps or steps or 0) - 1e-9)

@@ -50,11 +50,11 @@ class Plan:
 
     Attributes:
         task: The task's class.
-        updates: Updates in all; with `max_time` the most that there can be.
-        updates_per_epoch: Updates in an epoch.
+        steps: Steps in all; with `max_time` the most that there can be.
+        steps_per_epoch: Steps in an epoch.
         unknown: Why a length is not known or not certain, or "".
-        micro_batches_per_update: Micro-batches in a full window, at the start of the run.
-        samples_per_update: Samples in a full window, of all processes, at the start of the run: the effective
+        micro_batches_per_step: Micro-batches in a full window, at the start of the run.
+        samples_per_step: Samples in a full window, of all processes, at the start of the run: the effective
             batch.
         stages: Arguments whose number changes during the run, with its stages.
         last_window: Micro-batches and samples in an epoch's last window.
@@ -78,17 +78,17 @@ class Plan:
         offloaded: Parts of `memory` that are in the host's memory.
         memory_unknown: Why activations and outputs are not known, or "".
         checkpoint: Bytes of the tensors of a checkpoint; None also if there is none.
-        tokens_per_update: Tokens in a full window of all processes, if the task counts them, by the first
+        tokens_per_step: Tokens in a full window of all processes, if the task counts them, by the first
             sample.
         tokens: Tokens in all, likewise.
     """
 
     task: str
-    updates: int | None
-    updates_per_epoch: int | None
+    steps: int | None
+    steps_per_epoch: int | None
     unknown: str
-    micro_batches_per_update: int
-    samples_per_update: int | None
+    micro_batches_per_step: int
+    samples_per_step: int | None
     stages: dict[str, str]
     last_window: tuple[int | None, int | None]
     rates: dict[str, Rate]
@@ -107,7 +107,7 @@ class Plan:
     offloaded: tuple[str, ...] = ()
     memory_unknown: str = ""
     checkpoint: int | None = None
-    tokens_per_update: int | None = None
+    tokens_per_step: int | None = None
     tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -120,10 +120,10 @@ class Plan:
         first = ", at the start" if self.stages else ""
         several = f", {self.processes} processes" if self.processes > 1 else ""
         rows = [
-            ("updates", f"{_number(self.updates)} in all, {_number(self.updates_per_epoch)} per epoch"),
+            ("steps", f"{_number(self.steps)} in all, {_number(self.steps_per_epoch)} per epoch"),
             ("", self.unknown),
-            ("effective batch", f"{_number(self.samples_per_update)} samples per update{first}"),
-            ("", f"in {self.micro_batches_per_update} batch(es) of the data per update"),
+            ("effective batch", f"{_number(self.samples_per_step)} samples per step{first}"),
+            ("", f"in {self.micro_batches_per_step} batch(es) of the data per step"),
             *((f"changes: {name}", stages) for name, stages in self.stages.items()),
             ("tokens", self._token_text()),
             ("last window", "" if self.stages else f"{_number(last)} batch(es), {_number(rest)} samples"),
@@ -142,9 +142,9 @@ class Plan:
         return "\n".join([f"plan of {self.task}", *lines, *(f"warning: {each}" for each in self.warnings)])
 
     def _token_text(self) -> str:
-        if self.tokens_per_update is None:
+        if self.tokens_per_step is None:
             return ""
-        return f"{self.tokens_per_update:,} per update, {_number(self.tokens)} in all, by the first sample"
+        return f"{self.tokens_per_step:,} per step, {_number(self.tokens)} in all, by the first sample"
 
     def _memory_rows(self) -> list[tuple[str, str]]:
         """Return the rows of what one process holds; unknown parts are left out of the sums, which say so."""
@@ -170,8 +170,8 @@ def _number(value: int | None) -> str:
 def _rate_text(rate: Rate) -> str:
     end = "unknown" if rate.end is None else f"{rate.end:.4g}"
     peak = "unknown" if rate.peak is None else f"{rate.peak:.4g}"
-    update = "" if rate.peak_update is None else f" (update {rate.peak_update:,})"
-    return f"{rate.start:.4g} at the start, {peak} at its peak{update}, {end} at the end"
+    step = "" if rate.peak_step is None else f" (step {rate.peak_step:,})"
+    return f"{rate.start:.4g} at the start, {peak} at its peak{step}, {end} at the end"
 
 
 def _memory_text(size: int | None) -> str:
@@ -217,14 +217,14 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         parameters = [each for each in built.module.parameters() if not is_lazy(each)]
         plan = Plan(
             task=type(task).__name__,
-            updates=totals.updates,
-            updates_per_epoch=totals.updates_per_epoch,
+            steps=totals.steps,
+            steps_per_epoch=totals.steps_per_epoch,
             unknown=_why_unknown(epoch, totals),
-            micro_batches_per_update=at_start(settings.gradient_accumulation_steps),
-            samples_per_update=epoch.window(0),
+            micro_batches_per_step=at_start(settings.gradient_accumulation_steps),
+            samples_per_step=epoch.window(0),
             stages={name: str(each) for name, each in stages_of(settings).items()},
             last_window=epoch.last_window,
-            rates=built.rates(totals.updates),
+            rates=built.rates(totals.steps),
             validation=validation,
             logging=firings(
                 log_interval(settings, totals.per_epoch),
@@ -233,7 +233,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
                 first=settings.log_first_step,
                 ends_epochs=settings.log_every == "auto",
             ),
-            saving=and_at_the_end(resume_points[0], totals.updates) if policies else resume_points[0],
+            saving=and_at_the_end(resume_points[0], totals.steps) if policies else resume_points[0],
             device=str(strategy.device),
             strategy=str(strategy),
             processes=strategy.world_size,
@@ -246,15 +246,13 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             offloaded=process.offloaded,
             memory_unknown=process.unknown,
             checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
-            tokens_per_update=process.tokens,
-            tokens=None
-            if process.tokens is None or totals.updates is None
-            else process.tokens * totals.updates,
+            tokens_per_step=process.tokens,
+            tokens=None if process.tokens is None or totals.steps is None else process.tokens * totals.steps,
         )
         conflicts = (
             *length_conflicts(settings, epoch, totals),
             *schedule_conflicts(built, totals),
-            *interval_conflicts(settings, plan.updates, plan.validation, plan.logging, resume_points),
+            *interval_conflicts(settings, plan.steps, plan.validation, plan.logging, resume_points),
             *validation_conflicts(settings, task, built, validates and validation.times != 0),
             *module_conflicts(task, epoch, built),
             *place_conflicts(settings, strategy, built),
@@ -263,13 +261,13 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
 
 
 class _Process:
-    """The memory of one process, and the tokens of an update.
+    """The memory of one process, and the tokens of a step.
 
     Attributes:
         memory: As `Plan.memory`.
         offloaded: As `Plan.offloaded`.
         unknown: As `Plan.memory_unknown`.
-        tokens: As `Plan.tokens_per_update`.
+        tokens: As `Plan.tokens_per_step`.
         forward_dtype: As `Held.forward_dtype`.
     """
 
@@ -315,8 +313,8 @@ def _why_unknown(epoch: Epoch, totals: Totals) -> str:
         reasons.append("the training data has no length")
     elif not epoch.exact:
         reasons.append("the length is what the training data says of itself")
-    if totals.updates_in is not None:
-        reasons.append("epochs differ in their updates")
+    if totals.steps_in is not None:
+        reasons.append("epochs differ in their steps")
     if totals.max_seconds is not None:
         reasons.append(f"max_time ends the run after {totals.max_seconds:g} seconds at the latest")
     return "; ".join(reasons)

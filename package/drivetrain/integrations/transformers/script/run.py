@@ -25,14 +25,14 @@ class ScriptRun(Callback):
 
     Args:
         evaluate: The script's `evaluate`.
-        first: Whether to evaluate before the first update.
+        first: Whether to evaluate before the first step.
         adapter: Calls transformers' callbacks.
         begins: Is given the run as the script's fit begins.
 
     Attributes:
         run: The fit in progress, or None.
         current: The pass in progress, or None.
-        first: Whether to evaluate before the first update of the next fit.
+        first: Whether to evaluate before the first step of the next fit.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ScriptRun(Callback):
         self._begins(run)
 
     def on_epoch_start(self, run: Run) -> None:
-        """Evaluate before the first update, if that is asked for."""
+        """Evaluate before the first step, if that is asked for."""
         if self.first:
             self.first = False
             validate(run)

@@ -52,7 +52,7 @@ class ScriptTask(TransformersTask):
         has_own_step: Whether the script overrides `training_step`.
         has_own_loss: Whether the script overrides `compute_loss`.
         current: The evaluation in progress; None for one that the script did not ask for.
-        hides_gradients: Why the parameters' gradients are not those of the update; set as a fit begins.
+        hides_gradients: Why the parameters' gradients are not those of the step; set as a fit begins.
         scales_losses: Whether the engine scales losses, so that fp16's gradients do not vanish; likewise.
     """
 

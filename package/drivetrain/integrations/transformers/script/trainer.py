@@ -133,7 +133,7 @@ class Trainer(TheirNames):
         model: The model, which is trained in place.
         args: The arguments.
         optimizer: The optimizer of the last fit.
-        lr_scheduler: Its scheduler; None where the rate is a function of the update.
+        lr_scheduler: Its scheduler; None where the rate is a function of the step.
         is_in_train: Whether `train` runs.
         accelerator: `backward` for a `training_step`, and facts of this process.
 
@@ -217,8 +217,8 @@ class Trainer(TheirNames):
             os.makedirs(self.args.output_dir, exist_ok=True)
         self._adapter.init_end(self.model, self.processing_class)
 
-    def _map_arguments(self, total_updates: int | None) -> MappedArguments:
-        mapped = from_training_arguments(self.args, total_updates=total_updates)
+    def _map_arguments(self, total_steps: int | None) -> MappedArguments:
+        mapped = from_training_arguments(self.args, total_steps=total_steps)
         return ranked_by(mapped, self.args, self.eval_dataset)
 
     def _first_model(self, model: Any) -> Any:
@@ -363,7 +363,7 @@ class Trainer(TheirNames):
 
     @property
     def lr_scheduler(self) -> Any:
-        """Its scheduler; None where the rate is a function of the update. It is set as the optimizer is."""
+        """Its scheduler; None where the rate is a function of the step. It is set as the optimizer is."""
         return self._own_scheduler
 
     @lr_scheduler.setter
@@ -550,7 +550,7 @@ class Trainer(TheirNames):
             ignore_keys_for_eval: The outputs that evaluations of this fit leave out.
 
         Returns:
-            The number of updates, the mean of their losses, and the metrics of the whole training.
+            The number of steps, the mean of their losses, and the metrics of the whole training.
 
         Raises:
             ConfigError: The arguments do not fit together, or `output_dir` holds another run's checkpoints.
@@ -570,7 +570,7 @@ class Trainer(TheirNames):
             self.get_train_dataloader(),
             self._evaluation_data(),
         )
-        self._mapped = self._map_arguments(self._planned_updates(train))
+        self._mapped = self._map_arguments(self._planned_steps(train))
         self.is_in_train = True
         self._adapter.train_dataloader = train
         try:
@@ -588,8 +588,8 @@ class Trainer(TheirNames):
         metrics = self._adapter.train_metrics
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
-    def _planned_updates(self, loader: DataLoader[Any]) -> int | None:
-        """Return the number of updates that `num_train_epochs` gives; None if the data has no length."""
+    def _planned_steps(self, loader: DataLoader[Any]) -> int | None:
+        """Return the number of steps that `num_train_epochs` gives; None if the data has no length."""
         if not has_length(loader):
             return None
         micro_batches = math.ceil(len(loader) / world_size())
@@ -665,9 +665,9 @@ class Trainer(TheirNames):
         self._own_optimizer, self._own_scheduler = self._given_optimizers
         if self._created_lr_scheduler:  # by create_scheduler, for an earlier fit or before this one
             self._own_scheduler, self._created_lr_scheduler = None, False
-        total = self._task.totals.updates
+        total = self._task.totals.steps
         if total is None:
-            raise ConfigError("a scheduler needs the number of updates: give max_steps")
+            raise ConfigError("a scheduler needs the number of steps: give max_steps")
         self.create_optimizer_and_scheduler(num_training_steps=total)
         made = self.optimizer
         if not isinstance(made, Optimizer):
@@ -684,7 +684,7 @@ class Trainer(TheirNames):
         return made, self.lr_scheduler
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make the optimizer and its scheduler for a number of updates."""
+        """Make the optimizer and its scheduler for a number of steps."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
 

@@ -1,4 +1,4 @@
-"""Exact resume: a run killed at any update, and resumed, is bitwise the uninterrupted one."""
+"""Exact resume: a run killed at any step, and resumed, is bitwise the uninterrupted one."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import CheckpointConfig, LambdaCallback, Run, Trainer
 
-UPDATES = 8
+STEPS = 8
 
 
 class Augmented(Dataset[dict[str, Tensor]]):  # samples that are augmented by all generators there are
@@ -37,10 +37,10 @@ class Mixing(Line):  # draws in its step too
 
 
 def train(run_dir: Path, data: Any, killed_at: int = -1) -> None:
-    """Train two epochs with dropout, shuffling, validation and a checkpoint at every second update."""
+    """Train two epochs with dropout, shuffling, validation and a checkpoint at every second step."""
 
     def kill(run: Run) -> None:
-        if run.progress.updates == killed_at:
+        if run.progress.steps == killed_at:
             os._exit(9)
 
     options = {"strategy": "cpu", "checkpoint": CheckpointConfig(every="2 steps"), **QUIET}
@@ -50,14 +50,14 @@ def train(run_dir: Path, data: Any, killed_at: int = -1) -> None:
 
 
 @pytest.mark.parametrize("data", [samples(14), Augmented()], ids=["as they are", "augmented"])
-def test_a_run_killed_at_any_update_resumes_bitwise(data: Any, tmp_path: Path) -> None:
+def test_a_run_killed_at_any_step_resumes_bitwise(data: Any, tmp_path: Path) -> None:
     train(tmp_path / "whole", data)
     expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
-    for update in range(1, UPDATES + 1):
-        run_dir = tmp_path / f"killed at {update}"
-        process = multiprocessing.get_context("fork").Process(target=train, args=(run_dir, data, update))
+    for step in range(1, STEPS + 1):
+        run_dir = tmp_path / f"killed at {step}"
+        process = multiprocessing.get_context("fork").Process(target=train, args=(run_dir, data, step))
         process.start()
         process.join()
         assert process.exitcode == 9
         train(run_dir, data)
-        assert (run_dir / "model.safetensors").read_bytes() == expected, f"killed at update {update}"
+        assert (run_dir / "model.safetensors").read_bytes() == expected, f"killed at step {step}"

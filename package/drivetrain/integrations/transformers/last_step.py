@@ -10,10 +10,10 @@ from drivetrain.run.run import Run
 
 
 @dataclass(frozen=True)
-class LastUpdate(Callback):
-    """Logs and evaluates at the last update of a fit, as transformers' Trainer does.
+class LastStep(Callback):
+    """Logs and evaluates at the last step of a fit, as transformers' Trainer does.
 
-    It ends an epoch that it cuts short, and it is evaluated even if no interval of updates ends there.
+    It ends an epoch that it cuts short, and it is evaluated even if no interval of steps ends there.
 
     Args:
         logs: Whether to log.
@@ -27,7 +27,7 @@ class LastUpdate(Callback):
 
     def on_step_end(self, run: Run) -> None:
         """Ask for both; what an interval asks for too is done once."""
-        if run.progress.updates != run.totals.updates:
+        if run.progress.steps != run.totals.steps:
             return
         if self.logs:
             run.log_now()
