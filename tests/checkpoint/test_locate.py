@@ -6,9 +6,16 @@ import pytest
 from tests.support.held import in_files
 from tests.support.messages import warned
 
-from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, resolve
+from drivetrain.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    DirectoryCheckpointIO,
+    load_weights,
+    resolve,
+)
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
+from drivetrain.task.stored import read_task
 
 
 @pytest.fixture
@@ -53,3 +60,15 @@ def test_damaged_ones_are_passed_over_and_nothing_is_touched(run):
         resolve(run)
     with pytest.raises(CheckpointError, match=r"Looked for manifest.json.* Near it are: .*digits'"):
         resolve(run.parent / "digit")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs the files of a POSIX system")
+def test_what_is_neither_file_nor_directory_is_named_for_what_it_is(tmp_path):
+    (tmp_path / "gone").symlink_to("nothing")
+    (tmp_path / "round").symlink_to("round")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    words = {"gone": "link to nothing", "round": "link that leads to no file", "pipe.safetensors": "a pipe"}
+    for name, word in words.items():
+        for load in (resolve, load_weights, read_task):
+            with pytest.raises(CheckpointError, match=rf"no (weights|checkpoint) at .*: it is .*{word}"):
+                load(str(tmp_path / name))

@@ -73,8 +73,9 @@ def test_launch_restarts_an_exception_and_not_what_no_restart_heals() -> None:
     code, lines, last = launch("--max-restarts", "2", "--", "alone", "refused")
     assert (code, lines, "rank 0 failed first: ConfigError: " in last) == (1, ["started"], True)
     assert launch("--max-restarts", "1", "--", "alone", "raise")[:2] == (1, ["started"] * 2)
-    for asks_for_a_requeue in ("hang", "signal"):
-        assert launch("--max-restarts", "1", "--", "alone", asks_for_a_requeue)[:2] == (75, ["started"])
+    for asks_for_a_requeue, says in {"hang": "no progress for 2 s", "signal": "exit code 75"}.items():
+        code, lines, last = launch("--max-restarts", "1", "--", "alone", asks_for_a_requeue)
+        assert (code, lines, says in last) == (75, ["started"], True)
 
 
 def happens(expected: Callable[[], bool]) -> bool:

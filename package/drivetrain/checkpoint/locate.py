@@ -13,6 +13,7 @@ from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO, verify
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.files import odd_kind
 from drivetrain.core.messages import logger
 
 _LOG = logger(__name__)
@@ -65,6 +66,10 @@ def _given(path: str | os.PathLike[str]) -> str:
     given = os.fspath(path)
     if not given:
         raise CheckpointError("the path of a checkpoint or a run directory is empty")
+    files = file_system(given)
+    odd = odd_kind(files.absolute(given)) if files.renames else None
+    if odd is not None:
+        raise CheckpointError(f"no checkpoint at {given!r}: it {odd}. A checkpoint is a directory")
     return given
 
 

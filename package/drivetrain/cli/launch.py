@@ -234,6 +234,8 @@ class _Attempts:
                 _say(f"ended by {signal.Signals(self._received).name}")
                 return 128 + self._received
             if code in (0, EXIT_REQUEUE, EXIT_STOPPED):
+                if text.startswith("no progress"):  # a hang; a rank may have printed its stacks last
+                    _say(text)
                 return code
             is_refused = code == _USAGE or (code == 1 and _REFUSAL.search(text) is not None)
             if self._received is not None or is_refused or not self._left:

@@ -35,6 +35,8 @@ _REASONS = {
     errno.ENAMETOOLONG: "has a name that is longer than the system allows",
 }
 
+_TO_NOTHING = "is a symbolic link to nothing"
+
 _IMPOSSIBLE = "has a character that no path can have"
 
 
@@ -69,7 +71,30 @@ def descriptor_of_file(path: str, flags: int) -> int:
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
-    raise NotAFileError(path, f"is {next((name for test, name in _KINDS if test(mode)), 'no file')}")
+    raise NotAFileError(path, f"is {_name_of(mode)}")
+
+
+def odd_kind(path: str | os.PathLike[str]) -> str | None:
+    """Return a phrase such as "is a pipe" for a path that leads to something odd.
+
+    Returns:
+        None for a file, a directory, or a path that leads nowhere yet.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return _TO_NOTHING if os.path.islink(path) else None
+    except OSError as error:
+        return _REASONS[errno.ELOOP] if error.errno == errno.ELOOP else None
+    except ValueError:  # a null byte, or a lone surrogate
+        return _IMPOSSIBLE
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    return f"is {_name_of(mode)}"
+
+
+def _name_of(mode: int) -> str:
+    return next((name for test, name in _KINDS if test(mode)), "no file")
 
 
 def open_file(path: str | os.PathLike[str], mode: str, **options: Any) -> IO[Any]:
@@ -86,7 +111,7 @@ def open_file(path: str | os.PathLike[str], mode: str, **options: Any) -> IO[Any
     except OSError as error:
         reason = _REASONS.get(error.errno or 0)
         if isinstance(error, FileNotFoundError) and os.path.islink(path):
-            reason = "is a symbolic link to nothing"
+            reason = _TO_NOTHING
         if reason is None:
             raise
         raise NotAFileError(path, reason) from error

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.format.tree import pack, unpack
 from drivetrain.checkpoint.formats import FORMAT, ORIGIN
 from drivetrain.checkpoint.locate import load_newest
@@ -211,7 +210,7 @@ def read_task(path: str) -> StoredTask:
         return StoredTask(
             path, read.hparams, tuple(read.objects), read.tensors, argument=read.argument, is_foreign=True
         )
-    if path.endswith(TENSORS) and not DirectoryCheckpointIO().exists(files.split(path)[0]):
+    if is_weight_file(path) and not DirectoryCheckpointIO().exists(files.split(path)[0]):
         raise CheckpointError(
             f"{path!r} is a file of weights, without the constructor's arguments. Make the task, and call its"
             " load_weights(path)"

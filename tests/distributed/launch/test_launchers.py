@@ -1,6 +1,7 @@
 """A program that is started by somebody else's launcher trains in the processes that it finds."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.distributed.running import FSDP_YAML, LIMIT, PROGRAMS, run
 from tests.support.forked import Forked, undisturbed
 
 from drivetrain.core.registry import is_installed
+from drivetrain.distributed.failure.last_words import record
 from drivetrain.distributed.launch import torchrun
 from drivetrain.distributed.sockets import release_port, reserve_port
 
@@ -77,6 +79,22 @@ def test_under_torchrun_the_last_word_is_the_rank_that_was_killed_and_not_its_si
     assert done.returncode == 1
     assert "rank 1 failed first, last heard of " in done.stderr, done.stderr
     assert "exit code 75" not in done.stderr
+    assert re.search(r"Root Cause[^=]* rank +: 1 ", done.stderr), done.stderr
+
+
+def test_the_error_of_a_rank_that_ends_because_of_another_is_no_root_cause_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recorded(name: str, is_first: bool) -> tuple[int, str]:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / name))
+        record(ValueError(name), is_first)
+        extra = json.loads((tmp_path / name).read_text(encoding="utf-8"))["message"]["extraInfo"]
+        return int(extra["timestamp"]), extra["py_callstack"]
+
+    (later, consequence), (time, first) = recorded("later", False), recorded("first", True)
+    assert later > time
+    assert "ValueError: later" in consequence
+    assert "ValueError: first" in first
 
 
 @pytest.mark.nightly

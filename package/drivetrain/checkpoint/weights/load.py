@@ -23,7 +23,7 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import INDEX, MODEL, WeightFiles, parse_index
 from drivetrain.checkpoint.weights.frozen import FROZEN
 from drivetrain.core.errors import CheckpointError
-from drivetrain.core.files import check_path
+from drivetrain.core.files import check_path, odd_kind
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 
@@ -133,6 +133,9 @@ def _load(path: str, mapped: bool) -> Found:
         return Found(_from_index(files.join(parent, WeightFiles(name).index), files, mapped))
     if kind == "directory":
         raise CheckpointError(f"no weights in {path!r}: it is empty")
+    odd = odd_kind(path) if files.renames else None
+    if odd is not None:
+        raise CheckpointError(f"no weights at {path!r}: it {odd}. Give a file or a directory")
     raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{_near(path, files)}")
 
 

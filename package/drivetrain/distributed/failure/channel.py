@@ -388,7 +388,7 @@ class FailureChannel:
             with contextlib.suppress(
                 Exception
             ):  # at once: a launcher may kill this rank when another has ended
-                record(cause.failure())
+                record(cause.failure(), cause.kind == "hang")
         self._decided.set()
         self._stopping.abandon(cause.failure(), cause.kind == "lost")
         self._expect_launcher(cause)
@@ -432,7 +432,7 @@ class FailureChannel:
                 self._wait_for_exits()
             if self._is_reporting():
                 sys.stderr.write(cause.block(self._stacks.told))
-                record(cause.failure())
+                record(cause.failure(), cause.kind == "hang" or cause.rank == self.rank)
         end_now(EXIT_HANG if cause.kind == "hang" else self._stopping.exit_code or 1)
 
     def _is_reporting(self) -> bool:

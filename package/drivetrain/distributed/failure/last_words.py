@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import multiprocessing
 import os
 import sys
@@ -14,6 +15,9 @@ from typing import NoReturn
 
 _WRITING = 1.0
 """Seconds that writing may take at the end."""
+
+_NOTICED = 5
+"""Seconds in which torch's agent notices that a process has ended; by default it looks ten times a second."""
 
 TRAINING = "training"
 """A file beside the one for errors, which torch's agent gives each process that it starts."""
@@ -27,22 +31,40 @@ def set_training() -> None:
             Path(file).with_name(TRAINING).touch()
 
 
-def record(error: BaseException) -> None:
-    """Record an error for torchrun's summary, which otherwise has only an exit code."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing import errors
+def record(error: BaseException, is_first: bool = True) -> None:
+    """Record an error for torchrun's summary, which otherwise has only an exit code.
 
-        errors.get_error_handler().record_exception(error)
+    Args:
+        error: The error.
+        is_first: Whether it is the job's first failure. torchrun takes the rank with the earliest time, in
+            whole seconds, as the root cause, so the error of a rank that only ends because of another is
+            recorded with a later time.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    from torch.distributed.elastic.multiprocessing import errors
+
+    handler = errors.get_error_handler()
+    if sys.exc_info()[1] is not None:
+        handler.record_exception(error)
+    else:
+        try:
+            raise error  # the recorder's stack is of the exception that is being handled
+        except BaseException:
+            handler.record_exception(error)
+    if not is_first:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        extra = found["message"]["extraInfo"]
+        extra["timestamp"] = str(int(extra["timestamp"]) + _NOTICED)
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
 
 
 def _record_last() -> None:
     """Record the error that ends the program, unless one was recorded before."""
     error, file = getattr(sys, "last_value", None), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if isinstance(error, BaseException) and file and not os.path.exists(file):
-        try:
-            raise error  # the recorder reads the exception that is being handled
-        except BaseException:
-            record(error)
+        record(error)
 
 
 if "TORCHELASTIC_ERROR_FILE" in os.environ:
