@@ -220,6 +220,7 @@ def test_an_argument_of_another_library_is_answered_with_ours() -> None:
         "learning_rate": "Here it is OptimizerConfig(",
         "profiler": "callbacks=[Profile()]",
         "fast_dev_run": "dry_run=True",
+        "gpu": 'Here it is strategy="cuda".',
     }
     for name, words in ours.items():
         told = refusal(lambda name=name: Trainer(**{name: 2}))
@@ -241,6 +242,15 @@ def test_an_argument_of_another_library_is_answered_with_ours() -> None:
         "nearest": (lambda: drivetrain.Throughput(flops=2), "no argument 'flops'. Did you mean"),
         "all": (lambda: drivetrain.MemoryReport(every=2), "no argument 'every'. Allowed: 'show'."),
         "option": (lambda: OptimizerConfig("sgd", learning_rate=1.0), "called 'lr'"),
+        "accelerator": (lambda: Trainer(npu=True), "no counterpart here: Ascend"),  # type: ignore[call-arg]
+        "of a verb": (
+            lambda: trainer.test(Regression(), pairs(), steps=3),  # type: ignore[call-arg]
+            "Here it is Trainer(limit_test_batches=...).",
+        ),
+        "GPU by index": (
+            lambda: Trainer(max_epochs=1, strategy="cuda:1"),
+            "strategy='cuda', and devices=[1]",
+        ),
     }
     assert_refused(ConfigError, others)
 

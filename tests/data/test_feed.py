@@ -121,6 +121,13 @@ def test_tensors_that_disagree_about_the_number_of_samples_are_named_once() -> N
         assert len(found) == many
 
 
+def test_a_list_of_single_samples_is_named() -> None:
+    with heard("entry 1 of each is one number.* DataLoader") as found:
+        feed([(torch.zeros(3), number) for number in range(3)])
+        feed([(torch.zeros(3), 0.5)] * 3)  # a number for all samples
+    assert len(found) == 1
+
+
 def test_weights_and_tokens_are_counted_on_the_host_batch() -> None:
     measure = Measure(weight=lambda batch: (batch > 0).sum(), tokens=lambda batch: batch.numel() * 3)
     read = feed(numbered(2), device=META, measure=measure)

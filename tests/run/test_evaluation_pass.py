@@ -82,9 +82,10 @@ class Structured(Measured):  # each sample in several forms
         rows = batch[0]
         return {
             "rows": rows,
-            "pair": (rows[:, 0], rows),
+            "pair": (rows[:, 0], rows, 2),
             "names": [str(float(x)) for x in rows[:, 0]],
             "no": None,
+            "scale": 0.5,
         }
 
 
@@ -98,7 +99,8 @@ def test_joined_outputs_are_those_of_all_samples_on_each_rank() -> None:
     outputs, text, rows = joined(1)
     assert torch.equal(outputs["rows"], torch.cat([each[0] for each in pairs(7, 2)]))
     assert torch.equal(outputs["pair"][1], outputs["rows"])
-    assert (outputs["names"], outputs["no"]) == ([str(float(x)) for x in outputs["pair"][0]], None)
+    assert outputs["names"] == [str(float(x)) for x in outputs["pair"][0]]
+    assert (outputs["no"], outputs["scale"], outputs["pair"][2]) == (None, 0.5, 2)
     assert [each[1:] for each in on_two_ranks(joined)] == [(text, rows)] * 2
 
 

@@ -13,12 +13,25 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Adds the learning rate of every optimizer and parameter group to each log point.
 
+    The rate is the one that the step at the log point used, so that the last point of a schedule that falls
+    to zero has its last rate above zero.
+
     Names are those of `Run.learning_rates`: "lr" for parameters without a rate of their own, "lr/encoder" for
     ``ParameterGroup("encoder.*", lr=...)``, and "lr/<optimizer>" or "lr/<optimizer>/<group>" with several
     optimizers. They stay the same through a run.
     """
 
+    _rates: dict[str, float]
+
+    def on_fit_start(self, run: Run) -> None:
+        """Read the rates, for a log point before the first step."""
+        self._rates = run.learning_rates()
+
+    def on_step_start(self, run: Run) -> None:
+        """Read the rates of the step, because the schedules advance as soon as it is made."""
+        self._rates = run.learning_rates()
+
     def on_log(self, run: Run) -> None:
-        """Log the rates of the next step."""
-        for name, rate in run.learning_rates().items():
+        """Log the rates of the latest step."""
+        for name, rate in self._rates.items():
             run.log(name, rate)

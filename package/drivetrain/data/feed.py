@@ -455,7 +455,8 @@ class Feed:
                 f"the tensors of a batch of the {self.source.name} data differ in their first dimension"
                 f" ({listed}). {batch_size(micro.batch)}, that of the first one, is taken as its number of"
                 " samples, by which its loss is weighted against those of other batches. The task's"
-                " loss_weight(batch), if it is defined, returns the number instead"
+                " loss_weight(batch), if it is defined, returns the number instead. If each item of a list is"
+                " a single sample, pass DataLoader(data, batch_size=32)"
             )
 
     def _lengths(self) -> Iterator[int]:

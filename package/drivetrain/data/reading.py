@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from drivetrain.core.containers import opened
 from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.data.indexed import IndexedSource
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
@@ -18,6 +20,8 @@ from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.split_source import AlreadySplit, SplitSource
 from drivetrain.distributed.ranks import ALONE, Ranks
+
+_LOG = logger(__name__)
 
 
 def as_source(
@@ -143,7 +147,7 @@ def _source(
                 bare=bare,
             )
     elif isinstance(loader, (list, tuple)):
-        return BatchSource(name, _ready_batches(loader, name), share)
+        return BatchSource(name, _ready_batches(loader, name, share.rank == 0), share)
     if isinstance(loader, Tensor):
         raise DataError(
             f"the {name} data is a Tensor. Put it and its targets into a dataset,"
@@ -203,7 +207,9 @@ def _check_no_workers(dataset: Any, name: str, num_workers: int) -> None:
         )
 
 
-def _ready_batches(batches: list[Batch] | tuple[Batch, ...], name: str) -> list[Batch] | tuple[Batch, ...]:
+def _ready_batches(
+    batches: list[Batch] | tuple[Batch, ...], name: str, warns: bool
+) -> list[Batch] | tuple[Batch, ...]:
     kind = type(batches).__name__
     if not batches:
         raise DataError(f"the {name} data is empty: its {kind} has no batches")
@@ -212,7 +218,33 @@ def _ready_batches(batches: list[Batch] | tuple[Batch, ...], name: str) -> list[
             f"the {name} data is a {kind} of loaders. For evaluation on several, give them names:"
             ' {"first": loader, "second": other}; training takes one loader'
         )
+    if warns and (label := _label_of_a_sample(batches)) is not None:
+        _LOG.warning(
+            f"the {name} data is a {kind} of {len(batches)} items, which are read as ready batches, but they"
+            f" look like single samples: entry {label!r} of each is one number. If they are samples, pass"
+            " DataLoader(data, batch_size=32)"
+        )
     return batches
+
+
+def _label_of_a_sample(batches: Sequence[Batch]) -> Any:
+    """Return the name or place of an entry that looks like a sample's label, or None.
+
+    It is one number beside tensors with dimensions, and it differs between the items: a number that holds for
+    every sample, such as a scale, would be equal in all batches.
+    """
+    looked_at = batches[:: -(-len(batches) // 100)]
+    items = [each for each in map(opened, looked_at) if each is not None]
+    if not items or not any(getattr(each, "ndim", 0) for each in items[0].entries):
+        return None
+    for name, *values in zip(items[0].names, *(each.entries for each in items), strict=False):
+        if all(_is_number(each) for each in values) and len(set(map(str, values))) > 1:
+            return name
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
 
 
 def _check_samples(dataset: Any, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from drivetrain.data.batch import batch_size
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 """Types of values that hold for every sample, or that a list has one of for each sample."""
 
-_NAMES = (str, bytes, bool, torch.dtype, torch.device)
+_CONSTANTS = (str, bytes, Number, torch.dtype, torch.device)
 """Types of outputs that may describe a whole batch: if equal for all batches, they hold for all."""
 
 
@@ -133,7 +134,9 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         return None
     container = opened(first)
     if container is None:
-        raise _NotJoinable(f"a {type(first).__name__} does not have one entry for each sample")
+        reason = f"a {type(first).__name__} does not have one entry for each sample"
+        differs = isinstance(first, _CONSTANTS) and len(outputs) > 1
+        raise _NotJoinable(reason + ", and it differs between batches" * differs)
     containers = [opened(each) for each in outputs]
     if any(each is None or list(each.names) != list(container.names) for each in containers):
         raise _NotJoinable("their keys differ")
@@ -143,12 +146,17 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _joined_entry(name: Any, column: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if isinstance(column[0], _NAMES) and all(each == column[0] for each in column):
+    if _is_constant(column):
         return column[0]
     try:
         return _joined(column, sizes)
     except _NotJoinable as reason:
         raise _NotJoinable(f"{name!r}: {reason}") from None
+
+
+def _is_constant(column: Sequence[Any]) -> bool:
+    first, kinds = column[0], set(map(type, column))
+    return isinstance(first, _CONSTANTS) and len(kinds) == 1 and all(each == first for each in column)
 
 
 def _joined_rows(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -172,7 +180,12 @@ def _joined_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     columns, reason = None, "their lengths differ"
     if len({len(each) for each in outputs}) == 1:
         try:
-            columns = [_joined(each, sizes) for each in zip(*outputs, strict=True)]
+            # A list without a tensor may have one text or number for each sample.
+            has_tensors = any(isinstance(each, (Tensor, np.ndarray)) for each in first)
+            columns = [
+                each[0] if has_tensors and _is_constant(each) else _joined(each, sizes)
+                for each in zip(*outputs, strict=True)
+            ]
         except _NotJoinable as error:
             reason = str(error)
     per_sample = all(len(each) == n for each, n in zip(outputs, sizes, strict=True))
