@@ -88,10 +88,10 @@ class AllReduce(Strategy):
         self._last = last
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Add the gradient of `share` times the loss; average after the window's last backward."""
-        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        """Add the gradient of `factor` times the loss; average after the window's last backward."""
+        root = None if factor is None else torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
         loss.backward(root, inputs=inputs)
         if inputs is None and self._last:
             self.synchronize(self._parameters)

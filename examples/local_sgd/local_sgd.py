@@ -90,10 +90,10 @@ class LocalSGD(Strategy):
         return Prepared(module, self._optimizers)
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Add the gradient of this process's micro-batch; nothing is exchanged."""
-        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        root = None if factor is None else torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
         loss.backward(root, inputs=inputs)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -110,7 +110,9 @@ class LocalSGD(Strategy):
         return applied
 
     @contextmanager
-    def exchanged(self, optimizers: Mapping[str, Any], write: bool = False) -> Iterator[Mapping[str, Any]]:
+    def checkpoint_layout(
+        self, optimizers: Mapping[str, Any], write: bool = False
+    ) -> Iterator[Mapping[str, Any]]:
         """Run the block with the averages in place, and put this process's values back unless `write`."""
         weights, slots = self._weights(), self._slots()
         mine = [each.data for each in weights], [state[name] for state, name in slots]

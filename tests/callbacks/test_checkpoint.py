@@ -20,11 +20,11 @@ def saved(run_dir: Path) -> list[int]:  # the steps of the checkpoints that are 
 
 
 def kept(run_dir: Path) -> dict[str, list[int]]:
-    """The steps of the resume points and of the keepers, as the index tells them."""
+    """The steps of the resume points and of the best checkpoints, as the index tells them."""
     entries = read_index(str(run_dir / "checkpoints")) or []
     return {
         "resume points": [entry.step for entry in entries if entry.resume],
-        "keepers": [entry.step for entry in entries if entry.keeper],
+        "best": [entry.step for entry in entries if entry.best],
     }
 
 
@@ -62,7 +62,7 @@ def test_every_saves_when_the_interval_ends_also_after_a_resume(every: Any, due:
     policy = CheckpointConfig(every=every, keep_last=99, by=None)
     counted(tmp_path, policy)
     assert saved(tmp_path) == sorted({*due, 10})
-    assert kept(tmp_path) == {"resume points": saved(tmp_path), "keepers": []}
+    assert kept(tmp_path) == {"resume points": saved(tmp_path), "best": []}
     for at in (4, 5):
         folder = tmp_path / str(at)
         stop = LambdaCallback(on_step_end=lambda run, at=at: at == run.progress.steps and run.stop("now"))
@@ -86,7 +86,7 @@ def test_keep_last_keeps_as_many_resume_points_and_at_least_the_newest(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("best", "mode", "losses", "keepers"),
+    ("best", "mode", "losses", "bests"),
     [
         (2, "min", (4.0, 1.0, 2.0, 5.0), [3, 2]),
         (2, "max", (4.0, 1.0, 2.0, 5.0), [1, 4]),
@@ -96,13 +96,13 @@ def test_keep_last_keeps_as_many_resume_points_and_at_least_the_newest(tmp_path:
         (0, "min", (4.0, 1.0, 2.0, 5.0), []),
     ],
 )
-# `keepers` are epochs, the best last.
-def test_best_by_mode(best: int, mode: str, losses: Any, keepers: list[int], tmp_path: Path) -> None:
+# `bests` are epochs, the best last.
+def test_best_by_mode(best: int, mode: str, losses: Any, bests: list[int], tmp_path: Path) -> None:
     policy = CheckpointConfig(every=None, keep_last=1, best=best, mode=mode)
     result = run(tmp_path, policy, losses, max_epochs=4, on_nonfinite="skip")
-    assert saved(tmp_path) == sorted({*(5 * epoch for epoch in keepers), 20})
-    assert kept(tmp_path) == {"resume points": [20], "keepers": sorted(5 * epoch for epoch in keepers)}
-    path = tmp_path / "checkpoints" / f"step-{5 * keepers[-1]:08d}" if keepers else None
+    assert saved(tmp_path) == sorted({*(5 * epoch for epoch in bests), 20})
+    assert kept(tmp_path) == {"resume points": [20], "best": sorted(5 * epoch for epoch in bests)}
+    path = tmp_path / "checkpoints" / f"step-{5 * bests[-1]:08d}" if bests else None
     assert result.best_checkpoint == (path and str(path))
 
 
@@ -113,7 +113,7 @@ def test_best_is_judged_after_each_validation_and_no_other_is_written(tmp_path: 
     run(tmp_path, policy, (1.0, 5.0, 2.0, 4.0, 3.0), validate_every="2 steps", callbacks=[note])
     assert written == [2, 4, 5, 6, 10]
     assert saved(tmp_path) == [2, 6, 10]
-    assert kept(tmp_path) == {"resume points": [10], "keepers": [2, 6]}
+    assert kept(tmp_path) == {"resume points": [10], "best": [2, 6]}
     run(tmp_path / "both", CheckpointConfig(every="1 epoch", keep_last=1, best=1), (2.0, 1.0))
     assert saved(tmp_path / "both") == [10]  # one checkpoint serves both purposes
 
@@ -122,7 +122,7 @@ def test_best_of_a_resumed_run_has_to_beat_what_was_best_before(tmp_path: Path) 
     policy = CheckpointConfig(keep_last=1, best=1)
     run(tmp_path, policy, (1.0, 3.0), max_epochs=2)
     run(tmp_path, policy, (2.0, 1.0), max_epochs=4, resume="auto")
-    assert kept(tmp_path) == {"resume points": [20], "keepers": [5]}
+    assert kept(tmp_path) == {"resume points": [20], "best": [5]}
     run(tmp_path, policy, (0.5,), max_epochs=5, resume="auto")
     assert saved(tmp_path) == [25]
 
@@ -146,20 +146,20 @@ def learn(run_dir: Path, by: str, losses: list[float], **options: Any) -> Any:
 
 def test_by_a_metric_of_training_ranks_at_each_log_point_and_the_end(tmp_path: Path) -> None:
     result = learn(tmp_path / "1", "train/loss", [5.0, 3.0, 1.0, 2.0, 4.0, 6.0], max_steps=6, log_every=1)
-    assert kept(tmp_path / "1") == {"resume points": [6], "keepers": [3]}
+    assert kept(tmp_path / "1") == {"resume points": [6], "best": [3]}
     assert Path(result.best_checkpoint).name == "step-00000003"
     result = learn(tmp_path / "2", "train/loss", [5.0, 5.0, 1.0], max_steps=3, log_every=2)
-    assert kept(tmp_path / "2") == {"resume points": [3], "keepers": [3]}
+    assert kept(tmp_path / "2") == {"resume points": [3], "best": [3]}
     assert result.best_checkpoint == result.last_checkpoint
     losses = [9.0] * 5 + [1.0, 9.0, 1.0, 9.0, 1.0] + [5.0] * 5  # the second epoch has the least mean
     for options in ({}, {"log_every": "1 epoch"}):  # once per epoch if the log interval is longer
         folder = tmp_path / f"epochs {len(options)}"
         result = learn(folder, "train/loss", losses, max_epochs=3, **options)
-        assert kept(folder) == {"resume points": [15], "keepers": [10]}
+        assert kept(folder) == {"resume points": [15], "best": [10]}
         assert result.metrics["train/loss"] == pytest.approx(5.0)
     policy = CheckpointConfig(every=None, best=9, by="train/loss", mode="max")
     run(tmp_path, policy, (1.0, 2.0), log_every=4)  # with validation too
-    assert kept(tmp_path)["keepers"] == [4, 8, 10]
+    assert kept(tmp_path)["best"] == [4, 8, 10]
 
 
 def test_by_a_metric_that_cannot_come_is_refused_before_training(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_by_a_value_that_a_callback_logs(tmp_path: Path) -> None:
     score = LambdaCallback(on_epoch_end=lambda run: run.log("score", run.progress.epoch))
     options = {"callbacks": [score], "max_epochs": 3, "log_every": 2, "policy": {"mode": "max"}}
     learn(tmp_path, "score", [1.0] * 15, **options)
-    assert kept(tmp_path)["keepers"] == [15]  # the last epoch's, logged at the end
+    assert kept(tmp_path)["best"] == [15]  # the last epoch's, logged at the end
     with pytest.raises(ConfigError, match=r"'scor', which is not logged. Did you mean 'score'"):
         learn(tmp_path / "other", "scor", [1.0] * 15, **options)
     assert saved(tmp_path / "other") == [10]  # an epoch after the value might have come

@@ -47,7 +47,7 @@ def fit(run_dir: Path, policies: Any, resume: str | None = None, **options: Any)
 
 def kept(run_dir: Path) -> dict[int, tuple[set[str], set[str]]]:
     entries = read_index(str(run_dir / "checkpoints")) or []
-    return {entry.step: (set(entry.resume), set(entry.keeper)) for entry in entries}
+    return {entry.step: (set(entry.resume), set(entry.best)) for entry in entries}
 
 
 KEPT = {  # what the four policies keep of the whole run
@@ -142,7 +142,7 @@ def test_resume_under_other_policies(tmp_path: Path) -> None:
         24: ({"3 steps"}, set()),
         25: ({""}, {ACCURACY}),
     }
-    # Another metric alone: the keepers of before stay until a better one takes their places.
+    # Another metric alone: the best of before stay until a better one takes their places.
     by = CheckpointConfig(every=None, keep_last=1, best=3, by="train/loss")
     fit(tmp_path, by, max_epochs=6, resume="auto")
     assert kept(tmp_path) == {10: (set(), {LOSS}), 20: (set(), {ACCURACY}), 30: ({""}, {"train/loss"})}

@@ -57,7 +57,7 @@ class Seen(Callback):  # the weights after each step, and the norms of the gradi
         self.norms: list[float] = []
 
     def on_step_end(self, run: Run) -> None:
-        run.engine.strategy.settle(run.engine.model)
+        run.engine.strategy.reshard(run.engine.model)
         named = run.task.named_parameters()
         self.after.append({name: run.full_tensor(each).detach().clone() for name, each in named})
         if run.result.grad_norm is not None:

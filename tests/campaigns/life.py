@@ -234,7 +234,7 @@ def save(manager: CheckpointManager, step: int) -> None:
     """Save what belongs to a step, change it meanwhile, as training would, and wait for the end."""
     snapshot = content(step)
     live = [tensor for named in snapshot.tensors.values() for tensor in named.values()]
-    manager.save(step, 0, {"loss": loss(step)}, lambda: snapshot, keeper=True)
+    manager.save(step, 0, {"loss": loss(step)}, lambda: snapshot, best=True)
     for tensor in live:
         tensor.zero_()
     manager.wait()

@@ -26,7 +26,7 @@ def test_the_defaults_are_those_of_the_design():
     assert dataclasses.astuple(CheckpointConfig())[1:] == expected
     assert CheckpointConfig().interval == Every("1 epoch")
     assert CheckpointConfig(every=None).interval is None
-    assert CheckpointConfig(by=None, best=3).keepers == 0
+    assert CheckpointConfig(by=None, best=3).best_count == 0
     for every in (500, "500 steps", Every("500 steps")):
         assert CheckpointConfig(every=every).interval == Every(500, "steps")
     assert CheckpointConfig(every=timedelta(hours=1)).interval == Every(3600, "seconds")

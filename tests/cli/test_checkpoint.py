@@ -60,7 +60,7 @@ def test_list_tells_what_each_is_kept_for(capsys, run_dir, tmp_path):
     assert code == 0
     lines = [re.split("  +", line) for line in printed.out.splitlines()]
     assert lines[0] == ["name", "order", "step", "epoch", "kept for", "metric", "size", "age"]
-    assert [line[2:5] for line in lines[1:3]] == [["10", "2", "resume"], ["15", "3", "resume keeper"]]
+    assert [line[2:5] for line in lines[1:3]] == [["10", "2", "resume"], ["15", "3", "resume best"]]
     assert [line[0] for line in lines[3:]] == ["", "metric: validation/loss"]
     assert max(map(len, printed.out.splitlines())) <= 80
     files = (run_dir / "checkpoints" / "step-00000010").iterdir()
@@ -77,7 +77,7 @@ def test_show_says_what_a_checkpoint_is_and_needs_no_tensor_file(capsys, run_dir
     assert code == 0
     assert found["path"].endswith("step-00000015")
     assert (found["progress"]["steps"], found["saved_by"]["task"]) == (15, "Regression")
-    assert found["purpose"]["keeper"] == {"validation/loss": "min"}
+    assert found["purpose"]["best"] == {"validation/loss": "min"}
     assert found["hparams"]["dropout"] == 0.0
     assert found["groups"]["model"] == {"tensors": 2, "elements": 5, "bytes": 20, "dtypes": {"F32": 5}}
     assert found["optimizers"]["default"]["optimizer"] == "SGD"

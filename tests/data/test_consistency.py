@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import drivetrain
 from drivetrain import DataError, Engine
-from drivetrain.data import Feed, Share, Transfer, as_source
+from drivetrain.data import Feed, Shard, Transfer, as_source
 from drivetrain.data.consistency import check_data
 from drivetrain.data.fingerprint import fingerprint, matches
 from drivetrain.distributed.ranks import Ranks
@@ -40,7 +40,7 @@ class Rows(Dataset[Any]):
         return features + noise + self.first, target
 
 
-class Shard(IterableDataset[Any]):  # a rank's part of a stream
+class OwnPart(IterableDataset[Any]):  # a rank's part of a stream
     def __iter__(self) -> Any:
         return (WHOLE[index] for index in range(drivetrain.rank(), 32, 2))
 
@@ -62,7 +62,7 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
         lambda rank: DataLoader(WHOLE, batch_size=4, sampler=list(range(rank, 32, 2))),
         "its first indices are [0, 2, 4, 6, ...] on rank 0 and [1, 3, 5, 7, ...] on rank 1",
     ),
-    "iterable": (lambda rank: DataLoader(Shard(), batch_size=4), "training data is not the same on all"),
+    "iterable": (lambda rank: DataLoader(OwnPart(), batch_size=4), "training data is not the same on all"),
     "none": (lambda rank: iter(() if rank else list(pairs(8))), "has no batch on rank 1, but has one on"),
 }
 
@@ -74,7 +74,7 @@ def trainer() -> Any:
 def refusal(make: Any) -> str:
     """What is said of data, before a run and on its first batches; each rank has the same."""
     ranks = Ranks.of_job()
-    source = as_source(make(ranks.rank), "training", 0, share=Share(ranks.rank, ranks.size))
+    source = as_source(make(ranks.rank), "training", 0, shard=Shard(ranks.rank, ranks.size))
     feed = Feed(source, Transfer(torch.device("cpu")))
     try:
         check_data([feed], ranks)

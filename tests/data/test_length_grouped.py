@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drivetrain import DataError, LambdaCallback
-from drivetrain.data import LengthGroupedSampler, Share, as_source
+from drivetrain.data import LengthGroupedSampler, Shard, as_source
 from drivetrain.data.length_grouped import lengths_of
 
 LENGTHS = torch.randint(1, 200, (403,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -110,7 +110,7 @@ def test_the_order_does_not_depend_on_how_a_step_is_divided_and_resumes(tmp_path
     assert whole[:7] != whole[7:]  # another order in another epoch
     orders = []
     for size, ranks in ((8, 1), (4, 2)):
-        options: Any = {"batch_size": size, "group_by_length": length, "share": Share(0, ranks)}
+        options: Any = {"batch_size": size, "group_by_length": length, "shard": Shard(0, ranks)}
         orders.append(list(as_source(Samples(), "it", 0, **options)._order.indices(0)))
     assert orders[0] == orders[1]
     halves: Any = {"batch_size": 8, "run_dir": tmp_path, "checkpoint": True}

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SubsetRandomSampler
 
 from drivetrain.core.random_streams import mix
-from drivetrain.data import Everywhere, Feed, Measure, Share, Transfer, as_source, evaluation_sources
+from drivetrain.data import Everywhere, Feed, Measure, Shard, Transfer, as_source, evaluation_sources
 
 CPU = Transfer(torch.device("cpu"))
 
@@ -23,7 +23,7 @@ def loader(count, size, **options):
 
 
 def read(data, ranks, *, epoch=0, position=0, measure=None, **options):
-    sources = (as_source(data, "training", 3, share=Share(rank, ranks), **options) for rank in range(ranks))
+    sources = (as_source(data, "training", 3, shard=Shard(rank, ranks), **options) for rank in range(ranks))
     return [list(Feed(each, CPU, measure).micro_batches(epoch, position)) for each in sources]
 
 
@@ -32,8 +32,8 @@ def numbers(micro_batch):
     return [] if micro_batch.is_placeholder else [int(each) for each in batch]
 
 
-def in_order(shares):  # all samples, round by round, rank by rank
-    return [number for together in zip(*shares, strict=True) for each in together for number in numbers(each)]
+def in_order(shards):  # all samples, round by round, rank by rank
+    return [number for together in zip(*shards, strict=True) for each in together for number in numbers(each)]
 
 
 @given(
@@ -45,11 +45,11 @@ def test_any_number_of_ranks_sees_the_epoch_of_one(count, ranks, size, shuffle, 
     if drop_last and count < size:
         return  # an empty epoch, which is refused
     one = in_order(read(data, 1, epoch=epoch))
-    shares = read(data, ranks, epoch=epoch)
-    assert in_order(shares) == one
-    assert all(len(share) == len(shares[0]) for share in shares)
-    assert as_source(data, "training", 3, share=Share(0, ranks)).count() == len(shares[0])
-    for together in zip(*shares, strict=True):
+    shards = read(data, ranks, epoch=epoch)
+    assert in_order(shards) == one
+    assert all(len(shard) == len(shards[0]) for shard in shards)
+    assert as_source(data, "training", 3, shard=Shard(0, ranks)).count() == len(shards[0])
+    for together in zip(*shards, strict=True):
         assert len({each.advance for each in together}) == 1
         if ranks > 1:
             total = sum(each.samples for each in together)
@@ -64,7 +64,7 @@ def test_any_number_of_ranks_sees_the_epoch_of_one(count, ranks, size, shuffle, 
 def test_an_epoch_is_resumed_by_another_number_of_ranks_and_batch_size(
     count, ranks, size, then_ranks, then_size, after
 ):
-    first = [share[:after] for share in read(loader(count, size, shuffle=True), ranks)]
+    first = [shard[:after] for shard in read(loader(count, size, shuffle=True), ranks)]
     position = sum(each.advance for each in first[0])
     if position == count:
         return
@@ -73,25 +73,25 @@ def test_an_epoch_is_resumed_by_another_number_of_ranks_and_batch_size(
 
 
 def test_no_rank_is_without_a_batch_and_a_placeholder_counts_nothing():
-    shares = read(loader(5, 2), 4)
-    assert [numbers(each) for share in shares for each in share] == [[0, 1], [2], [3], [4]]
-    shares = read(loader(10, 2), 4)
-    assert [[numbers(each) for each in share] for share in shares] == [
+    shards = read(loader(5, 2), 4)
+    assert [numbers(each) for shard in shards for each in shard] == [[0, 1], [2], [3], [4]]
+    shards = read(loader(10, 2), 4)
+    assert [[numbers(each) for each in shard] for shard in shards] == [
         [[0, 1], [8]], [[2, 3], [9]], [[4, 5], []], [[6, 7], []],
     ]  # fmt: skip
-    placeholder = shares[3][1]
+    placeholder = shards[3][1]
     assert placeholder.is_placeholder
     assert (placeholder.weight, placeholder.samples, placeholder.tokens) == (0, 0, 0)
     assert placeholder.batch[0].tolist() == [8]
 
 
 def test_whole_batches_are_dealt_out_where_short_ones_are_dropped():
-    shares = read(loader(11, 2, drop_last=True), 4)
-    assert [[numbers(each) for each in share] for share in shares] == [
+    shards = read(loader(11, 2, drop_last=True), 4)
+    assert [[numbers(each) for each in shard] for shard in shards] == [
         [[0, 1], [8, 9]], [[2, 3], []], [[4, 5], []], [[6, 7], []],
     ]  # fmt: skip
     # Batch normalisation, for one, refuses a single sample: what stands in is as long as any other batch.
-    assert [share[1].batch[0].tolist() for share in shares[1:]] == [[8, 9]] * 3
+    assert [shard[1].batch[0].tolist() for shard in shards[1:]] == [[8, 9]] * 3
 
 
 class Own:  # a sampler of the user's, with a length or without one
@@ -117,27 +117,27 @@ def test_samplers_of_the_users_are_shared_too(sampler):
 def test_batches_of_a_batch_sampler_stay_whole():
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     data = DataLoader(TensorDataset(torch.arange(11)), batch_sampler=batches)
-    shares = read(data, 2)
-    assert [[numbers(each) for each in share] for share in shares] == [
+    shards = read(data, 2)
+    assert [[numbers(each) for each in shard] for shard in shards] == [
         [batches[0], batches[2], batches[4]],
         [batches[1], batches[3], []],
     ]
-    assert [each.advance for each in shares[1]] == [4, 6, 1]
+    assert [each.advance for each in shards[1]] == [4, 6, 1]
     # Each rank knows the samples of all: nobody has to be asked.
-    assert [each.everywhere for each in shares[1]] == [Everywhere(each, each, 0) for each in (4, 6, 1)]
+    assert [each.everywhere for each in shards[1]] == [Everywhere(each, each, 0) for each in (4, 6, 1)]
     assert in_order(read(data, 3, position=4)) == list(range(4, 11))
 
 
 def test_ready_batches_of_a_dataset_are_dealt_out_one_to_each():
     batches = [torch.arange(start, start + 3) for start in range(0, 15, 3)]
-    shares = read(DataLoader(batches, batch_size=None), 2)
-    assert [[numbers(each) for each in share] for share in shares] == [
+    shards = read(DataLoader(batches, batch_size=None), 2)
+    assert [[numbers(each) for each in shard] for shard in shards] == [
         [[0, 1, 2], [6, 7, 8], [12, 13, 14]],
         [[3, 4, 5], [9, 10, 11], []],
     ]
-    assert [each.advance for each in shares[1]] == [2, 2, 1]
-    assert [each.samples for each in shares[1]] == [3, 3, 0]
-    assert {each.everywhere for each in shares[0]} == {None}  # how long another's batch is, is not known
+    assert [each.advance for each in shards[1]] == [2, 2, 1]
+    assert [each.samples for each in shards[1]] == [3, 3, 0]
+    assert {each.everywhere for each in shards[0]} == {None}  # how long another's batch is, is not known
 
 
 def test_a_sampler_that_divides_the_data_itself_is_undone():
@@ -193,13 +193,13 @@ def test_batches_of_any_lengths_are_resumed_by_another_number_of_ranks(
     batches, count = cut(lengths), sum(lengths)
     loaded = DataLoader(TensorDataset(torch.arange(count)), batch_sampler=batches)
     data = list(map(torch.tensor, batches)) if listed else loaded
-    first = [share[:after] for share in read(data, ranks)]
+    first = [shard[:after] for shard in read(data, ranks)]
     position = sum(each.advance for each in first[0])
     if position == (len(batches) if listed else count):
         return
     rest = read(data, then_ranks, position=position)
     assert in_order(first) + in_order(rest) == list(range(count))
-    assert all(len(share) == len(rest[0]) for share in rest)
+    assert all(len(shard) == len(rest[0]) for shard in rest)
 
 
 class Counting:  # a stream that is resumed by its own state
@@ -222,23 +222,23 @@ class Counting:  # a stream that is resumed by its own state
 def test_a_stream_with_a_state_of_its_own_moves_on_by_whole_rounds_on_every_rank():
     states = []
     for rank in range(2):
-        feed = Feed(as_source(Counting(7), "training", 0, share=Share(rank, 2)), CPU)
+        feed = Feed(as_source(Counting(7), "training", 0, shard=Shard(rank, 2)), CPU)
         windows = feed.windows(0)
         next(windows)
         next(windows)
         states.append(feed.snapshot())
         windows.close()
     assert states == [{"at": 4}, {"at": 4}]
-    shares = []
+    shards = []
     for rank in range(3):
-        source = as_source(Counting(7), "training", 0, share=Share(rank, 3))
+        source = as_source(Counting(7), "training", 0, shard=Shard(rank, 3))
         source.restore(states[0])
-        shares.append([each for window in Feed(source, CPU).windows(0, 4) for each in window.micro_batches])
-    assert in_order(shares) == [4, 5, 6]
+        shards.append([each for window in Feed(source, CPU).windows(0, 4) for each in window.micro_batches])
+    assert in_order(shards) == [4, 5, 6]
 
 
 def test_a_limit_and_the_steps_of_an_epoch_count_rounds():
-    source = as_source(loader(100, 4), "training", 0, share=Share(1, 3))
+    source = as_source(loader(100, 4), "training", 0, shard=Shard(1, 3))
     assert source.count() == 9
     assert source.count(96) == 1
     feed = Feed(source, CPU, accumulation=2, limit=5)
@@ -277,7 +277,7 @@ def test_workers_change_nothing(whole):
 
 
 def test_what_travels_to_workers_is_a_batchs_own_indices():
-    source = as_source(loader(100_000, 2, shuffle=True), "training", 0, share=Share(1, 2))
+    source = as_source(loader(100_000, 2, shuffle=True), "training", 0, shard=Shard(1, 2))
     indices = next(source.index_batches(0, 0))
     sent = len(ForkingPickler.dumps(indices))
     assert sent < 400
@@ -313,6 +313,6 @@ def test_an_evaluation_keeps_to_the_samples_that_a_shuffling_sampler_is_made_of(
 
 def test_every_named_loader_is_shared():
     data = {"a": loader(5, 2), "b": [torch.arange(3), torch.arange(3, 5)]}
-    for name, source in evaluation_sources(data, "validation", 0, share=Share(1, 2), every_sample=True):
+    for name, source in evaluation_sources(data, "validation", 0, shard=Shard(1, 2), every_sample=True):
         found = [numbers(each) for each in Feed(source, CPU).micro_batches()]
         assert found == ([[2, 3], []] if name == "a" else [[3, 4]])

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from drivetrain.core.errors import ConfigError, DataError
-from drivetrain.data import Feed, Measure, Share, Transfer, as_source, evaluation_sources
+from drivetrain.data import Feed, Measure, Shard, Transfer, as_source, evaluation_sources
 
 
 def run(
     data: Any, rank: int = 0, ranks: int = 1, epoch: int = 0, position: int = 0, weight: Any = None
 ) -> None:
-    read = as_source(data, "training", 0, share=Share(rank, ranks))
+    read = as_source(data, "training", 0, shard=Shard(rank, ranks))
     feed = Feed(read, Transfer(torch.device("cpu")), Measure(weight=weight) if weight else None)
     for _ in feed.micro_batches(epoch, position):
         pass

@@ -29,7 +29,7 @@ class Counted(NamedTuple):  # one window of a run that is counted one by one
 
 
 def counted(
-    epochs: int, batches: Stages, sizes: Stages, samples: int, shares: int, limit: int | None
+    epochs: int, batches: Stages, sizes: Stages, samples: int, shards: int, limit: int | None
 ) -> list[Counted]:
     found: list[Counted] = []
     windows = seen = 0
@@ -40,7 +40,7 @@ def counted(
             place, each = Place(epoch, position, rounds, windows, seen), sizes.at(done[sizes.unit])
             number = 0
             for _ in range(batches.at(done[batches.unit])):
-                step = min(each * shares, samples - position)
+                step = min(each * shards, samples - position)
                 if not step or (limit is not None and rounds == limit):
                     break
                 position, rounds, seen, number = position + step, rounds + 1, seen + step, number + 1
@@ -62,14 +62,14 @@ def points() -> Any:
 
 
 @given(
-    batches=points(), sizes=points(), samples=st.integers(1, 40), shares=st.integers(1, 3),
+    batches=points(), sizes=points(), samples=st.integers(1, 40), shards=st.integers(1, 3),
     limit=st.none() | st.integers(1, 6), epochs=st.integers(1, 8),
 )  # fmt: skip
 def test_places_and_totals_are_those_of_a_run_counted_one_by_one(
-    batches: Stages, sizes: Stages, samples: int, shares: int, limit: int | None, epochs: int
+    batches: Stages, sizes: Stages, samples: int, shards: int, limit: int | None, epochs: int
 ) -> None:
-    plan = WindowPlan(batches, sizes, samples=samples, shares=shares, limit=limit)
-    windows = counted(epochs, batches, sizes, samples, shares, limit)
+    plan = WindowPlan(batches, sizes, samples=samples, shards=shards, limit=limit)
+    windows = counted(epochs, batches, sizes, samples, shards, limit)
     assert plan.windows_before(epochs) == len(windows)
     for number, each in enumerate(windows):
         assert plan.after(number) == each.place

@@ -1,4 +1,4 @@
-"""The window of one step: shares of micro-batches, reports, generators, labels that a loss leaves out."""
+"""The window of one step: factors of micro-batches, reports, generators, labels that a loss leaves out."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,25 +20,25 @@ from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.weighting import StepResult, weigh
 
 
-def shares(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
-    """The number of each micro-batch that is kept, and its share."""
+def factors(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
+    """The number of each micro-batch that is kept, and its factor."""
     window = [MicroBatch(number, weight) for number, weight in enumerate(weights)]
     pairs, _ = weigh(window, None, Placeholders())
-    return [(micro_batch.batch, share) for micro_batch, share in pairs]
+    return [(micro_batch.batch, factor) for micro_batch, factor in pairs]
 
 
 def test_shares_are_proportional_to_the_weights_and_add_up_to_one() -> None:
-    assert shares(4, 4) == [(0, 0.5), (1, 0.5)]
-    assert shares(6, 2) == [(0, 0.75), (1, 0.25)]
-    assert sum(share for _, share in shares(3, 5, 7.5, 1) if isinstance(share, float)) == 1
-    assert shares(8) == shares(0.25) == [(0, None)]  # an only micro-batch is the whole, whatever its weight
+    assert factors(4, 4) == [(0, 0.5), (1, 0.5)]
+    assert factors(6, 2) == [(0, 0.75), (1, 0.25)]
+    assert sum(factor for _, factor in factors(3, 5, 7.5, 1) if isinstance(factor, float)) == 1
+    assert factors(8) == factors(0.25) == [(0, None)]  # an only micro-batch is the whole, whatever its weight
 
 
 def test_a_micro_batch_of_weight_zero_is_left_out() -> None:
-    assert shares(0) == []
-    assert shares(0, 0.0) == []
-    assert shares(0, 3, 0, 1) == [(1, 0.75), (3, 0.25)]
-    assert shares(0, 5) == [(1, 1.0)]
+    assert factors(0) == []
+    assert factors(0, 0.0) == []
+    assert factors(0, 3, 0, 1) == [(1, 0.75), (3, 0.25)]
+    assert factors(0, 5) == [(1, 1.0)]
 
 
 def test_a_weight_on_an_accelerator_is_not_read() -> None:
@@ -46,12 +46,12 @@ def test_a_weight_on_an_accelerator_is_not_read() -> None:
     there = torch.ones((), device="meta")
     with pytest.raises(RuntimeError):
         bool(there)
-    assert shares(there) == [(0, None)]
+    assert factors(there) == [(0, None)]
     window = [MicroBatch(number, weight) for number, weight in enumerate((there, 2, there))]
     for ranks in (None, ALONE):  # ALONE: as several ranks weigh them
         kept, _ = weigh(window, ranks, Placeholders())
         assert [each.batch for each, _ in kept] == [0, 1, 2]
-        assert all(isinstance(share, Tensor) and share.device.type == "meta" for _, share in kept)
+        assert all(isinstance(factor, Tensor) and factor.device.type == "meta" for _, factor in kept)
 
 
 def test_a_steps_values_are_means_by_weight_over_its_micro_batches() -> None:

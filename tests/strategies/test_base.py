@@ -38,10 +38,10 @@ class Minimal(Strategy):
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         self.asked.append("backward")
-        (loss if share is None else loss * share).backward(inputs=inputs)
+        (loss if factor is None else loss * factor).backward(inputs=inputs)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         self.asked.append("clip_grad_norm")

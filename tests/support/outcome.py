@@ -48,7 +48,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     for name in ("metrics.csv", "metrics.jsonl", "model.safetensors"):
         found[name] = (run_dir / name).read_bytes()
     index = json.loads((run_dir / "checkpoints" / "index.json").read_text(encoding="utf-8"))
-    kept = ("step", "metrics", "resume", "keeper")
+    kept = ("step", "metrics", "resume", "best")
     found["kept"] = [tuple(each[name] for name in kept) for each in _entries(index)]
     return found
 
@@ -56,7 +56,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 def _entries(node: Any) -> list[dict[str, Any]]:
     # Wherever they stand in the file: the format of the index is tested elsewhere.
     if isinstance(node, dict):
-        return [node] if "keeper" in node else [e for value in node.values() for e in _entries(value)]
+        return [node] if "best" in node else [e for value in node.values() for e in _entries(value)]
     return [e for value in node for e in _entries(value)] if isinstance(node, list) else []
 
 

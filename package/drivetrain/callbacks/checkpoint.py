@@ -42,7 +42,7 @@ _LOG = logger(__name__)
 
 
 class CheckpointSaver(Callback):
-    """Saves resume points at intervals, and the best checkpoints by a metric (keepers).
+    """Saves resume points at intervals, and the best checkpoints by a metric.
 
     The Trainer makes one from `checkpoint=`. It acts in `on_save`, after all other hooks of a step, so
     that their changes are in the file. A run that stops itself is saved once more, unless it was just saved.
@@ -51,7 +51,7 @@ class CheckpointSaver(Callback):
         policies: The policies; one save serves all that ask for one at a step.
         manager: The checkpoints of the run directory.
         root: The directory or address for the finished weights.
-        metric_required: Whether a run without a metric that ranks keepers is an error. It is not for the
+        metric_required: Whether a run without a metric that ranks is an error. It is not for the
             default policy.
         assets: `Trainer(assets=...)`; rank 0 writes them, with those of the task and of the callbacks.
 
@@ -134,16 +134,16 @@ class CheckpointSaver(Callback):
         return [*self._watched.values(), *self._named]
 
     def best_checkpoints(self) -> dict[str, str]:
-        """Return the paths of the best keepers, by the metrics that rank; the first policy's first."""
+        """Return the paths of the best checkpoints, by the metrics that rank; the first policy's first."""
         found = {by: self.manager.best(by) for by in rankings(self.policies)}
         return {by: path for by, path in found.items() if path is not None}
 
     def best_value(self) -> float | None:
-        """Return the value of the first policy's best keeper, or None if there is none."""
+        """Return the value of the first policy's best checkpoint, or None if there is none."""
         found = self.best_checkpoints()
         return self.manager.best_value(next(iter(found))) if found else None
 
-    def settle(self, run: Run) -> None:
+    def wait_for_save(self, run: Run) -> None:
         """Wait for a save in progress."""
         committed = None
         with self._tolerating(run):
@@ -191,18 +191,18 @@ class CheckpointSaver(Callback):
             self.on_save(run)
 
     def _best_by(self, run: Run) -> list[str]:
-        """Return the metrics that rank keepers and have a new value among the best."""
+        """Return the metrics that rank and have a new value among the best."""
         for watched in self._named:
             watched.has_new_value(run)  # ends the run if the name is wrong
         fresh = [by for by, watched in self._watched.items() if watched.has_new_value(run)]
         return [by for by in fresh if self.manager.should_keep(run.metrics, by)]
 
-    def _save(self, run: Run, resume: Sequence[str], keeper: Sequence[str]) -> None:
+    def _save(self, run: Run, resume: Sequence[str], best: Sequence[str]) -> None:
         progress = run.progress
         taken: list[Snapshot] = []
         bad: NonFiniteError | None = None
         with run.timed("save"):
-            self.settle(run)
+            self.wait_for_save(run)
             self._saving_step, saved = progress.steps, None
             try:
                 with self._tolerating(run), ExitStack() as stack:
@@ -210,7 +210,7 @@ class CheckpointSaver(Callback):
                         stack.enter_context(each.saving(run))
                     factory = partial(self._snapshot, run, taken)
                     saved = self.manager.save(
-                        progress.steps, progress.epoch, run.metrics, factory, resume=resume, keeper=keeper
+                        progress.steps, progress.epoch, run.metrics, factory, resume=resume, best=best
                     )
                 if saved is not None and not self.manager.is_writing:
                     self._note_committed(run, saved.path)
@@ -263,14 +263,14 @@ class CheckpointSaver(Callback):
         if run.nonfinite.spoiled is None and (best := self._best_by(run)):
             self._save(run, (), best)  # by the last log point, which comes after the saves
         with run.timed("save"):
-            self.settle(run)
+            self.wait_for_save(run)
         for watched in self._all_watched():
             watched.end(run)
         if run.nonfinite.spoiled is not None:
             return
         if run.failure is None:
             self._restore_best(run)
-        with run.engine.exchanged():
+        with run.engine.checkpoint_layout():
             weights, _ = module_state(run.task)
         ended = f"the run ended after step {run.progress.steps} ({run.stop_reason})"
         besides = ""
@@ -315,7 +315,7 @@ class CheckpointSaver(Callback):
     def on_exception(self, run: Run) -> None:
         """Let a save in progress finish: its state was good when it began."""
         if self.manager.is_writing:
-            self.settle(run)
+            self.wait_for_save(run)
 
 
 def _check_extent(run: Run) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
-from drivetrain.core.direction import MODES, direction_of, settled
+from drivetrain.core.direction import MODES, direction_of, resolved_direction
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import by_name, count, flag, number, one_of
 
@@ -106,7 +106,7 @@ class EarlyStopping(Callback):
         """
         self._watched.begin(run)
         known, argument = run.names.direction(self.metric), f"EarlyStopping({self.metric!r}, mode={{}})"
-        self._direction = settled(self.mode, known, self.metric, argument)
+        self._direction = resolved_direction(self.mode, known, self.metric, argument)
         self._check_limits()
         if not self._loaded:
             self.best = None

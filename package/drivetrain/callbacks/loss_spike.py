@@ -294,9 +294,9 @@ class LossSpike(Callback):
                 " gradients (max_grad_norm)"
             )
         saver = next(each for each in run.callbacks if isinstance(each, CheckpointSaver))
-        saver.settle(run)
+        saver.wait_for_save(run)
         with run.timed("restore"):
-            with run.engine.exchanged():
+            with run.engine.checkpoint_layout():
                 like = like_module(run.task)
             found = saver.manager.load_latest(like)
             if found is not None:

@@ -204,7 +204,7 @@ class ModelSummary(Callback):
         engine, task = run.engine, run.task
         has_copies = engine.strategy.name == "deepspeed"  # ZeRO's float32 copies, which its optimizer steps
         parameters = _local_bytes(getattr(each, "ds_tensor", each) for each in task.parameters())
-        with engine.exchanged() as optimizers:
+        with engine.checkpoint_layout() as optimizers:
             states = [state for each in optimizers.values() for state in each.state.values()]
             kept = _local_bytes(value for state in states for value in state.values())
             kept += _local_bytes(task.parameters()) if has_copies else 0

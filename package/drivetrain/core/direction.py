@@ -82,7 +82,7 @@ def _direction_of_word(word: str) -> str | None:
     return next((way for end, way in ENDS.items() if word.endswith(end)), None)
 
 
-def settled(mode: str, known: str | None, name: str, argument: str) -> str:
+def resolved_direction(mode: str, known: str | None, name: str, argument: str) -> str:
     """Return the direction of a value: "min" or "max".
 
     Args:

@@ -4,7 +4,7 @@ from drivetrain.data.batch import batch_size, map_tensors, move, to_host
 from drivetrain.data.feed import Feed, Measure, Window
 from drivetrain.data.length_grouped import LengthGroupedSampler
 from drivetrain.data.reading import as_source, evaluation_sources, pin_memory_for
-from drivetrain.data.shard import Everywhere, Share
+from drivetrain.data.shard import Everywhere, Shard
 from drivetrain.data.sources import Source
 from drivetrain.data.split_source import already_split
 from drivetrain.data.transfer import MicroBatch, Transfer
@@ -15,7 +15,7 @@ __all__ = [
     "LengthGroupedSampler",
     "Measure",
     "MicroBatch",
-    "Share",
+    "Shard",
     "Source",
     "Transfer",
     "Window",

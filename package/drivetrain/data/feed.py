@@ -146,7 +146,7 @@ class Feed:
             batch_sizes or Stages("batch_size", size),
             samples=samples,
             rounds=None if samples is not None else source.count(),
-            shares=source.share.size,
+            shards=source.shard.size,
             limit=self._limit,
         )
         if batch_sizes is not None:
@@ -178,9 +178,9 @@ class Feed:
         """The number of samples of a whole window over all processes, at the start of a run; None if
         unknown.
         """
-        size, share = self.source.batch_size, self.source.share.size
+        size, shard = self.source.batch_size, self.source.shard.size
         steps = self.accumulation if self.plan is None else self.plan.batches.first
-        return None if size is None else size * share * steps
+        return None if size is None else size * shard * steps
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -395,7 +395,7 @@ class Feed:
         lengths = self._lengths()
         self._begun_at, self._waits_for = (epoch, position), 0
         fetched: Iterator[Any] = self.source.batches(epoch, position)
-        if self._compare is not None and self.source.share.size > 1:
+        if self._compare is not None and self.source.shard.size > 1:
             fetched = self._compared(fetched, self._compare)
         try:
             for batch, advance, samples, *of_round in fetched:
@@ -449,7 +449,7 @@ class Feed:
         if not found:
             return
         self._checks_samples = False
-        if self.source.share.rank == 0:
+        if self.source.shard.rank == 0:
             listed = ", ".join(f"{name}: {size}" for name, size in list(found.items())[:8])
             _LOG.warning(
                 f"the tensors of a batch of the {self.source.name} data differ in their first dimension"
@@ -473,8 +473,8 @@ class Feed:
         """Return the number in its epoch of this process's batch in a round after a position."""
         if self.source.is_split:
             return position + round_
-        share = self.source.share
-        return self.source.number(position) + round_ * share.size + (0 if is_placeholder else share.rank)
+        shard = self.source.shard
+        return self.source.number(position) + round_ * shard.size + (0 if is_placeholder else shard.rank)
 
     def _bad_weight(self, weight: float, epoch: int, number: int) -> DataError:
         return DataError(

@@ -28,7 +28,7 @@ from drivetrain.data.keyed_batches import (
 )
 from drivetrain.data.order import Order, refuse_divided, undivided, unshuffled
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
-from drivetrain.data.shard import WHOLE, Share
+from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
 from drivetrain.data.sources import Fetched, Source
 from drivetrain.data.window_plan import WindowPlan
@@ -52,7 +52,7 @@ class IndexedSource(Source):
             or batch sampler of the user's own class keeps its order.
         pin_memory: Pin the workers' batches, for copies to an accelerator. The loader's own flag is ignored:
             without an accelerator torch warns of it.
-        share: The shard of every round that is read here.
+        shard: The shard of every round that is read here.
         reader: This process's number among several that read data of their own, each under its own random
             streams. Their orders are the same, so that data that is shuffled before it is divided stays
             divided.
@@ -68,12 +68,12 @@ class IndexedSource(Source):
         in_order: bool = False,
         every_sample: bool = False,
         pin_memory: bool = False,
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
         reader: int = 0,
         bare: bool = False,
     ) -> None:
         self.name = name
-        self.share = share
+        self.shard = shard
         self._seed = seed
         self._batch_seed = mix(seed, reader) if reader else seed
         self._loader = loader
@@ -88,11 +88,11 @@ class IndexedSource(Source):
         plain = type(loader.batch_sampler) is BatchSampler
         made = loader.batch_size is not None
         described: Any = loader.batch_sampler if plain else loader
-        sampler = described.sampler if share.size == 1 else undivided(described.sampler, name)
+        sampler = described.sampler if shard.size == 1 else undivided(described.sampler, name)
         sampler = unshuffled(sampler) if in_order else sampler
         self._order = Order(name, sampler, size, seed)
         self._batch_sampler = None if ready or plain else loader.batch_sampler
-        if self._batch_sampler is not None and share.size > 1:
+        if self._batch_sampler is not None and shard.size > 1:
             refuse_divided(self._batch_sampler, name)
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = batch_size if isinstance(batch_size, int) and not ready else None
@@ -149,7 +149,7 @@ class IndexedSource(Source):
 
     def _keyed(self, slices: Iterator[Any], epoch: int) -> Iterator[IndexBatch]:
         """Yield the index batch of each slice, with its key (seed, epoch, position)."""
-        stream, is_alone = batch_stream(self._batch_seed, epoch), self.share.size == 1
+        stream, is_alone = batch_stream(self._batch_seed, epoch), self.shard.size == 1
         for each in slices:
             start, indices = each[0], each[1]
             batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
@@ -166,14 +166,14 @@ class IndexedSource(Source):
         """Return this process's slices of an epoch's order, from a position on."""
         if self._batch_sampler is not None:
             return grouped(
-                self._sampled(self._order.replayed(self._batch_sampler, epoch), position), self.share
+                self._sampled(self._order.replayed(self._batch_sampler, epoch), position), self.shard
             )
         size = self._batch_size
         if self._order.length() is None:
             take = drawn(islice(self._order.replayed(self._order.sampler, epoch), position, None))
         else:
             order = self._order.indices(epoch)
-            if self._plan is None and self.share.size == 1:
+            if self._plan is None and self.shard.size == 1:
                 # Python's own iterators: a generator here would be one more call in every step.
                 end = len(order) - size + 1 if self._drop_last else len(order)
                 starts = range(position, end, size)
@@ -184,7 +184,7 @@ class IndexedSource(Source):
                 return order[start:stop]
 
         sizes = repeat(size) if self._plan is None else self._plan.batch_sizes(epoch)
-        return sliced(take, position, sizes, self._drop_last, self.share)
+        return sliced(take, position, sizes, self._drop_last, self.shard)
 
     def _note_order(self, batch: IndexBatch, whole: Any) -> None:
         """Note a round's indices, and have some of its samples fingerprinted with one of its batches."""
@@ -331,7 +331,7 @@ class IndexedSource(Source):
         """Return the number of batches from a position on; for a user's batch sampler, only at position 0."""
         if self._batch_sampler is not None:
             try:
-                return rounds(len(self._batch_sampler), self.share) if position == 0 else None  # type: ignore[arg-type]
+                return rounds(len(self._batch_sampler), self.shard) if position == 0 else None  # type: ignore[arg-type]
             except TypeError:
                 return None
         length = self._order.length()
@@ -339,7 +339,7 @@ class IndexedSource(Source):
             return None
         left = max(0, length - position)
         batches = left // self._batch_size if self._drop_last else -(-left // self._batch_size)
-        return rounds(batches, self.share)
+        return rounds(batches, self.shard)
 
     def start(self, epoch: int, number: int) -> int:
         """Return the position at which a batch begins; draws a user's batch sampler that far."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.types import Batch
 from drivetrain.data.fingerprint import Fingerprint
-from drivetrain.data.shard import Share
+from drivetrain.data.shard import Shard
 
 
 class Slice(NamedTuple):
@@ -75,7 +75,7 @@ def sliced(
     position: int,
     sizes: Iterable[int],
     drop_last: bool,
-    share: Share,
+    shard: Shard,
 ) -> Iterator[Slice]:
     """Yield one process's slices of an order, from a position on.
 
@@ -84,10 +84,10 @@ def sliced(
         position: Where to begin.
         sizes: The number of samples of a process's batch, for each round; enough for the whole order.
         drop_last: Whether a shorter batch is left out.
-        share: The process's shard.
+        shard: The process's shard.
     """
     for size in sizes:
-        whole = size * share.size
+        whole = size * shard.size
         indices = take(position, position + whole)
         count = len(indices)
         if drop_last:
@@ -95,11 +95,11 @@ def sliced(
         if not count:
             return
         if count == whole or drop_last:
-            low, high = share.rank * size, (share.rank + 1) * size
+            low, high = shard.rank * size, (shard.rank + 1) * size
         else:
-            each, more = divmod(count, share.size)
-            low = share.rank * each + min(share.rank, more)
-            high = low + each + (share.rank < more)
+            each, more = divmod(count, shard.size)
+            low = shard.rank * each + min(shard.rank, more)
+            high = low + each + (shard.rank < more)
         is_placeholder = low >= count or low == high
         if is_placeholder:
             # One sample is enough, but with drop_last a step may not be able to take a short batch.
@@ -115,22 +115,22 @@ def drawn(items: Iterator[Any]) -> Callable[[int, int], Sequence[Any]]:
     return lambda start, stop: list(islice(items, stop - start))
 
 
-def grouped(batches: Iterable[tuple[int, Sequence[Any]]], share: Share) -> Iterator[Slice]:
+def grouped(batches: Iterable[tuple[int, Sequence[Any]]], shard: Shard) -> Iterator[Slice]:
     """Yield one process's batches of rounds with a whole batch for each process.
 
     Args:
         batches: The position and the samples' indices of each batch.
-        share: The process's shard.
+        shard: The process's shard.
     """
     iterator = iter(batches)
-    while together := list(islice(iterator, share.size)):
-        is_placeholder = share.rank >= len(together)
-        start, items = together[0 if is_placeholder else share.rank]
+    while together := list(islice(iterator, shard.size)):
+        is_placeholder = shard.rank >= len(together)
+        start, items = together[0 if is_placeholder else shard.rank]
         whole = [each for _, each in together]
         samples = sum(map(len, whole))
         yield Slice(start, items, samples, is_placeholder, samples, whole)
 
 
-def rounds(batches: int, share: Share) -> int:
+def rounds(batches: int, shard: Shard) -> int:
     """Return the number of rounds for a number of batches."""
-    return -(-batches // share.size)
+    return -(-batches // shard.size)

@@ -16,7 +16,7 @@ from drivetrain.core.types import Batch
 from drivetrain.data.indexed import IndexedSource
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.data.sample_stream import SampleStream
-from drivetrain.data.shard import WHOLE, Share
+from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.split_source import AlreadySplit, SplitSource
 from drivetrain.distributed.ranks import ALONE, Ranks
@@ -35,7 +35,7 @@ def as_source(
     in_order: bool = False,
     every_sample: bool = False,
     pin_memory: bool = False,
-    share: Share = WHOLE,
+    shard: Shard = WHOLE,
     ranks: Ranks = ALONE,
     changes: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -56,7 +56,7 @@ def as_source(
         in_order: Read in the dataset's own order even if the loader shuffles.
         every_sample: Read the last, short batch even if the loader drops it.
         pin_memory: Pin batches for copies to an accelerator.
-        share: The shard that this process reads.
+        shard: The shard that this process reads.
         ranks: The processes that read it, for data that is already split.
         changes: Whether a bare Dataset may change between epochs, so that each needs new workers.
         collate: Makes a batch from the samples of a bare Dataset; None uses torch's default.
@@ -80,11 +80,11 @@ def as_source(
         "accumulation": accumulation,
     }
     if not isinstance(data, AlreadySplit):
-        source = _source(data, name, seed, share=share, **options)
+        source = _source(data, name, seed, shard=shard, **options)
         source.ranks = ranks
         return source
-    own = _source(data.data, name, seed, reader=share.rank, **options)
-    return own if share.size == 1 else SplitSource(own, share, ranks, data.divided_for_one)
+    own = _source(data.data, name, seed, reader=shard.rank, **options)
+    return own if shard.size == 1 else SplitSource(own, shard, ranks, data.divided_for_one)
 
 
 def _source(
@@ -102,7 +102,7 @@ def _source(
     collate: Callable[[list[Any]], Any] | None,
     group_by_length: str | Callable[[Any], int] | None,
     accumulation: int,
-    share: Share = WHOLE,
+    shard: Shard = WHOLE,
     reader: int = 0,
 ) -> Source:
     loader = data
@@ -116,7 +116,7 @@ def _source(
             sampler = None
             if group_by_length is not None:
                 lengths = lengths_of(data, group_by_length, name)
-                sampler = LengthGroupedSampler(lengths, size * share.size * accumulation)
+                sampler = LengthGroupedSampler(lengths, size * shard.size * accumulation)
             loader = DataLoader(
                 data,
                 batch_size=size,
@@ -142,12 +142,12 @@ def _source(
                 in_order=in_order,
                 every_sample=every_sample,
                 pin_memory=pin_memory,
-                share=share,
+                shard=shard,
                 reader=reader,
                 bare=bare,
             )
     elif isinstance(loader, (list, tuple)):
-        return BatchSource(name, _ready_batches(loader, name, share.rank == 0), share)
+        return BatchSource(name, _ready_batches(loader, name, shard.rank == 0), shard)
     if isinstance(loader, Tensor):
         raise DataError(
             f"the {name} data is a Tensor. Put it and its targets into a dataset,"
@@ -158,7 +158,7 @@ def _source(
             f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
             " Dataset, a list of batches, any iterable of batches, or an object with train_data() and so on"
         )
-    return IterableSource(name, loader, seed, share)
+    return IterableSource(name, loader, seed, shard)
 
 
 def is_dataset(data: object) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """The shard of every round of batches that one process reads.
 
     Attributes:
@@ -19,7 +19,7 @@ class Share(NamedTuple):
     size: int = 1
 
 
-WHOLE = Share()
+WHOLE = Shard()
 """All of the data, for one process."""
 
 

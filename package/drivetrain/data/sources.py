@@ -26,7 +26,7 @@ from drivetrain.data.batch import batch_size
 from drivetrain.data.fingerprint import Fingerprint, as_text, fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.repeats import CHECKED_AT, Repeats
-from drivetrain.data.shard import WHOLE, Share
+from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BadBatchSkipper
 from drivetrain.data.window_plan import WindowPlan
 from drivetrain.data.workers.ends import (
@@ -56,7 +56,7 @@ class Source(ABC):
         exact: Whether `count` is exact; an iterable's own length may be a guess.
         stateful: Whether it is resumed by its own state rather than by the position.
         one_shot: Whether it is an iterator, which can be read once.
-        share: The shard of every round that is read here.
+        shard: The shard of every round that is read here.
         ranks: The processes that read the data.
         batch_size: The number of samples of a whole batch of one process, if known.
         samples_per_epoch: The number of samples of an epoch, if positions count them and every batch is of
@@ -72,7 +72,7 @@ class Source(ABC):
     exact: bool = True
     stateful: bool = False
     one_shot: bool = False
-    share: Share = WHOLE
+    shard: Shard = WHOLE
     ranks: Ranks = ALONE
     batch_size: int | None = None
     samples_per_epoch: int | None = None
@@ -209,21 +209,21 @@ class Source(ABC):
 class BatchSource(Source):
     """Ready batches in a list or tuple; the position counts batches."""
 
-    def __init__(self, name: str, batches: Sequence[Batch], share: Share = WHOLE) -> None:
+    def __init__(self, name: str, batches: Sequence[Batch], shard: Shard = WHOLE) -> None:
         self.name = name
-        self.share = share
+        self.shard = shard
         self._batches = batches
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """Return the batches from `position` on, in order."""
         batches = self._batches if position == 0 else itertools.islice(self._batches, position, None)
-        if self.share.size > 1:
+        if self.shard.size > 1:
             return _every_round(batches, self)
         return zip(batches, itertools.repeat(1), itertools.repeat(None))
 
     def count(self, position: int = 0) -> int | None:
         """Return the number of batches, or rounds, left in the list."""
-        return rounds(max(0, len(self._batches) - position), self.share)
+        return rounds(max(0, len(self._batches) - position), self.shard)
 
     def description(self) -> dict[str, Any]:
         """Return the number of batches."""
@@ -232,7 +232,7 @@ class BatchSource(Source):
 
 def _every_round(batches: Iterable[Batch], source: Source) -> Iterator[SharedBatch]:
     """Yield one process's batches of data that every process iterates whole."""
-    iterator, (rank, size) = iter(batches), source.share
+    iterator, (rank, size) = iter(batches), source.shard
     while together := list(itertools.islice(iterator, size)):
         is_placeholder = rank >= len(together)
         counts = [batch_size(each) for each in together]
@@ -261,20 +261,20 @@ class IterableSource(Source):
         name: The data's name, for messages.
         data: The iterable.
         seed: The run's seed.
-        share: The batch of every round that is used here; all are drawn.
+        shard: The batch of every round that is used here; all are drawn.
     """
 
-    def __init__(self, name: str, data: Iterable[Batch], seed: int, share: Share = WHOLE) -> None:
+    def __init__(self, name: str, data: Iterable[Batch], seed: int, shard: Shard = WHOLE) -> None:
         self.name = name
-        self.share = share
+        self.shard = shard
         self._data = data
         self._seed = seed
         self.exact = False
         self.stateful = has_state(data)
         workers = getattr(data, "num_workers", 0)
         self._workers = workers if isinstance(data, DataLoader) else 0
-        self._repeats = Repeats() if self._workers > 1 and share.rank == 0 else None
-        self._length_checked = share.rank > 0
+        self._repeats = Repeats() if self._workers > 1 and shard.rank == 0 else None
+        self._length_checked = shard.rank > 0
         self._changed: str | None = None
         self._restored = False
         self._used_up = False
@@ -283,7 +283,7 @@ class IterableSource(Source):
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """Yield the batches of an epoch from a position on."""
-        if self.share.size > 1:
+        if self.shard.size > 1:
             return _every_round((each[0] for each in self._all(epoch, position)), self)
         return self._all(epoch, position)
 
@@ -511,7 +511,7 @@ class IterableSource(Source):
     def count(self, position: int = 0) -> int | None:
         """Return the number of batches, or rounds, left, if the iterable has a length."""
         length = self._length()
-        return None if length is None else rounds(max(0, length - position), self.share)
+        return None if length is None else rounds(max(0, length - position), self.shard)
 
     def _length(self) -> int | None:
         try:

@@ -13,7 +13,7 @@ from drivetrain.data.batch import batch_size, to_host
 from drivetrain.data.fingerprint import Fingerprint, fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.repeats import CHECKED_AT, Repeats
-from drivetrain.data.shard import Share
+from drivetrain.data.shard import Shard
 from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.workers.pool import LookAhead
@@ -73,7 +73,7 @@ class SplitSource(Source):
 
     Args:
         own: This process's part.
-        share: This process's place among the processes.
+        shard: This process's place among the processes.
         ranks: The processes; in each round they exchange whether they have a batch.
         divided_for_one: Where this process had asked for its rank while it was the only one. Its part may be
             the whole then, and only the data shows it: the call may have been for a message.
@@ -84,9 +84,9 @@ class SplitSource(Source):
 
     is_split = True
 
-    def __init__(self, own: Source, share: Share, ranks: Ranks, divided_for_one: str | None = None) -> None:
+    def __init__(self, own: Source, shard: Shard, ranks: Ranks, divided_for_one: str | None = None) -> None:
         self.name = own.name
-        self.share = share
+        self.shard = shard
         self.batch_size = own.batch_size
         self.knows_samples = own.knows_samples
         self._own = own
@@ -186,7 +186,7 @@ class SplitSource(Source):
         text = f"{found[0]} of {found[1]} samples that were compared came on several ranks"
         if self._suspect is not None:
             self._refuse(text)
-        if self.share.rank == 0:
+        if self.shard.rank == 0:
             _LOG.warning(
                 f"the {self.name} data is given as already split, but {text}. Was it divided before the"
                 f" ranks were started, so that rank 0 has the whole? {_DIVIDE}, which set RANK and WORLD_SIZE"
@@ -243,7 +243,7 @@ class SplitSource(Source):
     def own_part(self, gathered: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return this process's value, if as many processes gathered it as there are now."""
         parts = [] if gathered is None else gathered.get(_PARTS, [])
-        return parts[self.share.rank] if len(parts) == self.share.size else None
+        return parts[self.shard.rank] if len(parts) == self.shard.size else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Restore the state of this process's part."""
@@ -290,7 +290,7 @@ def check_division(source: Source, state: Any, position: int) -> None:
         CheckpointError: It was divided differently.
     """
     parts = state[_PARTS] if isinstance(state, dict) and _PARTS in state else None
-    now = source.share.size if source.is_split else None
+    now = source.shard.size if source.is_split else None
     before = None if parts is None else len(parts)
     if before == now or not (position or any(each is not None for each in parts or [])):
         return

@@ -126,13 +126,13 @@ class Transfer:
         if self.idle:
             return pairs
         if self._stream is None:
-            return ((self.moved(each), share) for each, share in pairs)
+            return ((self.moved(each), factor) for each, factor in pairs)
         return self._moving(pairs, self._stream)
 
     def _moving(
         self, pairs: Sequence[tuple[MicroBatch, Any]], stream: torch.cuda.Stream
     ) -> Iterator[tuple[MicroBatch, Any]]:
-        for number, (micro_batch, share) in enumerate(pairs):
+        for number, (micro_batch, factor) in enumerate(pairs):
             ahead, self._ahead = self._ahead, None
             if ahead is not None and ahead[0] is micro_batch:
                 _, moved, beside = ahead
@@ -143,7 +143,7 @@ class Transfer:
             following = pairs[number + 1][0] if number + 1 < len(pairs) else self.following
             if following is not None:
                 self._ahead = (following, *self.started(following, stream))
-            yield moved, share
+            yield moved, factor
 
     def moved(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device, ready to use."""

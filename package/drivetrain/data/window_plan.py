@@ -66,7 +66,7 @@ class WindowPlan:
         batch_size: The samples of a micro-batch on each process; 1 if positions are rounds.
         samples: The samples of an epoch; None if positions are rounds of batches.
         rounds: The rounds of an epoch if `samples` is None; None if unknown.
-        shares: The number of processes that divide the data.
+        shards: The number of processes that divide the data.
         limit: The maximum number of rounds in an epoch; None for all.
 
     Attributes:
@@ -80,7 +80,7 @@ class WindowPlan:
         *,
         samples: int | None = None,
         rounds: int | None = None,
-        shares: int = 1,
+        shards: int = 1,
         limit: int | None = None,
     ) -> None:
         self.batches = batches
@@ -88,7 +88,7 @@ class WindowPlan:
         self.lengths: Stages | None = None
         self.counts_samples = samples is not None
         self._length = rounds if samples is None else samples
-        self._shares = shares if self.counts_samples else 1
+        self._shards = shards if self.counts_samples else 1
         self._limit = limit
         self._begun = Place()
         self._counted_epoch = -1, (0, 0)  # what was counted last: it is asked for after every step
@@ -135,11 +135,11 @@ class WindowPlan:
     def batches_before(self, position: int) -> int:
         """Return the batches of all processes in the epoch that is read, before a position in samples."""
         begun = self._begun
-        count, last = begun.rounds * self._shares, None
+        count, last = begun.rounds * self._shards, None
         for last in self._stretches(begun):
             if position < last.end.position:
                 break
-            count += last.rounds * self._shares
+            count += last.rounds * self._shards
         if last is not None and last.start.position <= position < last.end.position:
             count += (position - last.start.position) // last.batch_size
         return count
@@ -193,7 +193,7 @@ class WindowPlan:
         """Return the place after so many windows of a stretch."""
         start, end = stretch.start, stretch.end
         rounds = min(windows * stretch.batches, stretch.rounds)
-        samples = min(rounds * stretch.batch_size * self._shares, end.position - start.position)
+        samples = min(rounds * stretch.batch_size * self._shards, end.position - start.position)
         return start._replace(
             position=start.position + samples,
             rounds=start.rounds + rounds,
@@ -243,9 +243,9 @@ class WindowPlan:
                 return
             windows = -(-left // batches)
             for stages in self._stages():
-                windows = min(windows, _until_change(stages, at, batches * size * self._shares))
+                windows = min(windows, _until_change(stages, at, batches * size * self._shards))
             rounds = min(windows * batches, left)
-            samples = rounds * size * self._shares
+            samples = rounds * size * self._shards
             if bounded and self._length is not None:
                 samples = min(samples, self._length - at.position)
             end = Place(
@@ -260,7 +260,7 @@ class WindowPlan:
 
     def _left(self, at: Place, size: int) -> int:
         """Return the rounds of batches of a size from a place to the end of its epoch."""
-        left = _ENDLESS if self._length is None else -((at.position - self._length) // (size * self._shares))
+        left = _ENDLESS if self._length is None else -((at.position - self._length) // (size * self._shards))
         return left if self._limit is None else min(left, self._limit - at.rounds)
 
     def _stages(self) -> Iterator[Stages]:

@@ -23,7 +23,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import by_name, check_no_class
-from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
+from drivetrain.data import Everywhere, Feed, MicroBatch, Shard, Transfer, as_source, pin_memory_for
 from drivetrain.data.consistency import check_data
 from drivetrain.distributed.collective_order import CollectiveOrder
 from drivetrain.distributed.failure.lifetime import ProgramChannel
@@ -113,7 +113,7 @@ class Engine:
         self.device = self.strategy.device
         self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks
         set_rank(self.ranks.rank)
-        self.share = Share(self.strategy.data_rank, self.strategy.data_size)  # this rank's part of the data
+        self.shard = Shard(self.strategy.data_rank, self.strategy.data_size)  # this rank's part of the data
         self.seed, self.progress = seed, Progress()
         self.streams = Streams(seed, self.strategy.data_rank, self.device)
         self.transfer = Transfer(self.device, self.precision.input_dtype, self.strategy.place)
@@ -242,7 +242,7 @@ class Engine:
         Args:
             names: Clean names.
         """
-        self.strategy.settle(self.model)
+        self.strategy.reshard(self.model)
         trainable = {id(each) for each in self.trainable}
         for each in named_parameters(self.task):
             if id(each.parameter) in trainable:
@@ -289,19 +289,19 @@ class Engine:
         rows: list[Row] = []
         seen: list[Any] = []
         left = len(pairs)
-        for micro_batch, share in pairs if self.transfer.idle else self.transfer.moving(pairs):
+        for micro_batch, factor in pairs if self.transfer.idle else self.transfer.moving(pairs):
             self.passes += 1
             left -= 1
             if self._calls_microbatch:
                 strategy.microbatch(self.model, not left)
             if micro_batch.is_placeholder:
-                rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, share))
+                rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, factor))
                 continue
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(self.task, loss)
             rows.append((names, values, micro_batch.weight))
-            strategy.backward(loss, share)
+            strategy.backward(loss, factor)
             if self.train_metrics is not None and outputs is not None:
                 self.show_metrics(outputs, micro_batch.batch, seen)
             if self.micro_batch_end is not None:
@@ -408,13 +408,13 @@ class Engine:
             yield
             # Forwards without a backward leave parameters gathered. The next forward would compute with
             # those, even if a callback has put back the trained weights.
-            self.strategy.settle(self.model)
+            self.strategy.reshard(self.model)
 
-    def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
+    def checkpoint_layout(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
         """Run the block with the task and its optimizers, which it yields, in the form of checkpoints."""
-        self.strategy.settle(self.model)
+        self.strategy.reshard(self.model)
         optimizers = {name: each.optimizer for name, each in self.updaters.items()}
-        return self.strategy.exchanged(optimizers, write)
+        return self.strategy.checkpoint_layout(optimizers, write)
 
     def synchronize_buffers(self) -> None:
         """Copy rank 0's buffers, which are the saved ones, to all ranks."""
@@ -482,7 +482,7 @@ class Engine:
             "training" if training else "evaluation",
             self.seed,
             pin_memory=pin_memory_for(self.device),
-            share=self.share,
+            shard=self.shard,
             ranks=self.data_ranks,
         )
         feed = Feed(source, self.transfer)

@@ -51,15 +51,15 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
             order.next(f"steps optimizer {name!r}")
         own: list[Row] = []
         own_seen: list[Any] = []
-        for value, (micro_batch, share) in zip(losses, pairs, strict=True):
+        for value, (micro_batch, factor) in zip(losses, pairs, strict=True):
             loss, names, values, outputs = read_output(value)
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(engine.task, loss)
             # Only this optimizer's parameters get gradients, whatever else the loss depends on.
             if micro_batch.is_placeholder:
-                placeholders.backward(task, engine.strategy, loss, share, updater.parameters)
+                placeholders.backward(task, engine.strategy, loss, factor, updater.parameters)
             else:
-                engine.strategy.backward(loss, share, updater.parameters)
+                engine.strategy.backward(loss, factor, updater.parameters)
             own.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
             if engine.train_metrics is not None and outputs is not None and not micro_batch.is_placeholder:
                 engine.show_metrics(outputs, micro_batch.batch, own_seen)

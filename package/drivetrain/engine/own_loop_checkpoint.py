@@ -120,7 +120,7 @@ def save_own_loop(
     if model is not None:
         module = _as_one_module(model)
         broadcast_buffers(module, strategy.world_size)
-        with strategy.exchanged(_by_name(optimizer)) as taken:
+        with strategy.checkpoint_layout(_by_name(optimizer)) as taken:
             weights, tree["module_extras"] = module_state(module)
             if optimizer is not None:
                 optimizers, tree["optimizers"] = optimizer_state(module, taken)
@@ -149,7 +149,7 @@ def load_own_loop(
 ) -> dict[str, Any]:
     """See `Engine.load`."""
     module = None if model is None else _as_one_module(model)
-    with strategy.exchanged(_by_name(optimizer)):
+    with strategy.checkpoint_layout(_by_name(optimizer)):
         like = None if module is None else like_module(module)
     snapshot = DirectoryCheckpointIO().load(str(path), like=like)
     with well_formed(f"the state in {path}"):
@@ -174,7 +174,7 @@ def _take_over(
             f"{path} was not saved by Engine.save; a Trainer's checkpoint is resumed by fit(resume=...)"
         )
     if module is not None:
-        with strategy.exchanged(_by_name(optimizer), write=True) as taken:
+        with strategy.checkpoint_layout(_by_name(optimizer), write=True) as taken:
             load_module_state(module, snapshot.tensors["model"], tree["module_extras"], where=str(path))
             if optimizer is not None:
                 restore_optimizer_state(module, taken, snapshot.tensors["optimizer"], tree["optimizers"])

@@ -75,13 +75,13 @@ class Placeholders:
         strategy: Strategy,
         run_step: Callable[[Any], Any],
         micro_batch: MicroBatch,
-        share: float | Tensor | None,
+        factor: float | Tensor | None,
     ) -> Row:
         """Run forward and backward of a placeholder; return its scalars."""
         loss, names, values, _ = read_output(self.forward(task, run_step, micro_batch.batch))
         if loss is None or values is None or not loss.requires_grad:
             raise no_loss(task, loss)
-        self.backward(task, strategy, loss, share)
+        self.backward(task, strategy, loss, factor)
         return names, values, micro_batch.weight
 
     def forward(self, task: nn.Module, run_step: Callable[[Any], Any], given: Any) -> Any:
@@ -98,12 +98,12 @@ class Placeholders:
         task: nn.Module,
         strategy: Strategy,
         loss: Tensor,
-        share: float | Tensor | None,
+        factor: float | Tensor | None,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
         """Run a placeholder's backward: it adds zero to every gradient; see `Strategy.backward`."""
         with self._buffers_unchanged(task), zero_gradients(loss):
-            strategy.backward(loss, share, inputs)
+            strategy.backward(loss, factor, inputs)
 
     @contextmanager
     def _buffers_unchanged(self, task: nn.Module) -> Iterator[None]:

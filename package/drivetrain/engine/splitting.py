@@ -153,8 +153,8 @@ class MicroBatches:
         self._whole = max(self._whole, *(each.samples for each in micro_batches))
         self._unlearned, self._split = [], None
         parts: Weighted = []
-        for micro_batch, share in pairs:
-            parts += self._shared_parts(micro_batch, share)
+        for micro_batch, factor in pairs:
+            parts += self._shared_parts(micro_batch, factor)
         if pairs and not parts:  # this rank has nothing to learn from
             parts = [(self._placeholder(pairs[0][0]), 0.0)]
         self._attempted = [each.batch for each, _ in parts] + [each.batch for each in self._unlearned]
@@ -212,17 +212,17 @@ class MicroBatches:
         self._split = batch_size(batches[0]) or 0, whole
         return weighted_parts(micro_batch, batches, hosts, weigh)
 
-    def _shared_parts(self, micro_batch: MicroBatch, share: float | Tensor | None) -> Weighted:
+    def _shared_parts(self, micro_batch: MicroBatch, factor: float | Tensor | None) -> Weighted:
         if micro_batch.is_placeholder or has_zero_weight(micro_batch):
             return []
         parts = self._parts(micro_batch, self.size, self._weigh)
         if len(parts) == 1:
-            return [(micro_batch, share)]
+            return [(micro_batch, factor)]
         kept = [each for each in parts if each.weight]
         if self._engine.train_metrics is not None:
             self._unlearned += [each for each in parts if not each.weight]
         weight = sum(each.weight for each in kept)
-        whole = 1.0 if share is None else share
+        whole = 1.0 if factor is None else factor
         return [(each, whole * (each.weight / weight)) for each in kept]
 
     def _placeholder(self, micro_batch: MicroBatch) -> MicroBatch:

@@ -88,7 +88,7 @@ class Updater:
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
     def take_given(self, before: Mapping[str, str], override: str) -> tuple[str, str]:
-        """Settle what the user gives now and gave to the run that a checkpoint is of.
+        """Reconcile what the user gives now with what they gave to the run that a checkpoint is of.
 
         Args:
             before: `given` of that run.
@@ -138,7 +138,7 @@ class Updater:
         timed = self.torch_schedule
         return timed.metric if timed is not None and timed.unit == "validations" else None
 
-    def settle_direction(self, direction: Callable[[str], str | None]) -> None:
+    def resolve_direction(self, direction: Callable[[str], str | None]) -> None:
         """Let a schedule that watches a value take over whether less or more of it is better.
 
         Raises:
@@ -146,9 +146,9 @@ class Updater:
         """
         timed = self.torch_schedule
         if isinstance(self.schedule, PlateauSchedule):
-            self.schedule.settle_direction(direction(self.schedule.metric))
+            self.schedule.resolve_direction(direction(self.schedule.metric))
         if timed is not None and timed.metric is not None:
-            timed.settle_direction(direction(timed.metric))
+            timed.resolve_direction(direction(timed.metric))
 
     def leave_out_frozen(self) -> None:
         """Take the parameters of the optimizer that require gradients now as those to train."""
@@ -432,13 +432,13 @@ def check_watched(updaters: Mapping[str, Updater], validates: bool) -> None:
         )
 
 
-def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], settle: Callable[[], object]) -> None:
+def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], restore: Callable[[], object]) -> None:
     """Check that every parameter that requires gradients was there when the optimizers were made.
 
     Args:
         task: The task.
         trained: The trained parameters at the beginning of the run.
-        settle: Restores the parameters' original form, if the strategy changes it in between.
+        restore: Restores the parameters' original form, if the strategy changes it in between.
 
     Raises:
         ConfigError: A parameter was added, replaced or unfrozen since; names it.
@@ -449,9 +449,9 @@ def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], settle: Call
     ]
     if not strangers:
         return
-    settle()
-    settled = dict(task.named_parameters())
-    late = next((name for name in strangers if id(settled[name]) not in known), None)
+    restore()
+    named = dict(task.named_parameters())
+    late = next((name for name in strangers if id(named[name]) not in known), None)
     if late is not None:
         raise ConfigError(
             f"the parameter {clean_name(late)!r} was added to {type(task).__name__}, replaced or unfrozen"

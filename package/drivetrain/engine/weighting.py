@@ -66,8 +66,8 @@ def weigh(
         return [], total
     pairs: Weighted = []
     for each in micro_batches:
-        share = each.weight * size / weight
-        pairs.append((each, None if share == 1 else share))
+        factor = each.weight * size / weight
+        pairs.append((each, None if factor == 1 else factor))
     return pairs, total
 
 

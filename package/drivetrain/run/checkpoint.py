@@ -46,7 +46,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
     if not resumable:
         return _snapshot_task(run)
     own, *others = engine.data_ranks.all_gather(_own_state(run))
-    with engine.exchanged() as taken:
+    with engine.checkpoint_layout() as taken:
         weights, extras = module_state(run.task)
         optimizers, meta = optimizer_state(run.task, taken)
     tree = {
@@ -87,7 +87,7 @@ def _without_frozen(run: Run, weights: dict[str, Tensor]) -> tuple[dict[str, Ten
 
 
 def _snapshot_task(run: Run) -> Snapshot:
-    with run.engine.exchanged():
+    with run.engine.checkpoint_layout():
         weights, extras = module_state(run.task)
     state, tensors = pack({"module_extras": extras})
     weights, frozen = _without_frozen(run, weights)
@@ -297,13 +297,13 @@ def restore_weights(run: Run, path: str) -> None:
         CheckpointError: It cannot be read.
     """
     engine, loaded = run.engine, list[Snapshot]()
-    with engine.exchanged():
+    with engine.checkpoint_layout():
         like = like_module(run.task)
     engine.ranks.together(lambda: loaded.append(DirectoryCheckpointIO().load(path, like=like)))
     snapshot = loaded[0]
     with well_formed("the checkpoint's state"):
         state = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
-        with engine.exchanged(write=True):
+        with engine.checkpoint_layout(write=True):
             load_module_state(
                 run.task,
                 snapshot.tensors.get("model", {}),
@@ -352,7 +352,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
             f"the checkpoint was saved with seed={tree['seed']}, this Trainer has seed={engine.seed}: the"
             f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
         )
-    with engine.exchanged(write=True) as optimizers:
+    with engine.checkpoint_layout(write=True) as optimizers:
         load_module_state(
             run.task,
             snapshot.tensors.get("model", {}),

@@ -143,7 +143,7 @@ def _end_step(run: Run, epoch_ended: bool) -> bool:
     progress, triggers, stopping = run.progress, run.triggers, run.stopping
     progress.seconds = perf_counter() - run.origin
     if run.by_time:
-        run.share_clock()
+        run.sync_clock()
     done, counted, has_called, calls = _NOTHING, None, False, True
     while calls:  # hooks were called, which may have asked; each request is met once
         calls, asked = False, _NOTHING

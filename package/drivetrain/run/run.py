@@ -300,7 +300,7 @@ class Run(RunState):
         module = self.task if module is None else module
         strategy, first = self.engine.strategy, self.engine.ranks.rank == 0
         whole: dict[int, Tensor | None] = {}  # by the id of what is gathered once though it has several names
-        with self.engine.exchanged():
+        with self.engine.checkpoint_layout():
             state = module.state_dict(keep_vars=True)
             names = clean_names(state, type(module).__name__)
             for tensor in state.values():
@@ -337,7 +337,7 @@ class Run(RunState):
             ConfigError: A parameter was added, replaced or unfrozen since; names it.
         """
         engine = self.engine
-        check_trained(self.task, engine.parameters, lambda: engine.strategy.settle(engine.model))
+        check_trained(self.task, engine.parameters, lambda: engine.strategy.reshard(engine.model))
 
     # Log points.
 
@@ -445,7 +445,7 @@ class Run(RunState):
                 load_host_state(self.host_streams)
         self.origin = perf_counter() - self.progress.seconds
 
-    def share_clock(self) -> None:
+    def sync_clock(self) -> None:
         """Use rank 0's seconds on all ranks, which must find the same things due."""
         ranks = self.engine.ranks
         if ranks.size > 1:

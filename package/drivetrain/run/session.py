@@ -55,7 +55,7 @@ def _leave_loops() -> None:
 
 
 @contextmanager
-def boundary(settings: RunSettings, run: Run) -> Iterator[None]:
+def run_context(settings: RunSettings, run: Run) -> Iterator[None]:
     """Run the block under the Trainer's process-wide settings, and restore the process afterwards.
 
     On an exception, callbacks are called, loggers are closed, and it is raised again with a note of the run's

@@ -276,7 +276,7 @@ class Strategy(ABC):
         return None if self.sharded else Held()
 
     @contextmanager
-    def exchanged(
+    def checkpoint_layout(
         self, optimizers: Mapping[str, Optimizer], write: bool = False
     ) -> Iterator[Mapping[str, Optimizer]]:
         """Run the block with the task's parameters and the yielded optimizers in the form of checkpoints:
@@ -317,7 +317,7 @@ class Strategy(ABC):
         after a run that ended without an error.
         """
 
-    def settle(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Put the parameters that `prepare` left back into the model, if a forward has replaced them. Called
         on all processes between steps.
         """
@@ -325,7 +325,7 @@ class Strategy(ABC):
     def retrain(self, model: nn.Module) -> nn.Module:
         """Return the prepared model, adapted to the parameters that require gradients now.
 
-        Called on all processes between steps, after `settle`, when the `requires_grad` of parameters that
+        Called on all processes between steps, after `reshard`, when the `requires_grad` of parameters that
         the optimizers train has changed.
 
         Args:
@@ -338,17 +338,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Add the gradients of `share * loss` to all parameters, or only to `inputs`.
 
         Args:
             loss: A scalar.
-            share: The micro-batch's share of its window's weight; None means 1.
+            factor: The micro-batch's share of its window's weight; None means 1.
             inputs: The parameters that get gradients; None means all.
         """
 
-    def _root(self, loss: Tensor, share: float | Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _root(self, loss: Tensor, factor: float | Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the scaled loss and its gradient, where backward begins. Neither waits for the device.
 
         `torch.full` passes a number to its kernel. `torch.tensor` would copy it from the host, and that waits
@@ -356,11 +356,11 @@ class Strategy(ABC):
         """
         if self._scale is not None:
             loss = self._scale.scale(loss)
-        if share is None:
+        if factor is None:
             return loss, None
-        if isinstance(share, Tensor):
-            return loss, share.to(loss.device, loss.dtype)
-        return loss, torch.full((), share, dtype=loss.dtype, device=loss.device)
+        if isinstance(factor, Tensor):
+            return loss, factor.to(loss.device, loss.dtype)
+        return loss, torch.full((), factor, dtype=loss.dtype, device=loss.device)
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients of a backward with `inputs` over all processes."""

@@ -248,7 +248,7 @@ class DDP(Strategy):
         )
         self._synchronized = True
         if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
-            settle_buckets(wrapped, self._parameters)
+            fix_buckets(wrapped, self._parameters)
         self._register_hook(wrapped)  # last, so that a hook with state only gets the training's gradients
         return wrapped
 
@@ -282,12 +282,12 @@ class DDP(Strategy):
                 self._wrapped.require_backward_grad_sync = last
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss."""
         root = None
-        if share is not None or self._scale is not None:
-            loss, root = self._root(loss, share)
+        if factor is not None or self._scale is not None:
+            loss, root = self._root(loss, factor)
         checks = inputs is None and self._synchronized and not self.config.find_unused_parameters
         before = gradients_now(self._parameters) if checks and self._has_earlier else None
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
@@ -321,7 +321,7 @@ def _why_whole(config: DDPConfig) -> str:
     return ""
 
 
-def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+def fix_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
     """Fix the buckets of gradients before the first step.
 
     torch rebuilds the buckets after the first backward, ordered by when gradients became ready. With more

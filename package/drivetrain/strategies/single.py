@@ -108,12 +108,12 @@ class SingleDevice(Strategy):
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss: multiplying the loss would take 6 us."""
         root = None
-        if share is not None or self._scale is not None:
-            loss, root = self._root(loss, share)
+        if factor is not None or self._scale is not None:
+            loss, root = self._root(loss, factor)
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:

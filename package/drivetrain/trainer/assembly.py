@@ -372,7 +372,7 @@ def _fit_run(
         frozen=frozen,
     )
     for updater in engine.updaters.values():
-        updater.settle_direction(run.names.direction)
+        updater.resolve_direction(run.names.direction)
         if run.is_main and updater.torch_schedule is not None:
             updater.torch_schedule.report(totals.steps)
     run.nonfinite.begin(settings.on_nonfinite)

@@ -169,7 +169,7 @@ def find_checkpoint(
         resume = "auto"
     if not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
-    with run.engine.exchanged():
+    with run.engine.checkpoint_layout():
         like = like_module(run.task)
     if resume != "auto" and saver is not None and _is_whole_run(resume, saver.manager.directory):
         # As for "auto": damaged checkpoints are set aside, and do not count as kept ones.
@@ -293,13 +293,13 @@ def named_checkpoint(settings: RunSettings, checkpoint: str) -> str:
 
 
 def _best(entries: Sequence[Entry], settings: RunSettings, by: str, root: str) -> Entry:
-    """Return the best keeper by a metric, or by the only one that ranks if none is named.
+    """Return the best checkpoint by a metric, or by the only one that ranks if none is named.
 
     The metrics that rank are those of the Trainer's policies. With the default policy they come from the
     index, because the run may have had named loaders, or other policies.
     """
     policies = rankings(chosen_policies(settings.checkpoint))
-    recorded = {name: mode for each in entries for name, mode in each.keeper.items()}
+    recorded = {name: mode for each in entries for name, mode in each.best.items()}
     asked = {name: recorded.get(name) or "" if p.mode == "auto" else p.mode for name, p in policies.items()}
     modes = recorded | asked
     choices = [f"best:{name}" for name in (asked or recorded)]

@@ -87,7 +87,7 @@ def overfitting(
         settings.seed,
         batch_size=at_start(settings.batch_size),
         in_order=True,
-        share=engine.share,
+        shard=engine.shard,
         ranks=engine.data_ranks,
         collate=settings.collate or info_of(task).collate,
     )

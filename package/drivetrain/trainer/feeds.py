@@ -40,7 +40,7 @@ def train_feed(
         num_workers=settings.num_workers,
         shuffle=True,
         pin_memory=pin_memory_for(engine.device),
-        share=engine.share,
+        shard=engine.shard,
         ranks=engine.data_ranks,
         changes=changes,
         collate=settings.collate or info_of(task).collate,
@@ -102,7 +102,7 @@ def evaluation_feeds(
         in_order=stage == "predict" or reads_all(callbacks, declared),
         every_sample=True,
         pin_memory=pin_memory_for(engine.device),
-        share=engine.share,
+        shard=engine.shard,
         ranks=engine.data_ranks,
         changes=changes,
     )

@@ -26,7 +26,7 @@ from drivetrain.run.loop import evaluate, predict, train_steps
 from drivetrain.run.messages import as_given, is_resumable
 from drivetrain.run.preemption import Preemption
 from drivetrain.run.run import Run
-from drivetrain.run.session import boundary, left_with_program
+from drivetrain.run.session import left_with_program, run_context
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.given import KEEP
 from drivetrain.task.task import TaskModule
@@ -51,10 +51,10 @@ class FitResult:
         stop_reason: Why training ended.
         run_dir: Where files went, or None when none were asked for.
         last_checkpoint: The newest checkpoint, or None.
-        best_checkpoint: The best keeper, or None; of several policies the best by the first that keeps any.
+        best_checkpoint: The best checkpoint, or None; of several policies, by the first that keeps any.
         model_path: The finished weights: the file, or the folder that the task writes; or None.
         history_path: The file that `history` reads, or None.
-        best_checkpoints: The best keeper by each metric that ranks keepers and has had a value.
+        best_checkpoints: The best checkpoint by each metric that ranks and has had a value.
         best_value: The value of the metric that `best_checkpoint` is the best by, or None.
     """
 
@@ -357,7 +357,7 @@ class Trainer(RunSettings):
         override: Sequence[str],
         body: bool = False,
     ) -> Iterator[tuple[Trainer, Run, CheckpointSaver | None]]:
-        """Build a fit, start it from its checkpoint, and run the block, its loop, inside its error boundary.
+        """Build a fit, start it from its checkpoint, and run the block, its loop, inside `run_context`.
 
         Yields the settings, the run, and its saver unless checkpoints are off.
         """
@@ -366,7 +366,7 @@ class Trainer(RunSettings):
         trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
         with Preemption(self.preemption) as preemption:
             run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
-            with boundary(trainer, run):
+            with run_context(trainer, run):
                 start_from(trainer, run, saver, resume, overrides)
                 preemption.attach(run, is_resumable(trainer))
                 yield trainer, run, saver
@@ -506,13 +506,13 @@ class Trainer(RunSettings):
     def _begin_evaluation(
         self, stage: str, task: TaskModule, data: Any, checkpoint: str | None, metrics: bool = True
     ) -> Iterator[Run]:
-        """Build a validation, test or prediction, and run the block inside its error boundary."""
+        """Build a validation, test or prediction, and run the block inside `run_context`."""
         trainer, _ = observed(self, is_fit=False)
         trainer = as_tried(trainer, stage)
         if trainer.dry_run is not None and str(checkpoint).partition(":")[0] in ("best", "last"):
             checkpoint = None  # the trial of a fit has saved none
         run = build_evaluation(trainer, task, data, stage, checkpoint, metrics)
-        with boundary(trainer, run):
+        with run_context(trainer, run):
             yield run
 
     def _has_to_fork(self) -> bool:

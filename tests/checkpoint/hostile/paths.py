@@ -110,7 +110,7 @@ def in_the_place_of(place, kind):
         export_weights({"value": torch.ones(1)}, predictions)
         (d / "predictions-000000.json").write_bytes(b'{"$tensor":"value"}')
         listed = {"name": "c", "order": 1, "step": 1, "epoch": 0, "metrics": {}, "resume": [""]}
-        index = {"format_version": 1, "checkpoints": [{**listed, "keeper": {}}]}
+        index = {"format_version": 1, "checkpoints": [{**listed, "best": {}}]}
         (d / "index.json").write_bytes(seal(index, "it"))
         reads = {
             "index.json": lambda: read_index(str(d)),

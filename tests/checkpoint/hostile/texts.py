@@ -107,9 +107,9 @@ def sealed(checkpoints, version=1):
     return seal({"format_version": version, "checkpoints": checkpoints}, "it")
 
 
-ENTRY = {"name": "a", "order": 1, "step": 1, "epoch": 0, "metrics": {}, "resume": [""], "keeper": {}}
+ENTRY = {"name": "a", "order": 1, "step": 1, "epoch": 0, "metrics": {}, "resume": [""], "best": {}}
 NAMES = ("../../x", "/etc", ".saving-x", "x" * 5000, "a\0b", "\ud800", "C:x")
-CHANGES = [{"order": 1 << 2000}, {"step": -1}, {"epoch": 0.5}, {"metrics": {"a": []}}, {"keeper": 1}]
+CHANGES = [{"order": 1 << 2000}, {"step": -1}, {"epoch": 0.5}, {"metrics": {"a": []}}, {"best": 1}]
 for number, change in enumerate([*({"name": name} for name in NAMES), *CHANGES]):
     text_case(f"with_another_entry_{number}", index, sealed([{**ENTRY, **change}]))
 for name, content in {

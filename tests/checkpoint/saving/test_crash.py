@@ -29,7 +29,7 @@ def work(directory, acknowledged):
     for step in range(start + 1, start + 30):
         resume = ["", "7 steps"] if step % 7 == 0 else True
         metrics = {"validation/loss": step * 37 % 101}
-        manager.save(step, 0, metrics, partial(snapshot, step), resume=resume, keeper=True)
+        manager.save(step, 0, metrics, partial(snapshot, step), resume=resume, best=True)
         os.write(acknowledged, b"%d\n" % step)
 
 

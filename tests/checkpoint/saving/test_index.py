@@ -25,36 +25,36 @@ def test_keep_last_and_best_of_two_policies_agree_with_a_simple_oracle(steps, ke
         CheckpointConfig(keep_last=keep_last, best=best, mode=mode),
         CheckpointConfig(every=RARE, keep_last=rare, by=None),
     ]
-    points, keepers, names = {"": [], RARE: []}, [], {}
+    points, bests, names = {"": [], RARE: []}, [], {}
     with tempfile.TemporaryDirectory() as directory:
         manager = CheckpointManager(directory, config)
         for step, (value, due, evaluated, restart) in enumerate(steps):
             if restart:
                 manager = CheckpointManager(directory, config)
-            better = sum(sign * other <= sign * value for other, _ in keepers)
+            better = sum(sign * other <= sign * value for other, _ in bests)
             keep = evaluated and not math.isnan(value) and better < best
             if evaluated:
                 assert manager.should_keep({LOSS: value}) == keep
             if not (due or keep):
                 continue
             metrics = {LOSS: value} if evaluated else {}
-            saved = manager.save(step, 0, metrics, Snapshot, resume=due, keeper=keep)
+            saved = manager.save(step, 0, metrics, Snapshot, resume=due, best=keep)
             names[step] = saved.path
             for name in due:
                 points[name] = [*points[name], step]
             points = {name: each[max(0, len(each) - limits[name]) :] for name, each in points.items()}
-            keepers = [*keepers, (value, step)] if keep else keepers
-            keepers = sorted(keepers, key=lambda each: (sign * each[0], each[1]))[:best]
-            assert saved.is_keeper == keep
-            wanted = {*points[""], *points[RARE], *(each for _, each in keepers), step}
+            bests = [*bests, (value, step)] if keep else bests
+            bests = sorted(bests, key=lambda each: (sign * each[0], each[1]))[:best]
+            assert saved.is_best == keep
+            wanted = {*points[""], *points[RARE], *(each for _, each in bests), step}
             entries = manager.entries()
             assert [entry.step for entry in entries] == sorted(wanted)
             on_disk = {os.path.join(directory, name) for name in os.listdir(directory)}
             assert on_disk - {os.path.join(directory, "index.json")} == {names[each] for each in wanted}
-            assert manager.best() == (names[keepers[0][1]] if keepers else None)
+            assert manager.best() == (names[bests[0][1]] if bests else None)
             for name, kept in points.items():
                 assert [entry.step for entry in entries if name in entry.resume] == kept
-            assert {entry.step for entry in entries if entry.keeper} == {each for _, each in keepers}
+            assert {entry.step for entry in entries if entry.best} == {each for _, each in bests}
         reopened = CheckpointManager(directory, config)
         assert repr(reopened.entries()) == repr(manager.entries())
         for entry in reopened.entries():

@@ -37,7 +37,7 @@ def steps(manager):
 
 
 def purposes(manager):
-    return [(entry.step, bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()]
+    return [(entry.step, bool(entry.resume), bool(entry.best)) for entry in manager.entries()]
 
 
 def on_disk(directory):
@@ -49,7 +49,7 @@ def test_keep_last_rolls_the_newest_resume_points(directory, save, helpers):
     for step in (10, 20, 30):
         saved = save(manager, step)
         assert saved.path == str(directory / f"step-{step:08d}")
-        assert not saved.is_keeper
+        assert not saved.is_best
     assert on_disk(directory) == ["step-00000020", "step-00000030"]
     path, snapshot = open_manager(directory).load_latest()
     assert path == str(directory / "step-00000030")
@@ -61,7 +61,7 @@ def test_keep_last_rolls_the_newest_resume_points(directory, save, helpers):
 def test_keep_last_none_keeps_all_and_0_the_newest_until_the_next_is_committed(directory, save, tmp_path):
     manager = open_manager(tmp_path / "all", keep_last=None, best=1)
     for step in range(1, 6):
-        save(manager, step, step / 10, keeper=True)
+        save(manager, step, step / 10, best=True)
     assert steps(manager) == steps(open_manager(tmp_path / "all", keep_last=None)) == [1, 2, 3, 4, 5]
     manager = open_manager(directory, keep_last=0, best=0)
     for step in (1, 2):
@@ -72,14 +72,14 @@ def test_keep_last_none_keeps_all_and_0_the_newest_until_the_next_is_committed(d
 def test_the_best_are_kept_apart_from_the_newest(directory, save, tmp_path):
     manager = open_manager(directory, keep_last=1, best=2)
     losses = enumerate((0.5, 0.3, 0.4, 0.9, 0.8))
-    saved = [save(manager, step, loss, keeper=True) for step, loss in losses]
-    assert [each.is_keeper for each in saved] == [True, True, True, False, False]
+    saved = [save(manager, step, loss, best=True) for step, loss in losses]
+    assert [each.is_best for each in saved] == [True, True, True, False, False]
     assert manager.best() == saved[1].path
     assert purposes(manager) == [(1, False, True), (2, False, True), (4, True, False)]
-    # a keeper need not be a resume point.
+    # a best checkpoint need not be a resume point.
     manager = open_manager(tmp_path / "other", keep_last=1)
     save(manager, 1)
-    newest = save(manager, 2, 0.5, resume=False, keeper=True)
+    newest = save(manager, 2, 0.5, resume=False, best=True)
     assert purposes(manager) == [(1, True, False), (2, False, True)]
     assert manager.latest() == newest.path
 
@@ -93,9 +93,9 @@ def test_a_metric_or_an_interval_that_no_policy_has_is_refused(directory, save):
         ConfigError,
         {
             "ranked": (lambda: manager.should_keep(metrics), "Did you mean 'validation/accuracy'?"),
-            "saved": (lambda: manager.save(1, 0, metrics, Snapshot, keeper=True), "has not logged so far"),
+            "saved": (lambda: manager.save(1, 0, metrics, Snapshot, best=True), "has not logged so far"),
             "interval": (lambda: several.save(1, 0, {}, Snapshot, resume=["5 step"]), "'5 steps'"),
-            "keeper": (lambda: several.save(1, 0, {"los": 1.0}, Snapshot, keeper=["los"]), "best by 'los'"),
+            "best": (lambda: several.save(1, 0, {"los": 1.0}, Snapshot, best=["los"]), "best by 'los'"),
             "no policy": (lambda: CheckpointManager(str(directory), []), "one CheckpointConfig or more"),
             "no purpose": (lambda: save(open_manager(directory), 1, resume=False), "needs a purpose"),
         },
@@ -108,11 +108,11 @@ def test_a_second_save_at_a_step_adds_its_purpose_and_writes_nothing(directory, 
     manager = open_manager(directory)
     first = save(manager, 5)
     before = os.stat(os.path.join(first.path, "manifest.json"))
-    second = manager.save(5, 1, {LOSS: 0.5}, pytest.fail, resume=False, keeper=True)
-    assert (second.path, second.is_keeper) == (first.path, True)
+    second = manager.save(5, 1, {LOSS: 0.5}, pytest.fail, resume=False, best=True)
+    assert (second.path, second.is_best) == (first.path, True)
     assert os.stat(os.path.join(first.path, "manifest.json")).st_mtime_ns == before.st_mtime_ns
     (entry,) = open_manager(directory).entries()
-    assert (entry.resume, entry.keeper, entry.metrics) == (("",), {LOSS: "min"}, {LOSS: 0.5})
+    assert (entry.resume, entry.best, entry.metrics) == (("",), {LOSS: "min"}, {LOSS: 0.5})
     again = open_manager(directory)
     again.load_latest()
     again.save(5, 0, {}, pytest.fail)  # a run that resumed and had nothing to do
@@ -135,7 +135,7 @@ def test_a_run_that_went_back_does_not_take_the_old_future_for_its_own(directory
 def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
     manager = open_manager(directory)
     for step, loss in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)):
-        save(manager, step, loss, keeper=True)
+        save(manager, step, loss, best=True)
     moved = tmp_path / "elsewhere"
     shutil.move(directory.parent, moved)
     again = open_manager(moved / "checkpoints")
@@ -186,9 +186,9 @@ def test_what_was_committed_but_not_yet_indexed_is_adopted_and_other_leftovers_g
     save(manager, 1)
     assert [entry.name for entry in manager.entries()] == ["mine", "step-00000001"]
     manager = open_manager(directory)
-    save(manager, 1, 0.5, keeper=True)
+    save(manager, 1, 0.5, best=True)
     index = (directory / "index.json").read_bytes()
-    save(manager, 2, 0.4, keeper=True)
+    save(manager, 2, 0.4, best=True)
     entries = manager.entries()
     (directory / "index.json").write_bytes(index)
     for name in (".saving-step-00000002-0a1b", ".removing-step-00000000-0a1b"):
@@ -204,7 +204,7 @@ def test_what_was_committed_but_not_yet_indexed_is_adopted_and_other_leftovers_g
 def test_a_lost_index_is_made_anew(directory, save, loss):
     manager = open_manager(directory, keep_last=2, best=1)
     for step, value in ((1, 0.1), (2, 0.4), (3, 0.3)):
-        save(manager, step, value, keeper=manager.should_keep({LOSS: value}))
+        save(manager, step, value, best=manager.should_keep({LOSS: value}))
     path = directory / "index.json"
     content = path.read_bytes()
     again = open_manager(directory)
@@ -217,14 +217,14 @@ def test_a_lost_index_is_made_anew(directory, save, loss):
         with warned(r"index\.json\.bad"):
             again.entries()
         assert (directory / "index.json.bad").exists()
-    found, expected = ([(e.step, e.keeper, e.metrics) for e in each.entries()] for each in (again, manager))
+    found, expected = ([(e.step, e.best, e.metrics) for e in each.entries()] for each in (again, manager))
     assert found == expected
     assert (again.best(), again.latest()) == (manager.best(), manager.latest())
 
 
 def test_any_flipped_bit_in_the_index_is_found(directory, save):
     manager = open_manager(directory)
-    save(manager, 1, 0.5, keeper=True)
+    save(manager, 1, 0.5, best=True)
     entries = manager.entries()
     path = directory / "index.json"
     content = path.read_bytes()
@@ -242,11 +242,11 @@ def test_a_failing_save_leaves_everything_as_it_was(directory, save):
             raise CheckpointError("cannot write: No space left on device (ENOSPC)")
 
     first = open_manager(directory, keep_last=1)
-    save(first, 1, 0.5, keeper=True)
+    save(first, 1, 0.5, best=True)
     index = (directory / "index.json").read_bytes()
     manager = CheckpointManager(str(directory), CheckpointConfig(keep_last=1), Full())
     with pytest.raises(CheckpointError, match="ENOSPC"):
-        save(manager, 2, 0.1, keeper=True)
+        save(manager, 2, 0.1, best=True)
     assert (directory / "index.json").read_bytes() == index
     assert on_disk(directory) == ["step-00000001"]
     assert manager.entries() == first.entries()

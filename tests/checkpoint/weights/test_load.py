@@ -46,7 +46,7 @@ def folder(tmp_path):
 def run(tmp_path):
     manager = CheckpointManager(str(tmp_path / "run" / "checkpoints"), CheckpointConfig(keep_last=2))
     for number in (1, 2):
-        manager.save(number, 0, {}, lambda number=number: snapshot(number), resume=True, keeper=False)
+        manager.save(number, 0, {}, lambda number=number: snapshot(number), resume=True, best=False)
     export_weights(make(3), tmp_path / "run" / "model.safetensors")
     return tmp_path / "run"
 

@@ -38,8 +38,8 @@ def test_several_model_checkpoints_keep_the_same_steps(tmp_path: Path) -> None:
     result = trainer.fit(as_task(made(classifier)), *data_of(made(classifier)))
     entries = read_index(str(tmp_path / "ours" / "checkpoints")) or []
     loss, accuracy, third = (steps(each) for each in theirs)
-    assert [each.step for each in entries if "val_loss" in each.keeper] == loss
-    assert [each.step for each in entries if "val_acc" in each.keeper] == accuracy
+    assert [each.step for each in entries if "val_loss" in each.best] == loss
+    assert [each.step for each in entries if "val_acc" in each.best] == accuracy
     assert [each.step for each in entries if "3 epochs" in each.resume] == third
     assert {each.step for each in entries} == {*loss, *accuracy, *third, result.progress.steps}
 

@@ -27,7 +27,7 @@ def fsdp(world_size: int) -> Strategy:
 
 
 class Summing(DDP):  # forgets that the shares are of all ranks' weight
-    def backward(self, loss: Any, share: Any = None, inputs: Any = None) -> None:
+    def backward(self, loss: Any, factor: Any = None, inputs: Any = None) -> None:
         super().backward(loss, None, inputs)
 
 
@@ -55,7 +55,7 @@ class Stubborn(DDP):  # leaves each process the values that it has made
 
 
 class Unweighted(FSDP):  # takes every micro-batch for as much of the window as every other
-    def backward(self, loss: Any, share: Any = None, inputs: Any = None) -> None:
+    def backward(self, loss: Any, factor: Any = None, inputs: Any = None) -> None:
         super().backward(loss, None, inputs)
 
 

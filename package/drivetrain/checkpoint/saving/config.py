@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from drivetrain.checkpoint.saving.names import check_name
-from drivetrain.core.direction import MODES, direction_of, settled
+from drivetrain.core.direction import MODES, direction_of, resolved_direction
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
@@ -28,8 +28,8 @@ _MANGLED = re.compile(r"[a-z][a-z0-9+.-]+:[/\\](?![/\\])", re.ASCII | re.IGNOREC
 class CheckpointConfig:
     """The policy for saving and keeping checkpoints. It has two ideas, and one checkpoint may serve both.
 
-    *Resume points* are saved at an interval, and the newest few are kept, so that a run can resume. *Keepers*
-    are the best few by a metric, so that the best model still exists at the end.
+    *Resume points* are saved at an interval, and the newest few are kept, so that a run can resume. *Best
+    checkpoints* are the best few by a metric, so that the best model still exists at the end.
 
     A run may have several policies: `Trainer(checkpoint=[CheckpointConfig(...), ...])`. Policies that ask for
     a checkpoint at the same step share one, and it is deleted once none of them keeps it. Each has its own
@@ -42,14 +42,14 @@ class CheckpointConfig:
             at the end.
         keep_last: The number of resume points to keep; None keeps all. The newest checkpoint is always kept
             until the next is committed.
-        best: The number of keepers; 0 disables them. None keeps one if the fit validates. A number, or
-            another `by`, is an error in a fit that cannot give the metric.
-        by: The full name of the metric that ranks keepers; None disables them.
+        best: The number of best checkpoints to keep; 0 disables them. None keeps one if the fit validates. A
+            number, or another `by`, is an error in a fit that cannot give the metric.
+        by: The full name of the metric that ranks checkpoints; None disables them.
         mode: "min" if the smallest value is best, "max" if the largest. "auto" takes it from the metric's own
             `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); a fit that
             finds it in neither is refused. NaN is never best, and of equal values the earlier is better.
-        restore_best: Whether the task has the weights of the best keeper when the fit ends, and the finished
-            weights are those; not after an error or a signal. One policy of several may ask for it.
+        restore_best: Whether the task has the weights of the best checkpoint when the fit ends, and the
+            finished weights are those; not after an error or a signal. One policy of several may ask for it.
         asynchronous: Write in the background: training waits only for a copy of the state to the host's
             memory, and for the previous save if that has not ended. A write error is raised after the next
             step.
@@ -91,7 +91,7 @@ class CheckpointConfig:
         if self.parameters is not None:
             one_of("CheckpointConfig parameters", self.parameters, ("all", "trainable"))
         flag("CheckpointConfig: restore_best", self.restore_best)
-        if self.restore_best and not self.keepers:
+        if self.restore_best and not self.best_count:
             raise ConfigError(
                 f"CheckpointConfig(restore_best=True, best={self.best}, by={self.by!r}) keeps no best"
                 " checkpoint to restore: give best=1 and a metric by="
@@ -123,8 +123,8 @@ class CheckpointConfig:
         return None if self.every is None else str(self.every)
 
     @property
-    def keepers(self) -> int:
-        """The number of keepers; 0 if no metric ranks them."""
+    def best_count(self) -> int:
+        """The number of best checkpoints to keep; 0 if no metric ranks them."""
         if self.by is None:
             return 0
         return 1 if self.best is None else self.best
@@ -138,9 +138,9 @@ class CheckpointConfig:
         Raises:
             ConfigError: The mode is "auto", and the direction is unknown.
         """
-        if self.by is None or not self.keepers:
+        if self.by is None or not self.best_count:
             return self
-        mode = settled(self.mode, known, self.by, f"CheckpointConfig(by={self.by!r}, mode={{}})")
+        mode = resolved_direction(self.mode, known, self.by, f"CheckpointConfig(by={self.by!r}, mode={{}})")
         return self if mode == self.mode else replace(self, mode=mode)
 
     @property
@@ -208,7 +208,7 @@ def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[C
                 f"policy number {number} of checkpoint= does not say how many it keeps by {each.by!r}. Of"
                 " several policies each does: best=1, or best=0 for none"
             )
-        if each.by is not None and each.keepers and modes.setdefault(each.by, each.mode) != each.mode:
+        if each.by is not None and each.best_count and modes.setdefault(each.by, each.mode) != each.mode:
             raise ConfigError(
                 f"the policies of checkpoint= contradict each other: they rank by {each.by!r} with"
                 f" mode={modes[each.by]!r} and with mode={each.mode!r}. Give one of them"
@@ -227,6 +227,6 @@ def rankings(policies: Sequence[CheckpointConfig]) -> dict[str, CheckpointConfig
     """Return the policies that keep the best, by their metrics; of equal metrics the one that keeps most."""
     found: dict[str, CheckpointConfig] = {}
     for each in policies:
-        if each.by is not None and each.keepers > (found[each.by].keepers if each.by in found else 0):
+        if each.by is not None and each.best_count > (found[each.by].best_count if each.by in found else 0):
             found[each.by] = each
     return found

@@ -37,10 +37,10 @@ class Entry:
             when a run resumes from an earlier checkpoint.
         step: The number of steps made before it.
         epoch: The number of epochs made before it.
-        metrics: The metrics that rank keepers, as far as they were known.
+        metrics: The metrics that rank, as far as they were known.
         resume: The intervals that it is a rolling resume point of, such as "500 steps"; "" is a save at no
             interval, or at one that was not recorded.
-        keeper: The metrics that it is among the best by, each with "min" or "max"; "" if that was not
+        best: The metrics that it is among the best by, each with "min" or "max"; "" if that was not
             recorded.
     """
 
@@ -50,7 +50,7 @@ class Entry:
     epoch: int
     metrics: dict[str, float] = field(default_factory=dict)
     resume: tuple[str, ...] = ("",)
-    keeper: Mapping[str, str] = field(default_factory=dict)
+    best: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Json]:
         """Return the entry as strict JSON."""
@@ -61,7 +61,7 @@ class Entry:
             "epoch": self.epoch,
             "metrics": dump_metrics(self.metrics),
             "resume": list(self.resume),
-            "keeper": dict(self.keeper),
+            "best": dict(self.best),
         }
 
 
@@ -110,11 +110,11 @@ def _entry(value: Json, path: str) -> Entry:
 
 
 def _with_fields(entry: Entry, fields: dict[str, Json], what: str) -> Entry:
-    resume, keeper = fields.get("resume"), fields.get("keeper")
+    resume, best = fields.get("resume"), fields.get("best")
     if not isinstance(resume, list) or not all(isinstance(each, str) for each in resume):
         raise DamagedCheckpointError(f"{what}: resume must be a list of intervals")
-    if not isinstance(keeper, dict) or not all(mode in ("min", "max", "") for mode in keeper.values()):
-        raise DamagedCheckpointError(f"{what}: keeper must have 'min', 'max' or '' for each metric")
+    if not isinstance(best, dict) or not all(mode in ("min", "max", "") for mode in best.values()):
+        raise DamagedCheckpointError(f"{what}: best must have 'min', 'max' or '' for each metric")
     return replace(
         entry,
         order=_count(fields, "order", what),
@@ -122,7 +122,7 @@ def _with_fields(entry: Entry, fields: dict[str, Json], what: str) -> Entry:
         epoch=_count(fields, "epoch", what),
         metrics=load_metrics(fields.get("metrics"), f"{what}: metrics"),
         resume=tuple(str(each) for each in resume),
-        keeper={name: str(mode) for name, mode in keeper.items()},
+        best={name: str(mode) for name, mode in best.items()},
     )
 
 
@@ -162,7 +162,7 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
         The entries to keep, with their remaining purposes, and those to remove; both oldest first.
     """
     resume: dict[str, set[str]] = {entry.name: set() for entry in entries}
-    keeper: dict[str, dict[str, str]] = {entry.name: {} for entry in entries}
+    best: dict[str, dict[str, str]] = {entry.name: {} for entry in entries}
     known = {policy.interval_name for policy in policies}
     for policy in policies:
         own = set() if policy.interval_name is None else {policy.interval_name}
@@ -171,19 +171,19 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
         points = [entry for entry in entries if not own.isdisjoint(entry.resume)]
         for entry in points if policy.keep_last is None else points[max(0, len(points) - policy.keep_last) :]:
             resume[entry.name] |= own.intersection(entry.resume)
-    ranked = keepers(entries, policies)
+    ranked = best_by_metric(entries, policies)
     for by, policy in rankings(policies).items():
-        for entry in ranked[by][: policy.keepers]:
-            keeper[entry.name] |= {by: policy.direction} if by in entry.keeper else entry.keeper
+        for entry in ranked[by][: policy.best_count]:
+            best[entry.name] |= {by: policy.direction} if by in entry.best else entry.best
     flagged = [
         replace(
             entry,
             resume=tuple(each for each in entry.resume if each in resume[entry.name]),
-            keeper=keeper[entry.name],
+            best=best[entry.name],
         )
         for entry in entries
     ]
-    stays = [bool(entry.resume or entry.keeper) or entry is flagged[-1] for entry in flagged]
+    stays = [bool(entry.resume or entry.best) or entry is flagged[-1] for entry in flagged]
     return (
         [entry for entry, stay in zip(flagged, stays, strict=True) if stay],
         [entry for entry, stay in zip(flagged, stays, strict=True) if not stay],
@@ -195,11 +195,11 @@ def oldest_first(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.order, entry.step))
 
 
-def keepers(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> dict[str, list[Entry]]:
-    """Return the keepers of each metric that ranks, best first.
+def best_by_metric(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> dict[str, list[Entry]]:
+    """Return the best checkpoints by each metric that ranks, the best first.
 
-    A keeper by a metric that no policy ranks by (another policy chose it) comes last in the first ranking,
-    where it stays until one with a value takes its place.
+    A best checkpoint by a metric that no policy ranks by (another policy chose it) comes last in the first
+    ranking, where it stays until one with a value takes its place.
 
     Args:
         entries: The entries, oldest first.
@@ -207,12 +207,12 @@ def keepers(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> d
     """
     found = {by: rank(entries, by, policy.direction) for by, policy in rankings(policies).items()}
     for ranked in list(found.values())[:1]:
-        ranked += [each for each in entries if each.keeper and found.keys().isdisjoint(each.keeper)]
+        ranked += [each for each in entries if each.best and found.keys().isdisjoint(each.best)]
     return found
 
 
 def rank(entries: Sequence[Entry], by: str, mode: str) -> list[Entry]:
-    """Return the keepers by a metric, best first; of equal ones, the earlier first.
+    """Return the best checkpoints by a metric, the best first; of equal ones, the earlier first.
 
     Args:
         entries: The entries, oldest first.
@@ -225,4 +225,4 @@ def rank(entries: Sequence[Entry], by: str, mode: str) -> list[Entry]:
         value = entry.metrics.get(by, math.nan)
         return (True, 0.0) if math.isnan(value) else (False, sign * value)
 
-    return sorted((entry for entry in entries if by in entry.keeper), key=key)
+    return sorted((entry for entry in entries if by in entry.best), key=key)

@@ -12,7 +12,7 @@ from drivetrain.checkpoint.saving.config import CheckpointConfig, as_policies, r
 from drivetrain.checkpoint.saving.index import (
     PURPOSE,
     Entry,
-    keepers,
+    best_by_metric,
     oldest_first,
     rank,
     retain,
@@ -38,11 +38,11 @@ class SavedCheckpoint:
 
     Attributes:
         path: The checkpoint's directory.
-        is_keeper: Whether it is now among the best by a metric.
+        is_best: Whether it is now among the best by a metric.
     """
 
     path: str
-    is_keeper: bool
+    is_best: bool
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class CheckpointManager:
         return tuple(self._entries)
 
     def best(self, by: str | None = None) -> str | None:
-        """Return the path of the best keeper, unverified, or None if there is none.
+        """Return the path of the best checkpoint, unverified, or None if there is none.
 
         Args:
             by: The metric that ranks; None takes that of the first policy that keeps the best.
@@ -163,7 +163,7 @@ class CheckpointManager:
         return None
 
     def best_value(self, by: str) -> float | None:
-        """Return the value of the best keeper by a metric, or None if there is none."""
+        """Return the value of the best checkpoint by a metric, or None if there is none."""
         self._open()
         ranked = rank(self._entries, by, self._rankings(by)[by].direction)
         return ranked[0].metrics[by] if ranked else None
@@ -213,14 +213,14 @@ class CheckpointManager:
             by: The metric to rank by; None tries that of each policy.
 
         Raises:
-            ConfigError: A metric that ranks keepers is missing; lists the others.
+            ConfigError: A metric that ranks is missing; lists the others.
         """
         self._open()
         policies = self._rankings(by)
         values = {name: _ranking_value(name, metrics) for name in policies}
         if policies:
             self._forget_removed()
-        ranked = keepers(self._entries, self.policies)
+        ranked = best_by_metric(self._entries, self.policies)
         return any(_belongs(values[name], ranked[name], name, policy) for name, policy in policies.items())
 
     def save(
@@ -231,7 +231,7 @@ class CheckpointManager:
         snapshot_factory: Callable[[], Snapshot],
         *,
         resume: bool | Collection[str] = True,
-        keeper: bool | Collection[str] = False,
+        best: bool | Collection[str] = False,
     ) -> SavedCheckpoint:
         """Commit a checkpoint, then remove those that no policy keeps.
 
@@ -241,21 +241,21 @@ class CheckpointManager:
         Args:
             step: The number of steps made.
             epoch: The number of epochs made.
-            metrics: The latest metrics; the index stores those that rank keepers.
+            metrics: The latest metrics; the index stores those that rank checkpoints.
             snapshot_factory: Returns the content; called only if something is written.
             resume: Save as a resume point: of the first policy, or of the intervals that are given as the
                 policies' `interval_name`; "" is the first policy.
-            keeper: Save as one of the best, if `should_keep` would return True: by each metric that ranks, or
+            best: Save as one of the best, if `should_keep` would return True: by each metric that ranks, or
                 by those given.
 
         Raises:
             CheckpointError: The write failed, or the background write before it did. Earlier checkpoints and
                 the index are unchanged.
-            ConfigError: Neither purpose is given, no policy has it, a keeper's metric is missing, or another
-                job has locked the directory.
+            ConfigError: Neither purpose is given, no policy has it, a metric that ranks is missing, or
+                another job has locked the directory.
         """
-        if not (resume or keeper):
-            raise ConfigError("save() needs a purpose: resume=True, keeper=True, or both")
+        if not (resume or best):
+            raise ConfigError("save() needs a purpose: resume=True, best=True, or both")
         intervals = self._intervals(resume)
         self.wait()  # never two at a time: they would need twice the memory, and could finish out of order
         self._open()
@@ -263,10 +263,10 @@ class CheckpointManager:
             self.ranks.first(self._lock.confirm)
         self._forget_removed()
         # The pruning, which ranks it with the others, decides whether it is good enough; NaN never is.
-        policies = self._rankings() if keeper is True else {}
-        for by in keeper if not isinstance(keeper, bool) else ():
+        policies = self._rankings() if best is True else {}
+        for by in best if not isinstance(best, bool) else ():
             policies |= self._rankings(by)
-        best = {
+        among = {
             by: policy.direction
             for by, policy in policies.items()
             if not math.isnan(_ranking_value(by, metrics))
@@ -280,14 +280,14 @@ class CheckpointManager:
         if same is None:
             order = max((each.order for each in self._entries), default=0) + 1
             name = self.ranks.first(lambda: self._free_name(step, epoch, metrics))
-            entry = Entry(name, order, step, epoch, known, intervals, best)
+            entry = Entry(name, order, step, epoch, known, intervals, among)
             snapshot = self._with_purpose(entry, snapshot_factory())
         else:
             entry = replace(
                 same,
-                metrics={**known, **same.metrics, **{by: known[by] for by in best}},
+                metrics={**known, **same.metrics, **{by: known[by] for by in among}},
                 resume=tuple(dict.fromkeys((*same.resume, *intervals))),
-                keeper={**same.keeper, **best},
+                best={**same.best, **among},
             )
         every = oldest_first([*(each for each in self._entries if each is not same), entry])
         job = _PendingSave(
@@ -300,8 +300,8 @@ class CheckpointManager:
                 self._perform(job, snapshot)
             finally:
                 self._settle(job)
-        is_keeper = any(each.name == entry.name and bool(each.keeper) for each in job.stays)
-        return SavedCheckpoint(self._path(entry.name), is_keeper)
+        is_best = any(each.name == entry.name and bool(each.best) for each in job.stays)
+        return SavedCheckpoint(self._path(entry.name), is_best)
 
     @property
     def is_writing(self) -> bool:
@@ -474,13 +474,13 @@ def _ranking_value(by: str, metrics: Mapping[str, float]) -> float:
 
 
 def _belongs(value: float, ranked: Sequence[Entry], by: str, policy: CheckpointConfig) -> bool:
-    """Return whether a value would be among a policy's best; its keepers are ranked."""
+    """Return whether a value would be among a policy's best; its best are ranked."""
     if math.isnan(value):
         return False
-    if len(ranked) < policy.keepers:
+    if len(ranked) < policy.best_count:
         return True
-    worst = ranked[policy.keepers - 1]
-    known = worst.metrics.get(by, math.nan) if by in worst.keeper else math.nan
+    worst = ranked[policy.best_count - 1]
+    known = worst.metrics.get(by, math.nan) if by in worst.best else math.nan
     return math.isnan(known) or policy.is_better(value, known)
 
 

@@ -11,8 +11,8 @@ from drivetrain.checkpoint.saving.config import CheckpointConfig
 from drivetrain.checkpoint.saving.index import (
     INDEX,
     Entry,
+    best_by_metric,
     entry_from_snapshot,
-    keepers,
     oldest_first,
     read_index,
     write_index,
@@ -145,7 +145,7 @@ def removed(
         entries: All checkpoints known to the run, including these.
         policies: The policies, which rank them.
     """
-    best = {each.name for ranked in keepers(entries, policies).values() for each in ranked[:1]}
+    best = {each.name for ranked in best_by_metric(entries, policies).values() for each in ranked[:1]}
     named = ", ".join(f"{each} (the best)" if each in best else each for each in gone)
     left = ", ".join(each.name for each in entries if each.name not in gone)
     return (

@@ -16,9 +16,9 @@ from drivetrain.cli.printing import line, section, shortened, span, table
 from drivetrain.core.messages import sized
 from drivetrain.core.types import Json
 
-_NO_ENTRY: Mapping[str, Json] = dict.fromkeys(("order", "step", "epoch", "metrics", "resume", "keeper"))
+_NO_ENTRY: Mapping[str, Json] = dict.fromkeys(("order", "step", "epoch", "metrics", "resume", "best"))
 
-_SHOWN = ("order", "resume", "keeper")
+_SHOWN = ("order", "resume", "best")
 """The printed fields of a checkpoint's purpose; its progress and metrics have the rest."""
 
 
@@ -83,8 +83,8 @@ def _row(each: Listed, now: float, is_one_metric: bool) -> tuple[str, ...]:
     if entry is None:
         return each.name, "", "", "", f"[{each.condition}]", "", size, age
     purposes = ["resume"] * bool(entry.resume)
-    if entry.keeper:
-        purposes.append("keeper" if is_one_metric else f"keeper({', '.join(entry.keeper)})")
+    if entry.best:
+        purposes.append("best" if is_one_metric else f"best({', '.join(entry.best)})")
     kept = " ".join(purposes) or "newest"
     metrics = ", ".join(
         f"{value:.4g}" if is_one_metric else f"{name} {value:.4g}" for name, value in entry.metrics.items()

@@ -32,7 +32,7 @@ from drivetrain.strategies.base import (
     installed,
 )
 from drivetrain.strategies.checks import check_values
-from drivetrain.strategies.ddp import settle_buckets
+from drivetrain.strategies.ddp import fix_buckets
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
@@ -240,14 +240,14 @@ class Accelerate(Strategy):
             self._unlearned = bool(wrapped.static_graph)
             self._may_leave_out = bool(wrapped.find_unused_parameters)
             if not (self._unlearned or self._may_leave_out):
-                settle_buckets(wrapped, self._parameters)  # type: ignore[arg-type]
+                fix_buckets(wrapped, self._parameters)  # type: ignore[arg-type]
         return prepared
 
     def _agree(self, found: Tensor) -> None:
         # Each process checks only its own shards.
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
 
-    def settle(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Free parameters that a forward without a backward, or a callback, has gathered."""
         if self.sharded:
             from torch.distributed.fsdp import FSDPModule
@@ -283,14 +283,14 @@ class Accelerate(Strategy):
             self._wrapped.require_backward_grad_sync = last
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss, without accelerate's division by the
         number of micro-batches.
         """
         root = None
-        if share is not None or self._scale is not None:
-            loss, root = self._root(loss, share)
+        if factor is not None or self._scale is not None:
+            loss, root = self._root(loss, factor)
         if self.sharded:
             self._backward_to_shards(loss, root, inputs)
             return

@@ -76,7 +76,7 @@ class ZeroState:
         self._mesh: Any = None
 
     @contextmanager
-    def exchanged(self, write: bool) -> Iterator[Optimizer | None]:
+    def checkpoint_layout(self, write: bool) -> Iterator[Optimizer | None]:
         """Run the block with the task's parameters and the yielded optimizer in the form of checkpoints.
 
         Args:
@@ -159,9 +159,9 @@ class ZeroState:
             place = self._place(parameter)
             return place.start, place.of(place.flat.detach())
         if hasattr(parameter, "ds_id"):
-            share = parameter.ds_tensor.detach()
-            start = share.numel() * self._rank
-            return start, share[: max(0, parameter.ds_numel - start)]
+            shard = parameter.ds_tensor.detach()
+            start = shard.numel() * self._rank
+            return start, shard[: max(0, parameter.ds_numel - start)]
         values = parameter.detach().reshape(-1)  # every process has the whole parameter
         return 0, values if self._rank == 0 else values[:0]
 
@@ -171,12 +171,12 @@ class ZeroState:
         values = self._rows(parameter, self._stored[parameter], self._weights(parameter))
         return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
-    def _rows(self, parameter: nn.Parameter, dtype: torch.dtype, share: tuple[int, Tensor]) -> Tensor:
+    def _rows(self, parameter: nn.Parameter, dtype: torch.dtype, shard: tuple[int, Tensor]) -> Tensor:
         """Return a parameter, or a slot of its shape, as a tensor sharded by rows."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         shape = self._shape(parameter)
-        full = self._joined(share, parameter, dtype)
+        full = self._joined(shard, parameter, dtype)
         if not shape:
             return DTensor.from_local(full, self._mesh, [Replicate()], run_check=False)
         rows = -(-shape[0] // self._size)
@@ -184,9 +184,9 @@ class ZeroState:
         stride = full.stride()
         return DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-    def _joined(self, share: tuple[int, Tensor], parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    def _joined(self, shard: tuple[int, Tensor], parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Gather a sharded tensor on the host, bit for bit."""
-        start, values = share
+        start, values = shard
         shape = self._shape(parameter)
         joined = torch.zeros(shape.numel(), dtype=dtype, device=values.device)
         joined[start : start + values.numel()] = values.to(dtype)
@@ -227,9 +227,9 @@ class ZeroState:
         if not hasattr(parameter, "ds_id"):
             parameter.data.copy_(value)
             return
-        share = parameter.ds_tensor.data
-        mine = value.reshape(-1)[share.numel() * self._rank :][: share.numel()]
-        share[: mine.numel()].copy_(mine)
+        shard = parameter.ds_tensor.data
+        mine = value.reshape(-1)[shard.numel() * self._rank :][: shard.numel()]
+        shard[: mine.numel()].copy_(mine)
         if parameter.data.shape == value.shape:  # stage 3 also keeps small parameters whole
             parameter.data.copy_(value)
 

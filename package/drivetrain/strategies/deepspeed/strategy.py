@@ -290,14 +290,14 @@ class DeepSpeed(Strategy):
         return model
 
     @contextmanager
-    def exchanged(
+    def checkpoint_layout(
         self, optimizers: Mapping[str, Optimizer], write: bool = False
     ) -> Iterator[Mapping[str, Optimizer]]:
         """Gather or scatter one parameter at a time; see `ZeroState`."""
         if self._state is None:
             yield optimizers
             return
-        with self._state.exchanged(write) as given:
+        with self._state.checkpoint_layout(write) as given:
             taken = self._state.optimizer
             yield {name: given if given and each is taken else each for name, each in optimizers.items()}
 
@@ -342,7 +342,7 @@ class DeepSpeed(Strategy):
             self._engine.set_gradient_accumulation_boundary(last)
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward of the share of the loss by DeepSpeed's engine."""
         if inputs is not None:
@@ -351,7 +351,7 @@ class DeepSpeed(Strategy):
             )
         if self._order is not None:
             self._order.begin_backward(self._last)
-        self._engine.backward(loss if share is None else loss * share, scale_wrt_gas=False)
+        self._engine.backward(loss if factor is None else loss * factor, scale_wrt_gas=False)
         if self._used is not None and self._last:
             self._used.check()
 

@@ -195,7 +195,7 @@ class FSDP(Strategy):
         self._ignored = [each for each in self._parameters if each in self._kept]
         return model
 
-    def settle(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Free parameters that a forward without a backward, or a callback, has gathered."""
         from torch.distributed.fsdp import FSDPModule
 
@@ -329,13 +329,13 @@ class FSDP(Strategy):
             sharded.set_is_last_backward(last)
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss."""
         self._has_run = True
         root = None
-        if share is not None or self._scale is not None:
-            loss, root = self._root(loss, share)
+        if factor is not None or self._scale is not None:
+            loss, root = self._root(loss, factor)
         if self._order is not None:
             self._order.begin_backward()
         with gradients_of(inputs, self._parameters):

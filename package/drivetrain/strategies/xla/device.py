@@ -169,7 +169,7 @@ class Trace:
         return step
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss, as an input of the compiled program.
 
@@ -178,8 +178,8 @@ class Trace:
         another program.
         """
         root = None
-        if share is not None:
-            given = share if isinstance(share, Tensor) else torch.tensor([share], dtype=loss.dtype)
+        if factor is not None:
+            given = factor if isinstance(factor, Tensor) else torch.tensor([factor], dtype=loss.dtype)
             root = given.to(loss.device, loss.dtype).reshape(())
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
         self._backward = True
@@ -277,10 +277,10 @@ class OnXLA(Strategy):
             error.add_note(f"drivetrain: the task could not be moved off XLA's device either: {second}")
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss."""
-        self._trace.backward(loss, share, inputs)
+        self._trace.backward(loss, factor, inputs)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm."""

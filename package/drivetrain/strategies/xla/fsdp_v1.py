@@ -148,7 +148,7 @@ class XLAFSDP(OnXLA):
         self._prepared.append(sharded)
         return Prepared(sharded, make_optimizers(module) if make_optimizers else {})
 
-    def settle(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Free the gathered parameters, so that the next forward gathers the current shards."""
         for sharded in self._prepared:
             sharded.free()
@@ -164,13 +164,13 @@ class XLAFSDP(OnXLA):
         self._prepared = []
 
     def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss."""
         with gradients_of(inputs, self._parameters()):
             for sharded in self._prepared:
                 sharded.before_backward()
-            self._trace.backward(loss, share)
+            self._trace.backward(loss, factor)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for each in self._prepared for parameter in each.parameters()]

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
-from drivetrain.core.direction import MODES, direction_of, settled
+from drivetrain.core.direction import MODES, direction_of, resolved_direction
 from drivetrain.core.errors import CheckpointError, ConfigError, nearest
 from drivetrain.core.registry import Registry
 from drivetrain.core.validation import check_names, count, keywords, number, one_of
@@ -270,7 +270,7 @@ class PlateauSchedule:
             return (step + 1) / (self._warmup + 1) * self._ratio
         return self._ratio
 
-    def settle_direction(self, known: str | None) -> None:
+    def resolve_direction(self, known: str | None) -> None:
         """Take over whether less or more of the metric is better.
 
         Args:
@@ -280,7 +280,7 @@ class PlateauSchedule:
             ConfigError: The mode is "auto", and the direction is unknown.
         """
         argument = f"schedule_options={{{{'metric': {self.metric!r}, 'mode': {{}}}}}}"
-        self._direction = settled(self._mode, known, self.metric, argument)
+        self._direction = resolved_direction(self._mode, known, self.metric, argument)
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation; return whether the rate was lowered.
@@ -293,7 +293,7 @@ class PlateauSchedule:
                 it is better is unknown.
         """
         if self._direction is None:
-            self.settle_direction(None)
+            self.resolve_direction(None)
         if self.metric not in metrics:
             raise ConfigError(
                 f"the schedule 'reduce_on_plateau' watches {self.metric!r}, which this evaluation did not "

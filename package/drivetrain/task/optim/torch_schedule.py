@@ -178,7 +178,7 @@ class TorchSchedule:
         """The number of steps or epochs between two calls."""
         return int(self.every.amount) if isinstance(self.every, Every) else 1
 
-    def settle_direction(self, known: str | None) -> None:
+    def resolve_direction(self, known: str | None) -> None:
         """Check that a ReduceLROnPlateau lowers the rate when the value gets no better.
 
         Args:

@@ -141,7 +141,7 @@ class Recorder(Callback):
     def _kill(self, run: Any) -> None:
         for each in run.callbacks:
             if isinstance(each, CheckpointSaver):
-                each.settle(run)
+                each.wait_for_save(run)
         if run.last_checkpoint == self._checkpoint:
             return  # no checkpoint to resume from
         self._write("killed", run, [])
@@ -204,7 +204,7 @@ class Recorder(Callback):
             for key, rate in updater.rates().items():
                 yield "learning rate", key if len(engine.updaters) == 1 else f"{key} of {name}", repr(rate)
             yield "state", f"schedule of {name}", digest(updater.state_dict())
-        with engine.exchanged() as taken:
+        with engine.checkpoint_layout() as taken:
             weights, extras = module_state(run.task)
             slots, _ = optimizer_state(run.task, taken)
         saved = {clean_name(name) for name, _ in run.task.named_parameters()}

@@ -25,7 +25,7 @@ from drivetrain.callbacks import Freeze, LambdaCallback
 from drivetrain.checkpoint import load_weights
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.run.loop import predict
-from drivetrain.run.session import boundary
+from drivetrain.run.session import run_context
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.strategies.decisions import (
     all_ranks_have_one_clock,
@@ -100,7 +100,7 @@ def a_process_may_begin_with_padding(job: Job) -> None:
     samples = Sequences(empty=0)
     alone = job.fit(True, Tokens(), DataLoader(samples, batch_size=job.step))
     loader = DataLoader(samples, batch_size=1)
-    accumulation = job.step // job.shares
+    accumulation = job.step // job.shards
     found = job.fit(False, Tokens(), loader, gradient_accumulation_steps=accumulation)
     job.assert_equals_one_process(found.weights, alone.weights, "the weights")
     job.assert_equals_one_process(found.result.metrics, alone.result.metrics, "the metrics")
@@ -157,7 +157,7 @@ def generator_steps(job: Job) -> None:
     data = TensorDataset(torch.randn(13, 4, generator=generator), torch.randn(13, 2, generator=generator))
     alone = job.fit(True, GeneratorAndDiscriminator(), DataLoader(data, batch_size=job.step))
     for accumulation in (1, 2):
-        loader = DataLoader(data, batch_size=job.step // (job.shares * accumulation))
+        loader = DataLoader(data, batch_size=job.step // (job.shards * accumulation))
         found = job.fit(False, GeneratorAndDiscriminator(), loader, gradient_accumulation_steps=accumulation)
         what = f"{accumulation} micro-batches"
         job.assert_equals_one_process(found.weights, alone.weights, f"the weights ({what})")
@@ -192,7 +192,7 @@ def _predictions(job: Job, loaders: Mapping[str, Any]) -> dict[str, Tensor]:
     trainer, task = job.trainer(False), SampleNumbers()
     run = build_evaluation(trainer, task, next(iter(loaders.values())), "predict", None)
     found: dict[str, Tensor] = {}
-    with boundary(trainer, run):
+    with run_context(trainer, run):
         for name, loader in loaders.items():
             ((_, feed),) = evaluation_feeds(trainer, run.engine, task, loader, "predict")
             found[name] = torch.cat([each.float() for each in predict(run, feed)])

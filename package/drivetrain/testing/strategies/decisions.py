@@ -98,7 +98,7 @@ def callbacks_decide_the_same(job: Job) -> None:
     _same_decisions(job, found, alone, "early stopping")
     assert len({rates["lr"] for rates in found.record.rates}) > 1, "the schedule never lowered the rate"
     entries = read_index(str(directory / CHECKPOINTS)) or []
-    kept = sorted(each.step for each in entries if each.keeper)
+    kept = sorted(each.step for each in entries if each.best)
     best = sorted(step for step, _ in sorted(comparison.evaluated, key=lambda pair: -pair[1])[:2])
     assert kept == best, f"of {comparison.evaluated} the checkpoints {kept} were kept"
     losses = [values["train/loss"] for _, values in alone.record.logged if "train/loss" in values]

@@ -65,7 +65,7 @@ class Record(Callback):
     def on_fit_end(self, run: Any) -> None:
         """Note the optimizer states, gathered from all ranks."""
         run.task.state_dict()  # makes FSDP shard the weights that an evaluation gathered
-        with run.engine.exchanged() as optimizers:
+        with run.engine.checkpoint_layout() as optimizers:
             tensors, _ = optimizer_state(run.task, optimizers)
         self.optimizer = {name: whole(each) for name, each in tensors.items()}
 
@@ -123,14 +123,14 @@ class Job:
     batch: int | None = None
 
     @property
-    def shares(self) -> int:
-        """The number of shares of the data: below `world_size` if several ranks read the same share."""
+    def shards(self) -> int:
+        """The number of shards of the data: below `world_size` if several ranks read the same shard."""
         return self.make(self.world_size).data_size
 
     @property
     def step(self) -> int:
-        """Samples in a step, over all processes: at least two for each share."""
-        least = 2 * self.shares
+        """Samples in a step, over all processes: at least two for each shard."""
+        least = 2 * self.shards
         return self.batch or least * max(1, 8 // least)
 
     def trainer(self, alone: bool, **options: Any) -> Trainer:
@@ -163,7 +163,7 @@ class Job:
 
     def sequences(self, alone: bool, accumulation: int = 1, **options: Any) -> DataLoader[Any]:
         """Return shuffled sequences, in batches that give the same steps alone and over all processes."""
-        parts = 1 if alone else self.shares * accumulation
+        parts = 1 if alone else self.shards * accumulation
         return DataLoader(Sequences(**options), batch_size=self.step // parts, shuffle=True)
 
     @cached_property

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from drivetrain.core.random_streams import Streams
-from drivetrain.data import Feed, Measure, Share, Transfer, as_source
+from drivetrain.data import Feed, Measure, Shard, Transfer, as_source
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.strategies.job import Job, whole_state
 from drivetrain.testing.strategies.tasks import Tokens
@@ -52,8 +52,8 @@ def each_rank_draws_for_itself(job: Job) -> None:
         seeds: list[Any] = [None] * job.world_size
         torch.distributed.all_gather_object(seeds, task.seeds)
         different = len(set(map(tuple, seeds)))
-        assert different == job.shares, (
-            f"{job.shares} shares of the data draw from {different} random streams"
+        assert different == job.shards, (
+            f"{job.shards} shares of the data draw from {different} random streams"
         )
 
 
@@ -63,11 +63,11 @@ def _in_one_process(job: Job, data: Any, accumulation: int) -> Mapping[str, Tens
     precision.convert_module(task)
     context = precision.forward_context(strategy.device) or nullcontext
     optimizer = SGD(task.parameters(), lr=0.1)
-    shares = [Share(rank, strategy.data_size) for rank in range(strategy.data_size)]
-    streams = [Streams(0, share.rank, strategy.device) for share in shares]
+    shards = [Shard(rank, strategy.data_size) for rank in range(strategy.data_size)]
+    streams = [Streams(0, share.rank, strategy.device) for share in shards]
     measure, transfer = Measure(task.loss_weight, task.tokens), Transfer(strategy.device)
     feeds = [
-        Feed(as_source(data, "training", 0, share=each), transfer, measure, accumulation) for each in shares
+        Feed(as_source(data, "training", 0, shard=each), transfer, measure, accumulation) for each in shards
     ]
     for step, windows in enumerate(zip(*(each.windows(0) for each in feeds), strict=True)):
         total = sum(float(each.weight) for window in windows for each in window.micro_batches)

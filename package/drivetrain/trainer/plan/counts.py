@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from drivetrain.core.intervals import Every, exact, part_of_epoch
 from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
-from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
+from drivetrain.data import Feed, Shard, Transfer, as_source, batch_size
 from drivetrain.data.split_source import AlreadySplit
 from drivetrain.data.window_plan import WindowPlan
 from drivetrain.run.settings import RunSettings
@@ -70,7 +70,7 @@ class Epoch:
         self._processes = settings.select_strategy().data_size
         size, sizes = at_start(settings.batch_size), batch_sizes(settings, data)
         source = as_source(
-            data, "training", settings.seed, batch_size=size, shuffle=True, share=Share(0, self._processes)
+            data, "training", settings.seed, batch_size=size, shuffle=True, shard=Shard(0, self._processes)
         )
         transfer, steps = Transfer(torch.device("cpu")), settings.gradient_accumulation_steps
         self.feed = Feed(source, transfer, measure_of(task), steps, settings.limit_train_batches, sizes)

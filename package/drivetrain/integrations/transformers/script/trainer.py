@@ -862,7 +862,7 @@ class Trainer(TheirNames):
             output_dir: The folder; None for that of the arguments.
         """
         run, folder = self._runs.run, self.args.output_dir if output_dir is None else output_dir
-        with nullcontext() if run is None else run.engine.exchanged():
+        with nullcontext() if run is None else run.engine.checkpoint_layout():
             export_pretrained(self._task, folder)
 
     def push_to_hub(
