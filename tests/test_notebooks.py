@@ -68,8 +68,7 @@ def as_seen(outputs: list[dict[str, Any]], directory: Path) -> list[dict[str, An
 
 
 def shown(text: str) -> str:  # of a line that was written again, the last
-    text = re.sub(r"\n\r[^\n]*?\x1b\[A", "", text.replace("\r\n", "\n"))  # a bar below a bar
-    text = text.replace("\x1b[A", "")
+    text = text.replace("\r\n", "\n")
     lines = [[part for part in line.split("\r") if part.strip()] for line in text.split("\n")]
     last = [parts[-1].strip() if len(parts) > 1 else "".join(parts).rstrip() for parts in lines]
     # transformers, which torchmetrics loads where it is installed, has tqdm warn that ipywidgets is not.

@@ -122,6 +122,17 @@ def test_a_terminal_keeps_a_line_per_epoch_and_cuts_no_number(drive, columns):
     assert "val loss 0.1235" in bar or columns != 80
 
 
+def test_a_notebook_without_widgets_keeps_a_line_per_epoch_on_stdout(drive, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", module)  # as a kernel of Jupyter has it
+    drive(ProgressBar(), epochs=2, results=[{"loss": 0.5}] * 2).fit()
+    written = capsys.readouterr()
+    assert written.out.count("\n") == 3, "two lines, and the bar's end"
+    assert "epoch 1/2 | step 4/8 | train/loss " in written.out
+    assert written.out.count("validation/loss 0.5\n") == 2
+    assert "\x1b" not in written.out  # a notebook cannot move up
+    assert written.err == ""
+
+
 def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatch):
     ticks = iter(range(10**6))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.01))

@@ -29,8 +29,9 @@ class ProgressBar(Callback):
     """Shows the steps made, the time left and the latest metrics, on stderr of the main rank.
 
     On a terminal and in a notebook it is a tqdm bar, with a second, transient one during evaluation and
-    prediction. A terminal keeps one line per epoch above the bar, with all values. The bar has as many of
-    them as fit beside it, under short names (``val loss``) where the full ones do not.
+    prediction. Both keep one line per epoch beside the bar, with all values. The bar has as many of them as
+    fit in its line, under short names (``val loss``) where the full ones do not. A notebook shows them on
+    stdout, because it colours stderr as an error.
 
     Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without control
     characters. The values of a validation between two lines appear in the next::
@@ -67,7 +68,7 @@ class ProgressBar(Callback):
                 total=run.totals.steps,
                 desc=self._epoch_text(run),
                 unit="step",
-                **_DRAW_EXPLICITLY,
+                **self._bar_class.options,
             )
 
     def on_epoch_start(self, run: Run) -> None:
@@ -142,11 +143,12 @@ class ProgressBar(Callback):
         parts = [self._epoch_text(run), steps, *values]
         if self._bar is None:
             print(" | ".join(parts), file=sys.stderr, flush=True)
-        elif self._bar.fits:
+        else:
             if self._beside:
                 self._bar.show_beside(self._beside)
             self._bar.n = run.progress.steps  # write() draws the bar again, below the line
-            self._bar.write(_wrapped(parts, self._bar.format_dict["ncols"]), file=sys.stderr)
+            columns = self._bar.format_dict["ncols"] if self._bar.fits else None
+            self._bar.write(_wrapped(parts, columns), file=self._bar.fp)
 
     def _look_for_screen(self) -> None:
         self._bar_class = _bar_class()
@@ -162,8 +164,9 @@ class ProgressBar(Callback):
         evaluation = run.evaluation
         name = run.stage if evaluation.loader is None else f"{run.stage} {evaluation.loader}"
         if self._evaluation_bar is None:
+            options = self._bar_class.options | self._bar_class.second
             self._evaluation_bar = self._bar_class(
-                total=evaluation.batches, desc=name, unit="batch", leave=False, **_DRAW_EXPLICITLY
+                total=evaluation.batches, desc=name, unit="batch", leave=False, **options
             )
         elif evaluation.loader != self._loader:
             self._evaluation_bar.reset(total=evaluation.batches)
@@ -205,8 +208,11 @@ class ProgressBar(Callback):
 _NARROW = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """A bar for a narrow screen: tqdm's, without the steps per second."""
 
-# tqdm decides in which calls of update() it draws; here the callback has decided already.
-_DRAW_EXPLICITLY = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}
+_OPTIONS: dict[str, Any] = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}
+"""tqdm decides in which calls of update() it draws; here the callback has decided already."""
+
+_NOTEBOOK_COLUMNS = 100
+"""The width of a text bar in a notebook, which does not tell its own."""
 
 
 def _of(what: str, number: int, total: int | None) -> str:
@@ -237,16 +243,25 @@ def _bar_class() -> Any:
     from tqdm.std import tqdm
 
     base: Any = tqdm
+    options, second = _OPTIONS, {}
     if notebook:
         from tqdm import notebook as widgets
 
         # Without ipywidgets tqdm's notebook bar raises; the text bar works in a notebook as well.
-        base = tqdm if widgets.IProgress is None else widgets.tqdm
+        if widgets.IProgress is not None:
+            base = widgets.tqdm
+        else:
+            options = {
+                **_OPTIONS,
+                "dynamic_ncols": False,
+                "ncols": _NOTEBOOK_COLUMNS,
+                "file": sys.stdout,
+            }
+            second = {"position": 0}  # in the place of the first: a notebook's text has no way up
     # tqdm starts a thread that outlives the bar, to redraw stale bars, and makes a lock for several
     # processes, which on some systems starts one. This bar needs neither.
-    fits = base is tqdm and not notebook
-    kept = {"monitor_interval": 0, "_lock": threading.RLock(), "fits": fits, "show_beside": _show_beside}
-    return type("Bar", (base,), kept)
+    kept = {"monitor_interval": 0, "_lock": threading.RLock(), "show_beside": _show_beside}
+    return type("Bar", (base,), {**kept, "fits": base is tqdm, "options": options, "second": second})
 
 
 def _show_beside(bar: Any, values: Sequence[tuple[str, str]]) -> None:

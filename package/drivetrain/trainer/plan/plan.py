@@ -44,7 +44,7 @@ from drivetrain.trainer.plan.memory import Unknown, checkpoint_size, example_bat
 from drivetrain.trainer.plan.optimizers import Built, Rate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The forecast of a fit; its text is a table. None means unknown beforehand.
 
@@ -114,6 +114,10 @@ class Plan:
         """Return all fields by name, with lists in place of tuples."""
         plan = dataclasses.asdict(self)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plan.items()}
+
+    def __repr__(self) -> str:
+        """Return one short line: a notebook shows it below the table that `Trainer.plan` prints."""
+        return f"<Plan of {self.task}: {_number(self.steps)} steps>"
 
     def __str__(self) -> str:
         last, rest = self.last_window
