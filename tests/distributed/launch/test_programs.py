@@ -79,6 +79,20 @@ def test_a_rank_that_fails_ends_the_program_and_is_named() -> None:
 
 @real
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's end of a parent's children")
+def test_a_rank_0_that_cannot_notice_the_failure_of_another_rank_is_killed() -> None:
+    """Its call keeps the interpreter's lock, so none of its threads runs."""
+    fails = {"kill": "was killed by SIGKILL", "fails": "ended with exit code 1"}
+    then = "if rank: until('held'); {}()\nPath('held').touch()"
+    found = run_all("ranks.py", {each: {"then": f"stuck({then.format(each)!r})"} for each in fails})
+    for each, how in fails.items():
+        assert found[each].code == -signal.SIGKILL
+        assert (
+            f"drivetrain: rank 1 failed first: it {how}. A call of rank 0 has kept" in found[each].errors[-1]
+        )
+
+
+@real
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's end of a parent's children")
 def test_ranks_end_when_rank_0_is_killed() -> None:
     """Also a rank that can run none of its threads, and that would otherwise report the death itself."""
     waits = "if rank == 0: Path('store').write_text(os.environ['DRIVETRAIN_STORE']); until('here'); kill()"

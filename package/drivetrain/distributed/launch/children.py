@@ -33,6 +33,9 @@ _LAST_WORDS = 5.0
 """Seconds that a process has to report its parent's death and to end by itself."""
 
 
+_PATIENCE = 10
+"""Seconds, a whole number, that a parent has to notice that a rank has failed."""
+
 _TORCHRUN = re.compile(rb"(^|/)torchrun\0|\0-m\0torch\.distributed\.(run|launch)\0")
 """A pattern in the command line of torch's own launcher."""
 
@@ -62,7 +65,7 @@ class Child:
 
 _GUARD = """
 import os, select, shutil, signal, sys, time
-above, *pids = map(int, sys.argv[3:])
+patience, above, *pids = map(int, sys.argv[3:])
 def opened(pid):
     try:
         return os.pidfd_open(pid)
@@ -72,24 +75,53 @@ end, numbers = opened(above), {opened(each): each for each in pids}
 ranks = numbers.keys() - {-1}
 if os.getppid() != above:
     end = -1
-ended = []
+def status(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, parent, *rest = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(rest[-1]) if state == "Z" and int(parent) == above else 0
+def kill(process):
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+ended, unheard = [], {}
 while end >= 0 and end not in ended:
-    ended = select.select([end, *ranks], [], [])[0]
+    ended = select.select([end, *ranks], [], [], 1 if unheard else None)[0]
+    unheard.update(dict.fromkeys(ranks.intersection(ended), time.monotonic()))
     ranks -= set(ended)
+    unheard = {each: since for each, since in unheard.items() if patience and status(numbers[each])}
+    if unheard and time.monotonic() - min(unheard.values()) >= patience:
+        number = numbers[min(unheard, key=unheard.get)]
+        code = os.waitstatus_to_exitcode(status(number))
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        for each in [*ranks]:
+            kill(each)
+        ranks.clear()
+        sys.stderr.write(
+            f"drivetrain: rank {pids.index(number) + 1} failed first: it {how}. A call of rank 0 has kept its"
+            f" interpreter's lock for {patience} s since then, and rank 0 was killed\\n"
+        )
+        kill(end)
+        break
 until = time.monotonic() + float(sys.argv[1])
 while ranks and time.monotonic() < until:
     ranks -= set(select.select([*ranks], [], [], max(0, until - time.monotonic()))[0])
 for each in ranks:
-    try:
-        signal.pidfd_send_signal(each, signal.SIGKILL)
+    if kill(each):
         number = numbers[each]
         sys.stderr.write(f"drivetrain: rank 0 has ended, and process {number}, another rank, was killed\\n")
-    except OSError:
-        pass
 shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)
 """
 """A program that waits until the process that started the ranks has ended, kills ranks that outlive it, and
-removes their meeting folder."""
+removes their meeting folder.
+
+A rank that has failed stays a zombie until its parent has taken its exit code, for which the parent looks ten
+times a second. A parent that does not do so for `_PATIENCE` seconds cannot run any thread, and is killed.
+"""
 
 
 class Guard:
@@ -103,12 +135,14 @@ class Guard:
     Args:
         children: The ranks that this process has started.
         store: The file in which they meet. Its folder is removed if this process can no longer do that.
+        kills_parent: Whether this process, too, is killed when a rank has failed and it does not notice.
     """
 
-    def __init__(self, children: Iterable[Child], store: str) -> None:
+    def __init__(self, children: Iterable[Child], store: str, kills_parent: bool) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         if hasattr(os, "pidfd_open"):
-            words = [str(_LAST_WORDS), store, str(os.getpid()), *(str(each.pid) for each in children)]
+            pids = (os.getpid(), *(each.pid for each in children))
+            words = [str(_LAST_WORDS), store, *map(str, (kills_parent * _PATIENCE, *pids))]
             nowhere: Any = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
             with suppress(OSError):  # the ranks still watch by themselves
                 # In a new session: Ctrl-C signals all processes of a terminal's program.

@@ -82,7 +82,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
                 children.append(child)
                 pipes.append(pipe)
                 started[rank] = child
-            guard = Guard(children, place[STORE])
+            guard = Guard(children, place[STORE], kills_parent=False)  # a notebook stays
             return _as_rank_0(function, children, pipes)
     finally:
         release_port(port)

@@ -211,7 +211,7 @@ class _Launched:
         self.exit_code: int | None = None
         self._ending = threading.Event()
         self._grouped = False
-        self._guard = Guard(children, place[STORE])
+        self._guard = Guard(children, place[STORE], kills_parent=True)
         atexit.register(self._finish)
         threading.Thread(target=self._watch, name="drivetrain-ranks", daemon=True).start()
 
