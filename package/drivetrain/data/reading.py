@@ -231,11 +231,13 @@ def _label_of_a_sample(batches: Sequence[Batch]) -> Any:
     """Return the name or place of an entry that looks like a sample's label, or None.
 
     It is one number beside tensors with dimensions, and it differs between the items: a number that holds for
-    every sample, such as a scale, would be equal in all batches.
+    every sample, such as a scale, would be equal in all batches. Tensors of a batch have one first dimension,
+    so two of equal length are taken for a batch's.
     """
     looked_at = batches[:: -(-len(batches) // 100)]
     items = [each for each in map(opened, looked_at) if each is not None]
-    if not items or not any(getattr(each, "ndim", 0) for each in items[0].entries):
+    lengths = [each.shape[0] for each in items[0].entries if getattr(each, "ndim", 0)] if items else []
+    if not lengths or (len(lengths) > 1 and len(set(lengths)) == 1):
         return None
     for name, *values in zip(items[0].names, *(each.entries for each in items), strict=False):
         if all(_is_number(each) for each in values) and len(set(map(str, values))) > 1:
