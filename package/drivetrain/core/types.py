@@ -119,3 +119,21 @@ class HistogramLogger(Logger, Protocol):
     def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
         """Log histograms at a step."""
         ...
+
+
+@runtime_checkable
+class RunLogger(Logger, Protocol):
+    """A logger that is given the run of a fit before anything is restored or logged."""
+
+    def begin(self, run: Any) -> None:
+        """Get ready for a fit; `run` is its `drivetrain.run.run.Run`."""
+        ...
+
+
+@runtime_checkable
+class CheckpointLogger(Logger, Protocol):
+    """A logger that takes checkpoints too."""
+
+    def log_checkpoint(self, address: str) -> None:
+        """Take a checkpoint that has just been saved, at a path or an address."""
+        ...

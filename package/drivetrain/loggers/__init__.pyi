@@ -1,5 +1,7 @@
+from drivetrain.core.types import CheckpointLogger as CheckpointLogger
 from drivetrain.core.types import Histogram as Histogram
 from drivetrain.core.types import HistogramLogger as HistogramLogger
+from drivetrain.core.types import RunLogger as RunLogger
 from drivetrain.loggers.base import LOGGERS as LOGGERS
 from drivetrain.loggers.base import Logger as Logger
 from drivetrain.loggers.base import LoggerSpec as LoggerSpec

@@ -22,6 +22,7 @@ LOGGERS: Registry[Callable[[Path], Logger]] = Registry(
         "tensorboard": "drivetrain.loggers.tensorboard:TensorBoardLogger",
         "csv": "drivetrain.loggers.csv:CSVLogger",
         "jsonl": "drivetrain.loggers.jsonl:JSONLinesLogger",
+        "wandb": "drivetrain.integrations.trackers.wandb:WandbLogger",
     },
 )
 """Loggers by name; each is called with the run's directory."""

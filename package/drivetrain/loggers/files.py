@@ -46,6 +46,15 @@ def _name(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
+def flat(value: Json, name: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """Yield the values of a tree with dotted names, without None; lists as texts."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from flat(each, f"{name}.{key}" if name else key)
+    elif value is not None:
+        yield name, json.dumps(value) if isinstance(value, list) else value
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Run the block so that an OSError names the file. A write to a full disk raises one without a name.

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from drivetrain.core.files import make_directory
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Histogram, Json
 from drivetrain.core.validation import by_name
-from drivetrain.loggers.files import Appended, to_json
+from drivetrain.loggers.files import Appended, flat, to_json
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -179,15 +179,6 @@ class TensorBoardLogger:
         return writer
 
 
-def _flat(value: Json, name: str = "") -> Iterator[tuple[str, bool | float | str]]:
-    """Yield the values of a tree with dotted names, without None; lists as texts."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _flat(each, f"{name}.{key}" if name else key)
-    elif value is not None:
-        yield name, json.dumps(value) if isinstance(value, list) else value
-
-
 def _histogram_value(histogram: Histogram) -> dict[str, Any]:
     """Return the value of an event that shows a histogram, as `SummaryWriter.add_histogram` of torch does."""
     return {
@@ -206,7 +197,7 @@ def _hparams_value(config: Json) -> dict[str, Any]:
     """Return the value of an event that shows a configuration on the tab HParams."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    values = dict(_flat(config))
+    values = dict(flat(config))
     data = HParamsPluginData()
     info = data.session_start_info
     info.start_time_secs = time.time()

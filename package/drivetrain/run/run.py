@@ -19,13 +19,14 @@ from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.random_streams import load_host_state, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
-from drivetrain.core.types import Histogram, HistogramLogger, Logger
+from drivetrain.core.types import CheckpointLogger, Histogram, HistogramLogger, Logger
 from drivetrain.data import Feed
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics, joined
 from drivetrain.engine.updater import check_trained
 from drivetrain.engine.weighting import StepResult
+from drivetrain.loggers.base import LOGGERS
 from drivetrain.run.hooks import Hooks
 from drivetrain.run.ledger import Ledger
 from drivetrain.run.nonfinite import NonFinitePolicy
@@ -480,6 +481,28 @@ class Run(RunState):
         self.last_checkpoint = address
         self.milestones += 1
         self.call(self.hooks.on_checkpoint_saved)
+        for logger in self.loggers if self.is_main else ():
+            if isinstance(logger, CheckpointLogger):
+                logger.log_checkpoint(address)
+
+    def logger(self, name: str) -> Any:
+        """Return this fit's logger of a name, such as "wandb", with the tracker's own `experiment`.
+
+        Only rank 0 has loggers, so ask `run.is_main` first.
+
+        Raises:
+            ConfigError: The name is unknown, or the fit has no such logger here.
+        """
+        kind = LOGGERS[name]
+        for each in self.loggers:
+            if type(each) is kind:
+                return each
+        if not self.is_main:
+            raise ConfigError(f"only rank 0 has loggers: write `if run.is_main:` before run.logger({name!r})")
+        given = ", ".join(type(each).__name__ for each in self.loggers) or "none"
+        raise ConfigError(
+            f"this fit has no logger {name!r}; it has {given}. Add {name!r} to Trainer(loggers=...)"
+        )
 
     def pending_values(self) -> dict[str, float]:
         """The values logged since the last log point; part of a checkpoint."""

@@ -21,7 +21,7 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.totals import Totals
-from drivetrain.core.types import Json
+from drivetrain.core.types import Json, RunLogger
 from drivetrain.core.validation import duration
 from drivetrain.data import Feed
 from drivetrain.data.consistency import check_data
@@ -488,6 +488,9 @@ def start_from(
     from drivetrain.run.checkpoint import restore, snapshot_run
     from drivetrain.trainer.checkpoints import find_checkpoint, report_start
 
+    for logger in run.loggers if run.is_main else ():
+        if isinstance(logger, RunLogger):
+            logger.begin(run)
     with run.timed("restore"):
         asks = resume is not None or may_start_again()
         found = find_checkpoint(settings, run, saver, resume) if asks else None

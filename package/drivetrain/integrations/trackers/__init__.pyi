@@ -1,0 +1,2 @@
+from drivetrain.integrations.trackers.base import Tracker as Tracker
+from drivetrain.integrations.trackers.wandb import WandbLogger as WandbLogger

@@ -1,0 +1,159 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
+
+from drivetrain.core.files import make_directory
+from drivetrain.core.types import Histogram, Json
+from drivetrain.core.validation import by_name, one_of
+from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
+from drivetrain.integrations.trackers.wandb_file import read_history
+
+STEP = "step"
+"""The name of the number of steps, which W&B's charts have as their x-axis."""
+
+
+@by_name
+@final
+class WandbLogger(Tracker):
+    """Sends values, histograms and the configuration to Weights & Biases, and checkpoints by choice.
+
+    A run that the program has opened by `wandb.init` is used, and stays open afterwards. W&B's measurements
+    of the machine stay on.
+
+    Args:
+        directory: The parent of W&B's folder ``wandb``. Default: the run directory.
+        project: The project; by default W&B's own choice, such as `WANDB_PROJECT`.
+        entity: The user or team.
+        name: The run's name. Default: the name of the run directory.
+        group: The name of a group of runs.
+        job_type: The kind of run within a group, such as "train".
+        tags: Short labels.
+        notes: A description.
+        mode: "online", "offline", which writes files for `wandb sync`, or "disabled". Default: `WANDB_MODE`,
+            else "online".
+        id: The id of a run to continue. A resumed fit has it from the checkpoint.
+        watch: "gradients", "parameters" or "all" sends W&B's own histograms of them.
+        artifacts: "all" stores each checkpoint and the finished weights as artifacts, "best" the best
+            checkpoint and the finished weights.
+        options: Further arguments of `wandb.init`.
+
+    Raises:
+        MissingDependencyError: wandb is not installed.
+    """
+
+    title = "W&B"
+    package = "wandb"
+    extra = "wandb"
+    advice = (
+        "Log in by `wandb login`, or set WANDB_API_KEY; check project, entity and WANDB_BASE_URL; or write"
+        " files and send them later: WandbLogger(mode='offline') or WANDB_MODE=offline"
+    )
+    settles = 60.0  # its process writes its file every 15 s, and sends to its server about as often
+
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] = (),
+        notes: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        id: str | None = None,
+        watch: Literal["gradients", "parameters", "all"] | None = None,
+        artifacts: Artifacts = "none",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(directory, artifacts=artifacts)
+        if mode is not None:
+            one_of("mode", mode, ("online", "offline", "disabled"))
+        if watch is not None:
+            one_of("watch", watch, ("gradients", "parameters", "all"))
+        self._arguments: dict[str, Any] = {
+            "project": project,
+            "entity": entity,
+            "name": name,
+            "group": group,
+            "job_type": job_type,
+            "tags": list(tags) or None,
+            "notes": notes,
+            "mode": mode,
+            **(options or {}),
+        }
+        self._given_id = id
+        self._watch = watch
+        self._wandb_run: Any = None
+        self._is_ours = False
+
+    def _open(self, resumed: str | None, config: Mapping[str, Json]) -> str:
+        import wandb
+
+        self._is_ours = wandb.run is None
+        if self._is_ours:
+            make_directory(self.directory)
+            arguments = {**self._arguments, "id": resumed or self._given_id}
+            arguments["name"] = arguments["name"] or self._run_name
+            is_offline = (arguments["mode"] or os.environ.get("WANDB_MODE")) == "offline"
+            if arguments["id"] is not None and not is_offline:
+                arguments["resume"] = "allow"
+            if "finish_timeout" in wandb.Settings.model_fields:  # by default the end waits for ever
+                arguments.setdefault("settings", {"finish_timeout": 600.0})
+            self._wandb_run = wandb.init(**{"dir": str(self.directory), **arguments})
+        else:
+            self._wandb_run = wandb.run
+        self._wandb_run.config.update(dict(config), allow_val_change=True)
+        self._wandb_run.define_metric(STEP, hidden=True)
+        self._wandb_run.define_metric("*", step_metric=STEP, step_sync=True)
+        if self._watch is not None and self._run is not None:
+            self._wandb_run.watch(self._run.task, log=self._watch)
+        return str(self._wandb_run.id)
+
+    def _stored_until(self) -> int:
+        if not self._wandb_run.offline:
+            return int(self._wandb_run.summary.get(STEP, -1))
+        files = self.directory.glob(f"wandb/*-{self._id}/run-{self._id}.wandb")
+        return max((int(row.get(STEP, -1)) for each in files for row in read_history(each)), default=-1)
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
+        """Add histograms to the record of a step."""
+        self._add(step, {}, histograms)
+
+    def _send(self, record: StepRecord) -> None:
+        import wandb
+
+        histograms = {
+            name: wandb.Histogram(np_histogram=(list(each.counts), list(each.edges)))
+            for name, each in record.histograms.items()
+        }
+        self._wandb_run.log({STEP: record.step, **record.values, **histograms})
+
+    def _store(self, path: Path, name: str, aliases: list[str]) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(f"{name}-{self._id}", type="model")
+        if path.is_dir():
+            artifact.add_dir(str(path))
+        else:
+            artifact.add_file(str(path))
+        self._wandb_run.log_artifact(artifact, aliases=aliases)
+
+    def _close(self, failed: bool) -> None:
+        if self._watch is not None and self._run is not None:
+            self._wandb_run.unwatch(self._run.task)
+        if self._is_ours:
+            self._wandb_run.finish(exit_code=int(failed))
+
+    @property
+    def experiment(self) -> Any:
+        """The `wandb.Run`."""
+        if not self._is_open:
+            self.log_config({})
+        return self._wandb_run
