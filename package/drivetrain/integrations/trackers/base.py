@@ -70,8 +70,8 @@ class Tracker(ABC):
     one step into one record, which is sent when the next step logs something, or at the end.
 
     A failure never ends training: values are kept, with one warning, and sent again later. Values that are
-    still not sent when the run ends are in ``unsent-<tracker>.jsonl`` in the directory. Before the first step a failure
-    is an error, because its cause is a missing key or a wrong address.
+    still not sent when the run ends are in ``unsent-<tracker>.jsonl`` in the directory. Before the first
+    step a failure is an error, because its cause is a missing key or a wrong address.
 
     A checkpoint has the id of the tracker's run and the records that a kill could still lose. A resumed fit
     continues that run: records up to the last step that the tracker has are not sent again.
