@@ -249,6 +249,7 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
     table: dict[str, tuple[Any, ...]] = {
         "no init": (fit(NoInit()), "NoInit does not call super().__init__()"),
         "no init, assigned": (Assigned, "Assigned does not call super().__init__()"),
+        "no init, moved": (lambda: NoInit().to("cpu"), "NoInit does not call super().__init__()"),
         "no init of a module": (fit(holding(NoInitNet())), "NoInitNet does not call super().__init__()"),
         "no init of a callback": (
             fit(kept, callbacks=[NoInitStopping()]),

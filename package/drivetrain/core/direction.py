@@ -11,14 +11,15 @@ MODES = ("auto", "min", "max")
 _LESS_WORDS = """
     loss losses error errors err perplexity ppl nll mae mse rmse msle rmsle mape smape wape wmape
     crossentropy logloss wer cer ter mer wil eer bpb bpc bpd hinge brier ece mce fid kid lpips kl kld
-    divergence deviance distance regret fpr fnr far frr cost misclassification hamming
+    divergence deviance distance regret fpr fnr far frr cost misclassification hamming nmse nrmse medae huber
+    wasserstein emd chamfer hausdorff assd ade fde der
 """
 _MORE_WORDS = """
     accuracy acc accuracies f1 f2 fbeta fscore fmeasure auc auroc rocauc prauc auprc ap map mar iou miou
     giou jaccard dice bleu sacrebleu gleu rouge meteor chrf bertscore precision recall sensitivity
     specificity tpr tnr r2 likelihood psnr ssim msssim ndcg dcg mrr hit hits mcc matthews kappa spearman
     pearson kendall concordance correlation corrcoef similarity reward rewards return returns success win
-    wins top match em elbo mos pesq stoi snr sdr sisdr cider spice correct improvement
+    wins top match em elbo mos pesq stoi snr sdr sisdr cider spice correct improvement logprob vmaf
 """
 _LESS, _MORE = frozenset(_LESS_WORDS.split()), frozenset(_MORE_WORDS.split())
 
@@ -32,6 +33,7 @@ _PHRASES = {
     "true_negative": "specificity",
     "false_discovery": "error",
     "exact_match": "accuracy",
+    "log_prob": "likelihood",
 }
 
 ENDS = {"accuracy": "max", "precision": "max", "recall": "max", "perplexity": "min", "loss": "min"}

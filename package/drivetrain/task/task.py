@@ -96,6 +96,8 @@ class TaskModule(nn.Module):
         for kind in ("_modules", "_parameters", "_buffers"):  # the most frequent first
             if kind in own and name in own[kind]:
                 return own[kind][name]
+        if name in ("_modules", "training"):  # what torch's own methods look for
+            check_constructed(self)
         raise AttributeError(missing(type(self), name))
 
     def __setattr__(self, name: str, value: Any) -> None:
