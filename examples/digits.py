@@ -33,16 +33,12 @@ class Digits(TaskModule):
     def __init__(self, hidden: int = 128, learning_rate: float = 1e-2):
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+        self.loss = nn.CrossEntropyLoss()  # of the outputs and the batch's "label"
+        self.metrics = {"accuracy": MulticlassAccuracy(10)}  # torchmetrics-style objects
         self.learning_rate = learning_rate
 
     def forward(self, image):  # the model; its parameter names pick the batch's columns
         return self.net(image)
-
-    def loss(self, outputs, batch):  # a scalar, or a mapping whose "loss" is optimised, the rest logged
-        return F.cross_entropy(outputs, batch["label"])
-
-    def metrics(self):  # torchmetrics-style objects, updated by the engine
-        return {"accuracy": MulticlassAccuracy(10)}
 
     def configure_optimizers(self):
         return OptimizerConfig("adamw", lr=self.learning_rate, schedule="cosine", warmup_steps=20)
