@@ -1,5 +1,6 @@
 """The source archive, what it installs, and the files about the project."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -79,6 +80,32 @@ def test_the_files_about_the_project_agree() -> None:
     lists = dict(metadata["options.extras_require"])
     assert len(set(lists.values())) == len(lists), "two extras are the same"
     assert citation["authors"] == [{"name": metadata["metadata"]["author"]}]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the release runs with GNU's sed")
+def test_the_released_readme_has_no_relative_link(tmp_path: Path) -> None:
+    job = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))["jobs"][
+        "build"
+    ]
+    (step,) = (each for each in job["steps"] if "README's links" in each.get("name", ""))
+    for name in ("README.md", "setup.cfg"):
+        shutil.copy(ROOT / name, tmp_path)
+    place = {
+        "GITHUB_SERVER_URL": "https://host",
+        "GITHUB_REPOSITORY": "owner/name",
+        "GITHUB_REF_NAME": "v1.0",
+    }
+    environment = {**os.environ, **place, "RUNNER_TEMP": str(tmp_path)}
+    subprocess.run(["bash", "-ec", step["run"]], check=True, cwd=tmp_path, env=environment)
+    before, after = (
+        re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", (folder / "README.md").read_text(encoding="utf-8"))
+        for folder in (ROOT, tmp_path)
+    )
+    for (image, link), (_, target) in zip(before, after, strict=True):
+        kept = link.startswith(("#", "https:"))
+        kind = "raw" if image else "blob"
+        assert target == (link if kept else f"https://host/owner/name/{kind}/v1.0/{link}")
+    assert "    Source = https://host/owner/name\n" in (tmp_path / "setup.cfg").read_text(encoding="utf-8")
 
 
 def test_the_workflows_call_targets_of_the_makefile_and_name_the_torch_that_it_names() -> None:
