@@ -98,7 +98,8 @@ def make_saver(
             " choose another run_dir"
         )
     validates = bool(loaders) and settings.validate_every is not None
-    # The default may go without its metric.
+    # The default may go without its metric: without a validation, and for a task that names its loss itself.
+    validates = validates and task.metric_name("validation", None, "loss") is not None
     required = any(
         validates or each.best is not None or each.by != _DEFAULT.by or each.restore_best for each in chosen
     )

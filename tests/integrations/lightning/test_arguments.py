@@ -129,7 +129,7 @@ def test_values_become_ours() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="some of it is about a machine without GPUs")
 def test_refusals() -> None:
-    own = type("Own", (theirs.Callback,), {})()
+    own = type("Own", (theirs.LearningRateMonitor,), {})()
     scheduler, saver = theirs.GradientAccumulationScheduler({2: 4}), theirs.ModelCheckpoint
     swa = theirs.StochasticWeightAveraging(0.1)
     epochs = "check_val_every_n_epoch"
@@ -145,7 +145,7 @@ def test_refusals() -> None:
         ({"gpus": 2}, "no argument 'gpus'"),
         ({"callbacks": [swa]}, "callbacks has StochasticWeightAveraging"),
         ({"callbacks": saver(), "enable_checkpointing": False}, "checkpoints are off"),
-        ({"callbacks": [own]}, "Own, a subclass of Lightning's Callback"),
+        ({"callbacks": [own]}, "Own, a subclass of Lightning's LearningRateMonitor"),
     ]
     cases = {str(given): (lambda given=given: mapped(**given), *words) for given, *words in rows}
     assert_refused((ConfigError, StrategyError), cases)

@@ -227,13 +227,6 @@ def test_refusals() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(range(self.rank, 10, self.num_replicas))
 
-    class Moves(lightning.LightningDataModule):  # type: ignore[name-defined,misc]
-        def train_dataloader(self) -> Any:
-            return numbers()
-
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            return batch
-
     def fit(loaders: Any) -> Any:
         return lambda: quiet(max_epochs=1).fit(Numbers(), as_data(data_of(train=loaders)))
 
@@ -242,7 +235,6 @@ def test_refusals() -> None:
     divided = DataLoader(data, batch_size=2, sampler=Own(data, num_replicas=2, rank=0))
     cases: dict[str, Any] = {
         "a sampler that divides": (fit(divided), "Data.train_dataloader()", "(Own) divides the dataset"),
-        "never called": (lambda: as_data(Moves()), "transfer_batch"),
         "no loader": (lambda: as_data(lightning.LightningDataModule()), "override one of train_data"),
         "no test data": (lambda: quiet().test(Numbers(), as_data(data_of(train=data))), "no test_data()"),
     }

@@ -29,6 +29,7 @@ from drivetrain.integrations.lightning.arguments_table import (
     ROWS,
     STRATEGIES,
 )
+from drivetrain.integrations.lightning.bridge import LightningCallbacks
 from drivetrain.strategies.ddp import DDPConfig
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.trainer.trainer import Trainer
@@ -120,7 +121,8 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
     Arguments that are left out have Lightning's defaults: 1000 epochs, a validation and a checkpoint after
     each epoch, and logs for TensorBoard. The newest checkpoint is kept. The callbacks `ModelCheckpoint`,
     `EarlyStopping`, `LearningRateMonitor`, `Timer`, `GradientAccumulationScheduler`, and those that show
-    something, are mapped. Callbacks of drivetrain are passed on. docs/reference/lightning-arguments.md lists
+    something, are mapped. Other callbacks of Lightning are called as they are; those that reach into its loop
+    are refused. Callbacks of drivetrain are passed on. docs/reference/lightning-arguments.md lists
     every argument.
 
     Args:
@@ -158,7 +160,8 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
     saves = not given["barebones"] if given["enable_checkpointing"] is None else given["enable_checkpointing"]
     callbacks = take_callbacks(given["callbacks"], saves, given.note)
     options["checkpoint"] = callbacks.checkpoint
-    options["callbacks"] = [*callbacks.callbacks, *_shown(given, options, callbacks.callbacks)]
+    bridged = [LightningCallbacks(callbacks.bridged)] if callbacks.bridged else []
+    options["callbacks"] = [*bridged, *callbacks.callbacks, *_shown(given, options, callbacks.callbacks)]
     options["callbacks"] += take_profiler(given["profiler"])
     if callbacks.max_time is not None:
         limit = options["max_time"]

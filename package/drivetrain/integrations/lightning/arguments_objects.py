@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from drivetrain.callbacks import (
     DeviceStats,
     EarlyStopping,
@@ -15,6 +17,7 @@ from drivetrain.callbacks import (
     ModelSummary,
     Profile,
     ProgressBar,
+    WeightAverage,
 )
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import as_policies
@@ -49,12 +52,14 @@ class TakenCallbacks:
     Attributes:
         checkpoint: The policy of each `ModelCheckpoint`, or Lightning's default, or False.
         callbacks: Callbacks of drivetrain.
+        bridged: Callbacks of Lightning, whose hooks are called.
         max_time: The time of a `Timer`.
         accumulation: The stages of a `GradientAccumulationScheduler`, or None.
     """
 
     checkpoint: bool | tuple[CheckpointConfig, ...] = True
     callbacks: list[Any] = field(default_factory=list)
+    bridged: list[Any] = field(default_factory=list)
     max_time: timedelta | None = None
     accumulation: dict[Any, int] | None = None
 
@@ -96,20 +101,26 @@ def take_profiler(given: Any) -> list[Profile]:
     return [Profile(kinds=PROFILERS[name], folder=given.dirpath)]
 
 
-def module_callbacks(module: Any) -> list[Any]:
-    """Return the counterparts of what a module's `configure_callbacks` returns, which join the Trainer's.
+def module_callbacks(module: Any, given: Any = ()) -> TakenCallbacks:
+    """Return the counterparts of callbacks of a module, which join the Trainer's.
+
+    Args:
+        module: The module, whose `configure_callbacks` is asked.
+        given: Further callbacks, of `as_task`.
 
     Raises:
-        ConfigError: A callback of Lightning without a counterpart, or one that is an argument of the Trainer
+        ConfigError: A callback of Lightning that cannot run here, or one that is an argument of the Trainer
             here; says what to write.
     """
-    if not is_overridden(module, "configure_callbacks"):
-        return []
-    where = f"{type(module).__name__}.configure_callbacks"
-    given = _listed(module.configure_callbacks())
-    for each in given:
+    where, listed = "as_task(callbacks=)", _listed(given)
+    if is_overridden(module, "configure_callbacks"):
+        own = _listed(module.configure_callbacks())
+        where = f"{type(module).__name__}.configure_callbacks" if own else where
+        kinds = set(map(type, own))
+        listed = [*(each for each in listed if type(each) not in kinds), *own]
+    for each in listed:
         row = _row(each, CALLBACKS, where)
-        name = None if row is None else row.name
+        name = None if row is None or row.name == "Callback" else row.name
         if name in ("ModelCheckpoint", "Timer"):
             what = "max_time=..." if name == "Timer" else _written(_policy(each, _unsaid))
             raise ConfigError(
@@ -117,8 +128,8 @@ def module_callbacks(module: Any) -> list[Any]:
                 f" the {name} out"
             )
     return take_callbacks(
-        given, False, lambda _, text, name: _LOG.info("%s has %s: %s", where, name, text), where
-    ).callbacks
+        listed, False, lambda _, text, name: _LOG.info("%s has %s: %s", where, name, text), where
+    )
 
 
 def _written(policy: CheckpointConfig) -> str:
@@ -159,7 +170,9 @@ def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callback
             continue
         if row.differs:
             note("callbacks", row.differs, row.name)
-        if row.name == "ModelCheckpoint":
+        if row.name == "Callback":
+            taken.bridged.append(each)
+        elif row.name == "ModelCheckpoint":
             policies.append(_policy(each, note))
         elif row.name == "EarlyStopping":
             taken.callbacks.append(_early_stopping(each, note))
@@ -170,6 +183,8 @@ def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callback
                     " in a callback's on_log, by run.log(name, value)"
                 )
             taken.callbacks.append(LearningRateMonitor())
+        elif row.name == "EMAWeightAveraging":
+            taken.callbacks.append(_weight_average(each, note))
         elif row.name == "DeviceStatsMonitor":
             taken.callbacks.append(DeviceStats())
         elif row.name == "Timer":
@@ -225,6 +240,9 @@ def _listed(given: Any) -> list[Any]:
 def _row(thing: Any, table: Mapping[str, LightningRow], argument: str) -> LightningRow | None:
     """Return the row of an object of Lightning; None for any other object.
 
+    The row of `Callback` is for those whose hooks are called: of users, of libraries, and users' subclasses
+    of `EarlyStopping`.
+
     Raises:
         ConfigError: It has no counterpart, or is of a user's subclass, whose methods would not be called.
     """
@@ -235,7 +253,10 @@ def _row(thing: Any, table: Mapping[str, LightningRow], argument: str) -> Lightn
     own = name if name == row.name else f"{name}, a subclass of Lightning's {row.name}"
     if row.status == REFUSED:
         raise ConfigError(f"{argument} has {own}: {row.text}")
-    if type(thing) is not kind:
+    is_own = type(thing) is not kind
+    if row.name in ("Callback", "LambdaCallback") or (is_own and row.name == "EarlyStopping"):
+        return table["Callback"]
+    if is_own:
         raise ConfigError(
             f"{argument} has {own}: what it overrides would not be called. Give Lightning's class, or write a"
             " drivetrain.Callback, whose hooks are each given the run"
@@ -245,7 +266,7 @@ def _row(thing: Any, table: Mapping[str, LightningRow], argument: str) -> Lightn
 
 def _policy(given: Any, note: Note) -> CheckpointConfig:
     """Return the policy of a ModelCheckpoint."""
-    if given.save_top_k:
+    if given.save_top_k and given.monitor not in ("step", "epoch"):
         warn_of_default_mode(given, given.monitor)
     options = vars(given)  # its intervals have no public names
     steps, time = options["_every_n_train_steps"], options["_train_time_interval"]
@@ -269,6 +290,21 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             "ModelCheckpoint",
         )
     name = _name(given, note)
+    if given.monitor in ("step", "epoch") and given.save_top_k:
+        if given.mode != "max":
+            raise ConfigError(
+                f"ModelCheckpoint(monitor={given.monitor!r}, mode={given.mode!r}) keeps the oldest"
+                " checkpoints. Give it mode='max', which keeps the newest"
+            )
+        return CheckpointConfig(
+            every=every,
+            keep_last=None if given.save_top_k == -1 else given.save_top_k,
+            best=0,
+            by=None,
+            directory=given.dirpath,
+            resumable=not given.save_weights_only,
+            name=name,
+        )
     if given.monitor is None:
         everything = given.save_top_k == -1
         if given.save_top_k == 0 and not given.save_last:
@@ -337,4 +373,22 @@ def _early_stopping(given: Any, note: Note) -> EarlyStopping:
         diverged_at=given.divergence_threshold,
         check_finite=given.check_finite,
         strict=given.strict,
+    )
+
+
+def _weight_average(given: Any, note: Note) -> WeightAverage:
+    options = vars(given)  # its average has no public name
+    average = options["_kwargs"]["avg_fn"]
+    kept = float(average(torch.ones(()), torch.zeros(()), 1))  # of the old average in one step
+    if given.update_starting_at_epoch is not None:
+        raise ConfigError(
+            "EMAWeightAveraging(update_starting_at_epoch=...) averages at the ends of epochs too. Give"
+            " Trainer(callbacks=[WeightAverage(every=..., start=...)]); see docs/how-to/average-weights.md"
+        )
+    if given.update_every_n_steps > 1 or given.update_starting_at_step:
+        note("callbacks", "steps are counted from 1, and there from 0", "EMAWeightAveraging")
+    return WeightAverage(
+        decay=round(kept, 7),
+        every=f"{given.update_every_n_steps} steps",
+        start=f"{given.update_starting_at_step} steps" if given.update_starting_at_step else None,
     )

@@ -243,22 +243,24 @@ CALLBACKS: Mapping[str, LightningRow] = {
             None,
             _SHORT_WINDOW,
         ),
+        _mapped(
+            "EMAWeightAveraging",
+            "`WeightAverage`",
+            None,
+            "buffers are not averaged, and checkpoints hold the average as the model",
+        ),
+        _mapped("Callback", "as it is, of users and of libraries: its hooks are called", None),
+        _mapped("LambdaCallback", "as it is: its hooks are called", None),
         _refused("BackboneFinetuning", "give Trainer(callbacks=[Freeze(...)]); see docs/how-to/freeze.md"),
         _refused("BaseFinetuning", "give Trainer(callbacks=[Freeze(...)]); see docs/how-to/freeze.md"),
         _refused("BasePredictionWriter", "use trainer.predict(..., save_to=directory)"),
         _refused(
             "BatchSizeFinder", 'use Trainer(micro_batch="auto"), which splits a batch that does not fit'
         ),
-        _refused("Callback", "write it as a drivetrain.Callback, whose hooks are each given the run"),
         _refused(
             "Checkpoint",
             "give the policy by drivetrain: dataclasses.replace(trainer, checkpoint=CheckpointConfig(...))",
         ),
-        _refused(
-            "EMAWeightAveraging",
-            "give Trainer(callbacks=[WeightAverage(...)]); see docs/how-to/average-weights.md",
-        ),
-        _refused("LambdaCallback", "use drivetrain.LambdaCallback, whose hooks are each given the run"),
         _refused(
             "LearningRateFinder", "compare short fits, Trainer(max_steps=..., loggers=()), at several rates"
         ),

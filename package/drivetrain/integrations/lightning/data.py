@@ -21,13 +21,6 @@ _LOADERS = {
     "predict_data": "predict_dataloader",
 }
 
-_NOT_CALLED = {
-    "on_exception": "write a callback with on_exception(run), for Trainer(callbacks=[...])",
-    "transfer_batch_to_device": "give the batch's class a method to(device)",
-    "on_before_batch_transfer": "let the loader's collate_fn do it",
-}
-"""Methods of a data module that nothing here calls, and what to do instead."""
-
 
 class LightningData:
     """A data object for `fit`, `validate`, `test` and `predict`; made by `as_data`.
@@ -93,7 +86,7 @@ def as_data(module: Any) -> LightningData:
         module: A `LightningDataModule` or `LightningModule` of `lightning` or `pytorch_lightning`.
 
     Raises:
-        ConfigError: It is neither; it has no loader; or it overrides a method that is never called.
+        ConfigError: It is neither; or it has no loader.
     """
     name = module.__name__ if isinstance(module, type) else type(module).__name__
     if not is_kind(module, "LightningDataModule", "LightningModule"):
@@ -110,13 +103,6 @@ def as_data(module: Any) -> LightningData:
             f"{name} has no loader: override one of {', '.join(_LOADERS.values())}, or pass a loader to the"
             " Trainer"
         )
-    if is_kind(module, "LightningDataModule"):
-        unused = [each for each in _NOT_CALLED if is_overridden(module, each)]
-        if unused:
-            raise ConfigError(
-                f"{name} overrides what is never called: "
-                + "; ".join(f"{each} ({_NOT_CALLED[each]})" for each in unused)
-            )
     return LightningData(module)
 
 

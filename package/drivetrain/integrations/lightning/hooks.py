@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,27 +15,29 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch
-from drivetrain.data.batch import map_tensors
 from drivetrain.distributed.processes import once_per_machine
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.integrations.lightning.arguments_objects import warn_of_default_mode
-from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
+from drivetrain.integrations.lightning.closures import (
+    ClosureSteps,
+    NoOptimizer,
+    needs_closure,
+    with_own_backward,
+)
+from drivetrain.integrations.lightning.kinds import has_hook, is_kind, is_overridden
 from drivetrain.integrations.lightning.logs import LoggedEntry, Logs
 from drivetrain.integrations.lightning.manual import Manual
-from drivetrain.integrations.lightning.methods import takes
+from drivetrain.integrations.lightning.methods import check_state_dict, takes
 from drivetrain.integrations.lightning.optimizers import OptimizerView, read_optimizers
 from drivetrain.integrations.lightning.skipping import Skipped
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.run.run import Run
-from drivetrain.strategies.sparse import clip_grad_value
 from drivetrain.task.optim.torch_schedule import kind_of
 
 _PLAIN = ("single", "ddp", "fsdp")
 """The strategies that call the optimizer's own step."""
-
-_VERBS = {"train": "fit", "validation": "validate", "test": "test", "predict": "predict"}
 
 
 class ModuleHooks(ModuleState, Callback):
@@ -66,33 +68,43 @@ class ModuleHooks(ModuleState, Callback):
         task: The task.
         module: Its module.
         stage: The stage of the run.
+        callbacks: Lightning's callbacks, whose hooks are called too.
     """
 
     changes_data = True
 
-    def __init__(self, task: Any, module: Any, stage: str) -> None:
+    def __init__(self, task: Any, module: Any, stage: str, callbacks: Sequence[Any] = ()) -> None:
         super().__init__(task, module, stage)
-        self.verb = _VERBS[stage]
+        self.view = TrainerView(self)
         self.loss: Tensor | None = None
         self._has_started = False
         self._before_check: dict[str, Any] | None = None
         self.manual = Manual(self) if self.is_manual else None
         self._outputs: Any = None
         self._batch: Any = None
-        self._index = 0  # of the next batch
         self._left = 0  # batches of the window that are still to come
         self._is_first = True  # whether the window's first batch is still to come
         self._skips_log = False
+        self._is_cut = False  # whether on_train_batch_start has ended the epoch
+        self._modes: list[tuple[Any, bool]] = []  # that on_validation_model_train has set
+        self.closures: ClosureSteps | None = None
+        self.trains_nothing = False
+        self._is_repeated = False  # whether a window is evaluated once more
         self.skipped: Skipped | None = None  # of the newest step, if a step may return None
         self._shown: list[str] = []
         self._evaluated: tuple[Any, Any, int] | None = None
         self._kept: Mapping[str, Any] = {}
         self._step = module.training_step
         self._takes_index = takes(self._step, "batch_idx", 2)
-        self._transfer = self.hook("on_after_batch_transfer")
-        data = task.datamodule
-        if data is not None and is_overridden(data, "on_after_batch_transfer"):  # it wins in Lightning too
-            self._transfer = data.on_after_batch_transfer
+        self.callbacks = [*callbacks]
+        self._bind()
+        self._attach()
+        self._set_up()
+
+    def _bind(self) -> None:
+        """Look up the hooks that are called in each step."""
+        self.forget_hooks()
+        self._transfer = self._transfers()
         self._batch_start = self.hook("on_train_batch_start")
         self._batch_end = self.hook("on_train_batch_end")
         self._zero = self.hook("optimizer_zero_grad")
@@ -100,35 +112,73 @@ class ModuleHooks(ModuleState, Callback):
         self._after_backward = self.hook("on_after_backward")
         self._before_step = self.hook("on_before_optimizer_step")
         self._clips = self.hook("configure_gradient_clipping")
-        if stage == "train" and not self.is_manual:
+        self._backward = self.hook("backward")
+        if self.stage == "train" and not self.is_manual:
             if self._after_backward or self._batch_end:
                 self.on_micro_batch_end = self._micro_batch_end  # type: ignore[method-assign]
             if self._after_backward or self._before_step or self._clips:
                 self.on_before_optimizer_step = self._before_optimizer_step  # type: ignore[method-assign]
-        if stage == "train" and self.is_manual and self._before_step:
+        if self.stage == "train" and self.is_manual and self._before_step:
             self.on_before_optimizer_step = self._before_optimizer_step  # type: ignore[method-assign]
-        self._view = TrainerView(self)
-        self._attach()
-        self._set_up()
+
+    def _transfers(self) -> Callable[[Any, int], Any] | None:
+        """Return what the overridden hooks around the transfer of a batch do, in order; None if none is.
+
+        A data module's own hook takes the place of the module's, as in Lightning. The batch is on the device
+        already, if the engine can move it.
+        """
+        data = self.task.datamodule
+        found: dict[str, Callable[..., Any]] = {}
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+            hook = getattr(data, name) if is_overridden(data, name) else self.hook(name)
+            if hook is not None:
+                found[name] = hook
+        if not found:
+            return None
+
+        def transfer(batch: Any, loader: int) -> Any:
+            for name, hook in found.items():
+                place = (self.view.strategy.root_device,) if name == "transfer_batch_to_device" else ()
+                batch = hook(batch, *place, loader)
+            return batch
+
+        return transfer
+
+    def join(self, callbacks: Sequence[Any]) -> None:
+        """Call the hooks of more callbacks of Lightning from now on, beginning with `setup`."""
+        self.callbacks += callbacks
+        self._bind()
+        for each in callbacks:
+            each.setup(self.view, self.module, stage=self.verb)
 
     # The module's own attributes for a run.
 
     def _attach(self) -> None:
-        """Give the module `self.trainer`, and the methods that belong to a run."""
+        """Give the module `self.trainer`, and the methods that belong to a run.
+
+        A method that the module overrides stays: `super()` in it finds what it needs in `self.trainer`.
+        """
         own = vars(self.module)
-        self.module.trainer = self._view
+        self.module.trainer = self.view
         if self.task.datamodule is not None:
-            self.task.datamodule.trainer = self._view
-        own["log"], own["log_dict"] = self._log, self._log_dict
-        own["all_gather"] = self._all_gather
-        own["optimizers"] = self._optimizers
-        own["clip_gradients"] = self._clip_gradients
+            self.task.datamodule.trainer = self.view
+        methods = {
+            "log": self._log,
+            "log_dict": self._log_dict,
+            "all_gather": self.all_gather,
+            "optimizers": self._optimizers,
+            "clip_gradients": self.clip_gradients,
+        }
         if self.manual is not None:
-            own["manual_backward"] = self.manual.backward
+            methods["manual_backward"] = self.manual_backward
+        if is_overridden(self.module, "log"):  # which Lightning's log_dict calls
+            del methods["log_dict"]
+        self._attached = [name for name in methods if not is_overridden(self.module, name)]
+        own.update((name, methods[name]) for name in self._attached)
 
     def _detach(self) -> None:
         own = vars(self.module)
-        for name in ("log", "log_dict", "all_gather", "optimizers", "clip_gradients", "manual_backward"):
+        for name in self._attached:
             own.pop(name, None)
         self.module.trainer = None
         vars(self.task)["hooks"] = None
@@ -138,8 +188,11 @@ class ModuleHooks(ModuleState, Callback):
             once_per_machine(prepare, once=not self.module.prepare_data_per_node)
         if (setup := self.hook("setup")) is not None:
             setup(stage=self.verb)
-        if (configure := self.hook("configure_model")) is not None:
+        configure = self.hook("configure_model") or self.hook("configure_sharded_model")
+        if configure is not None:
             configure()
+        if is_overridden(self.module, "state_dict"):
+            check_state_dict(self.module)
 
     def _begin(self, run: Run) -> None:
         """Take over a run that begins."""
@@ -157,54 +210,13 @@ class ModuleHooks(ModuleState, Callback):
     def _log_dict(self, *args: Any, **options: Any) -> None:
         self.logs.log_dict(*args, **options)
 
-    def _all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return tensors of all ranks, stacked; without gradients."""
-        if group is not None or sync_grads:
-            raise ConfigError("self.all_gather with group or sync_grads is not offered: give the data alone")
-        assert self.run is not None
-        ranks, device = self.run.engine.ranks, self.run.engine.device
-
-        def gather(tensor: Tensor) -> Tensor:
-            if ranks.size == 1:
-                return tensor.detach()
-            return torch.stack([each.to(device) for each in ranks.all_gather(tensor.detach().cpu())])
-
-        if isinstance(data, (int, float)):
-            data = torch.tensor(data, device=device)
-        return map_tensors(gather, data)
+    def optimizer_views(self) -> list[Any]:
+        """Return the optimizers as the module gets them."""
+        return [*self.optimizers] if self.manual is None else self.manual.views
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        found: list[Any] = [*self.optimizers]
-        if use_pl_optimizer and self.manual is not None:
-            found = self.manual.views
+        found = self.optimizer_views() if use_pl_optimizer else [*self.optimizers]
         return found[0] if len(found) == 1 else found
-
-    def _clip_gradients(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        value = self.clipping[0] if gradient_clip_val is None else gradient_clip_val
-        kind = str(gradient_clip_algorithm or self.clipping[1] or "norm").rpartition(".")[2].lower()
-        if kind not in ("norm", "value"):
-            raise ConfigError(
-                f"gradient_clip_algorithm={gradient_clip_algorithm!r}. Allowed: 'norm', 'value'"
-            )
-        if not value:
-            return
-        assert self.run is not None
-        strategy = self.run.engine.strategy
-        if self.is_manual and self.run.engine.precision.loss_scaling:
-            raise StrategyError(
-                "self.clip_gradients in manual optimization with precision '16-mixed': the gradients are"
-                " scaled. Use 'bf16-mixed'"
-            )
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if kind == "norm":
-            strategy.clip_grad_norm(parameters, float(value))
-        else:
-            clip_grad_value(parameters, float(value))
 
     # Optimizers.
 
@@ -219,6 +231,9 @@ class ModuleHooks(ModuleState, Callback):
     def _make_optimizer(self, _: Any) -> Optimizer:
         self.optimizers, self.schedules = read_optimizers(self.module)
         (optimizer,) = self.optimizers
+        if needs_closure(optimizer):
+            self.closures = ClosureSteps(self, optimizer)
+        self.trains_nothing = isinstance(optimizer, NoOptimizer)
         if any(each.reduce_on_plateau and each.interval == "step" for each in self.schedules):
             self.on_save = self._after_step  # type: ignore[method-assign]
         if is_overridden(self.module, "optimizer_step"):
@@ -247,7 +262,7 @@ class ModuleHooks(ModuleState, Callback):
                 )
             return loss.pop()
 
-        return self.module.optimizer_step(self.epoch, self._index - 1, view, closure)
+        return self.module.optimizer_step(self.epoch, self.next_index - 1, view, closure)
 
     # Training.
 
@@ -278,6 +293,12 @@ class ModuleHooks(ModuleState, Callback):
                 f"{type(self.module).__name__}.optimizer_step is not called with strategy"
                 f" {engine.strategy.name!r}, which steps the optimizer itself. Use one of {', '.join(_PLAIN)}"
             )
+        if self._backward is not None and engine.strategy.name != "single":
+            raise StrategyError(
+                f"{type(self.module).__name__}.backward is not called with strategy {engine.strategy.name!r},"
+                " which runs backward itself. Train on one device, change the loss in training_step, or"
+                " gradients in on_after_backward"
+            )
         if engine.strategy.name == "single":
             # What is frozen now may be unfrozen in a later epoch, if the module's optimizer has it.
             of_optimizer = {id(each) for updater in updaters for each in updater.parameters}
@@ -291,13 +312,21 @@ class ModuleHooks(ModuleState, Callback):
         if not self._has_started:
             self._has_started = True
             self.call("on_train_start")
+        self._is_cut = False
+        self._set_modes()
         self.call("on_train_epoch_start")
 
     def on_step_start(self, run: Run) -> None:
         """Note where the window's batches begin."""
-        self._index = run.progress.epoch_batches
-        self._is_first = True
+        self.next_index = run.progress.epoch_batches
+        self._is_first, self._is_repeated = True, False
         self._left = sum(not (each.bad or has_zero_weight(each)) for each in run.window.micro_batches)
+
+    def repeat(self, batches: int) -> None:
+        """Begin to evaluate the window once more, of so many batches."""
+        self.next_index -= batches
+        self._left += batches
+        self._is_first = self._is_repeated = True
 
     def training_step(self, batch: Batch) -> Any:
         """Run one batch; see `TaskModule.training_step`."""
@@ -315,44 +344,57 @@ class ModuleHooks(ModuleState, Callback):
             self.call("on_before_zero_grad", optimizer, batch=self._batch, is_batch=True)
             if self._zero is not None:
                 with self.inside("optimizer_zero_grad", self._batch, is_batch=True):
-                    self._zero(self.epoch, self._index - 1, optimizer)
+                    self._zero(self.epoch, self.next_index - 1, optimizer)
         if self._before_backward is not None:
             with self.inside("on_before_backward", self._batch, is_batch=True), _no_autocast(loss):
                 self._before_backward(loss)
         self.loss = loss
+        if self._backward is not None:
+            return with_own_backward(loss, self._backward)
         return loss
 
     def _run_step(self, batch: Batch) -> Any:
         """Run the module's step on a batch that counts."""
-        index = self._index
-        self._index += 1
+        index = self.next_index
+        self.next_index += 1
         self._left -= 1
         logs = self.training_logs
         if self._transfer is not None:
             batch = self._transfer(batch, 0)
         self._batch = batch
-        if self._batch_start is not None:
-            with self.inside("on_train_batch_start", batch, is_batch=True), _no_autocast(batch):
-                if self._batch_start(batch, index) == -1:
-                    raise ConfigError(
-                        f"{type(self.module).__name__}.on_train_batch_start returned -1 to end the epoch,"
-                        " which is not offered: the ranks must agree on the batches. Give the Trainer"
-                        " limit_train_batches, or end the epoch by run.end_epoch() in a callback"
-                    )
+        if self._batch_start is not None and self._ends_epoch(batch, index):
+            self._batch = None
+            return None
         logs.hook, logs.batch, logs.is_batch, logs.steps_by_default = "training_step", batch, True, True
-        output = self._step(batch, index) if self._takes_index else self._step(batch)
+        try:
+            output = self._step(batch, index) if self._takes_index else self._step(batch)
+        except AttributeError as error:
+            self.tell(error)
+            raise
         logs.hook = ""
         return output
+
+    def _ends_epoch(self, batch: Batch, index: int) -> bool:
+        """Call `on_train_batch_start`; return whether it has returned -1 in this epoch, which ends it."""
+        assert self._batch_start is not None
+        if self._is_cut or self._is_repeated:  # a later batch of the same window, or the same one again
+            return self._is_cut
+        with self.inside("on_train_batch_start", batch, is_batch=True), _no_autocast(batch):
+            self._is_cut = self._batch_start(batch, index) == -1
+        if self._is_cut:
+            assert self.run is not None
+            self.run.end_epoch()
+        return self._is_cut
 
     def _placeholder(self, batch: Batch) -> Any:
         """Run a batch that counts for nothing, which other ranks wait for, without a trace of it."""
         with self._unlogged():
-            return self._loss(self._step(batch, self._index) if self._takes_index else self._step(batch))
+            return self._loss(self._step(batch, self.next_index) if self._takes_index else self._step(batch))
 
     @contextmanager
     def _unlogged(self, step: str = "training_step") -> Iterator[None]:
         """Run the block, a step on a placeholder, without a trace in the logs or in torchmetrics objects."""
-        kept, self.logs = self.logs, Logs(self.module)
+        kept, self.logs = self.logs, self.new_logs()
         self.logs.hook, self.logs.is_batch = step, True
         self.logs.steps_by_default = step == "training_step"
         metrics = self._metrics()
@@ -383,7 +425,8 @@ class ModuleHooks(ModuleState, Callback):
 
     def _shared(self, loss: Tensor) -> Tensor:
         """Return a loss divided by the number of batches of a step, as Lightning does."""
-        return loss.detach() / self._view.accumulate_grad_batches
+        shared: Tensor = loss.detach() / self.view.accumulate_grad_batches
+        return shared
 
     def manual_step(self, batch: Batch) -> Any:
         """Run one batch of a module that steps its optimizers itself."""
@@ -391,7 +434,7 @@ class ModuleHooks(ModuleState, Callback):
         self.manual.is_placeholder = self._left <= 0
         if self.manual.is_placeholder:
             with self._unlogged():
-                self._step(batch, self._index) if self._takes_index else self._step(batch)
+                self._step(batch, self.next_index) if self._takes_index else self._step(batch)
             return {"loss": 0.0}
         output = self._run_step(batch)
         self._outputs = _detached(output) if isinstance(output, Mapping) else output
@@ -423,7 +466,7 @@ class ModuleHooks(ModuleState, Callback):
         """Step schedules, and call `on_train_batch_end` of the window's last batch."""
         assert run.result is not None
         if self.schedules and not self.is_manual and run.result.applied:
-            self._step_schedules("steps", self._index, plateau=False)
+            self._step_schedules("steps", self.next_index, plateau=False)
             if run.window.last:
                 self._step_schedules("epochs", run.progress.epoch + 1, plateau=False)
         if self._batch_end is not None:
@@ -433,12 +476,12 @@ class ModuleHooks(ModuleState, Callback):
     def _after_step(self, run: Run) -> None:
         """Step schedules by step that watch a value, which a validation of this step may have logged."""
         if run.result is not None and run.result.applied:
-            self._step_schedules("steps", self._index, plateau=True)
+            self._step_schedules("steps", self.next_index, plateau=True)
 
     def _end_batch(self) -> None:
         if self._batch_end is not None and self._batch is not None:
             with self.inside("on_train_batch_end", self._batch, is_batch=True):
-                self._batch_end(self._outputs, self._batch, self._index - 1)
+                self._batch_end(self._outputs, self._batch, self.next_index - 1)
         self._batch = self._outputs = None
 
     def _step_schedules(self, interval: str, number: int, plateau: bool) -> None:
@@ -455,6 +498,7 @@ class ModuleHooks(ModuleState, Callback):
 
     def on_log(self, run: Run) -> None:
         """Add the last values of training to its log points."""
+        self._set_modes()
         if self._skips_log:
             self._skips_log = False
             return
@@ -464,7 +508,7 @@ class ModuleHooks(ModuleState, Callback):
     def _publish(self, run: Run, values: Mapping[LoggedEntry, float], of_step: bool) -> None:
         for entry, value in values.items():
             name = entry.full_name(of_step)
-            if entry.to_loggers:
+            if entry.to_loggers and entry.name != "step":
                 run.log(name, value)
             run.metrics[name] = value
             if name != entry.name:
@@ -481,24 +525,45 @@ class ModuleHooks(ModuleState, Callback):
     def on_epoch_end(self, run: Run) -> None:
         """Call `on_train_epoch_end`, log the epoch's values, and step schedules that watch a value."""
         self.ended = 1
-        self.call("on_train_epoch_end")
+        self._end_epoch(run)
+        if self.schedules and not self.is_manual:
+            self._step_schedules("epochs", run.progress.epoch, plateau=True)
+        self.ended = 0
+
+    def _end_epoch(self, run: Run) -> None:
+        self._call_at_end("on_train_epoch_end", self.training_logs, run)
         values = self.training_logs.take_epoch(run.engine.data_ranks)
         if values:
             self._skips_log = True
             self._publish(run, values, of_step=False)
             run.log_training()  # a log point of its own, also where this step has had one
-        if self.schedules and not self.is_manual:
-            self._step_schedules("epochs", run.progress.epoch, plateau=True)
-        self.ended = 0
+
+    def _call_at_end(self, name: str, logs: Logs, run: Run) -> None:
+        """Call a hook at the end of an epoch; `self.trainer.callback_metrics` has the values of the epoch."""
+        if self.hook(name) is not None:
+            for entry, value in logs.epoch(run.engine.data_ranks).items():
+                self.epoch_values[entry.name] = self.epoch_values[entry.full_name(of_step=False)] = value
+            self.call(name)
+            self.epoch_values.clear()
 
     def on_fit_end(self, run: Run) -> None:
-        """Call `on_train_end` and `on_fit_end`."""
+        """Call `on_train_end` and `on_fit_end`; first end an epoch that the end of the fit has cut short.
+
+        A fit that a signal ends goes on in that epoch when it is resumed.
+        """
+        if run.progress.epoch_batches and not _is_interrupted(run):
+            self._end_epoch(run)
         self.call("on_train_end")
         self.call("on_fit_end")
         self._end()
 
     def on_exception(self, run: Run) -> None:
-        """Leave the module as it was."""
+        """Tell Lightning's callbacks and the data module of the error, and leave the module as it was."""
+        for each in self.callbacks:
+            if has_hook(each, "on_exception"):
+                each.on_exception(self.view, self.module, run.exception)
+        if is_overridden(self.task.datamodule, "on_exception"):
+            self.task.datamodule.on_exception(run.exception)
         self._detach()
 
     def _end(self) -> None:
@@ -507,6 +572,25 @@ class ModuleHooks(ModuleState, Callback):
         self._detach()
 
     # Evaluation.
+
+    def evaluation_mode(self) -> bool:
+        """Call `on_validation_model_eval`, or that of the stage; return whether there is one.
+
+        It takes the place of setting all modules to evaluation mode.
+        """
+        stage = self.verb if self.run is None else self.run.stage
+        stage = "validation" if stage == "validate" else stage
+        with self.inside(""):
+            if self.run is not None and self.run.train_feed is not None and self.module.training:
+                self.call("on_validation_model_zero_grad")
+            self.call(f"on_{stage}_model_eval")
+        return self.hook(f"on_{stage}_model_eval") is not None
+
+    def _set_modes(self) -> None:
+        """Set the modes that a hook of the module has left after an evaluation."""
+        for module, training in self._modes:
+            module.training = training
+        self._modes = []
 
     def on_evaluation_start(self, run: Run) -> None:
         """Call `on_validation_start` and `on_validation_epoch_start`, or those of the stage."""
@@ -535,9 +619,10 @@ class ModuleHooks(ModuleState, Callback):
                 f" {len(run.evaluation_feeds)} loaders. Write it as {name}(self, batch, batch_idx,"
                 " dataloader_idx=0)"
             )
-        self.logs = Logs(self.module)
+        self.logs = self.new_logs()
         if run.evaluation.is_sanity_check:  # leaves no trace in torchmetrics objects
             self._before_check = self._metrics().state_dict()
+            self.call("on_sanity_check_start")
         self.call(f"on_{run.stage}_start")
         self.call(f"on_{run.stage}_epoch_start")
 
@@ -577,12 +662,17 @@ class ModuleHooks(ModuleState, Callback):
         """Call `on_validation_epoch_end`, log the evaluation's values, and call `on_validation_end`."""
         logs, stage = self.logs, run.stage
         logs.loader = None
-        self.call(f"on_{stage}_epoch_end")
+        self._call_at_end(f"on_{stage}_epoch_end", logs, run)
         if stage != "predict":
             ranks = run.engine.data_ranks
             self._publish(run, logs.take_latest(ranks), of_step=True)
             self._publish(run, logs.take_epoch(ranks), of_step=False)
         self.call(f"on_{stage}_end")
+        if run.evaluation.is_sanity_check:
+            self.call("on_sanity_check_end")
+        if self.hook(f"on_{stage}_model_train") is not None:
+            self.call(f"on_{stage}_model_train")
+            self._modes = [(each, each.training) for each in self.module.modules()]
         self.logs, self.stage, self.ended = self.training_logs, self._before, 0
         self._skips_log = run.train_feed is not None and not run.evaluation.is_sanity_check
         if self._before_check is not None:
@@ -592,6 +682,10 @@ class ModuleHooks(ModuleState, Callback):
             self._end()
 
     # Checkpoints.
+
+    def saving(self, run: Run) -> AbstractContextManager[object]:
+        """Return a context manager inside which the optimizer's state can be stored."""
+        return nullcontext() if self.closures is None else self.closures.packed()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedules, what is logged so far, and what `on_save_checkpoint` adds."""
@@ -607,6 +701,9 @@ class ModuleHooks(ModuleState, Callback):
         }
         if self.manual is not None:
             state["gradients"] = self.manual.pending_gradients()
+        of_callbacks = {each.state_key: kept for each in self.callbacks if (kept := each.state_dict())}
+        if of_callbacks:
+            state["callbacks"] = of_callbacks
         if (save := self.hook("on_save_checkpoint")) is not None:
             given = _Checkpoint(epoch=self.epoch, global_step=self.steps)
             save(given)
@@ -634,6 +731,9 @@ class ModuleHooks(ModuleState, Callback):
         for config, each in zip(self.schedules, state["schedules"], strict=True):
             config.scheduler.load_state_dict(dict(each))
         self._kept = state
+        for each in self.callbacks:
+            if (kept := state.get("callbacks", {}).get(each.state_key)) is not None:
+                each.load_state_dict(dict(kept))
         if (load := self.hook("on_load_checkpoint")) is not None:
             load(_Checkpoint({**dict(state.get("of_module", {})), "global_step": self.steps}))
 
@@ -667,6 +767,11 @@ class ModuleHooks(ModuleState, Callback):
         for each, own in flags:
             each.sync_on_compute = each._to_sync = own
         return declared
+
+
+def _is_interrupted(run: Run) -> bool:
+    """Return whether a fit was ended by a signal or an error, so that a resumed one goes on in its epoch."""
+    return run.failure is not None or run.stop_reason in run.stopping.signals
 
 
 class _EvaluationStep(NamedTuple):

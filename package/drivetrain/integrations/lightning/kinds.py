@@ -20,7 +20,17 @@ def is_theirs(kind: type) -> bool:
 
 def is_overridden(thing: Any, name: str) -> bool:
     """Return whether an object, or a user's class of it, has its own attribute in place of Lightning's."""
+    if thing is None:
+        return False
     if name in vars(thing):
         return True
     kind = next((each for each in type(thing).__mro__ if name in vars(each)), None)
     return kind is not None and not is_theirs(kind) and kind.__module__.partition(".")[0] != "torch"
+
+
+def has_hook(callback: Any, name: str) -> bool:
+    """Return whether a callback of Lightning has its own hook in place of the one of its base, `Callback`."""
+    if name in vars(callback):
+        return True
+    kind = next((each for each in type(callback).__mro__ if name in vars(each)), None)
+    return kind is not None and not (kind.__name__ == "Callback" and is_theirs(kind))

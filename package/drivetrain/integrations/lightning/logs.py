@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
 from drivetrain.data.batch import batch_size as size_of
 from drivetrain.distributed.processes import rank
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.metrics.states import joined_states, members, turn_synchronisation_off
+
+_LOG = logger(__name__)
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 
@@ -115,9 +118,9 @@ class Logs:
                     " graph, and are those of all ranks. Leave the argument out"
                 )
             if name == "step":
-                raise ConfigError(
-                    "self.log('step', ...) sets the x axis of Lightning's loggers. Here that is the number of"
-                    " steps. Leave the call out, or log the value under another name"
+                _LOG.warning(
+                    "self.log('step', ...) sets the x axis of Lightning's loggers. Here the x axis is the"
+                    " number of steps, and this value is given to no logger"
                 )
             entry = self._new(name, prog_bar, logger, on_step, on_epoch, reduce_fx)
             entry.asked = asked
@@ -218,8 +221,9 @@ class Logs:
         for name, each in fresh.items():
             value, weight = each.latest, each.latest_weight
             assert value is not None
-            each.latest = None
             parts[name] = (each.reduction, value * weight if each.reduction == "mean" else value, weight)
+        for entry in self.entries.values():  # also one whose name another hook has logged since
+            entry.latest = None
         values = _over_ranks(parts, ranks)
         found = {each: values.pop(name) for name, each in fresh.items()}
         for name, of_others in values.items():  # logged by other ranks alone
@@ -228,23 +232,31 @@ class Logs:
 
     def take_epoch(self, ranks: Ranks) -> dict[LoggedEntry, float]:
         """Return the reductions over the epoch or evaluation, and begin anew. All ranks call this."""
-        own = [
-            each
-            for each in self.entries.values()
-            if each.on_epoch and each.metric is None and each.value is not None
-        ]
-        values = _over_ranks(
-            {each.full_name(of_step=False): (each.reduction, each.value, each.weight) for each in own}, ranks
-        )
-        found = {each: values.pop(each.full_name(of_step=False)) for each in own}
-        for name, value in values.items():  # logged by other ranks alone
-            found[LoggedEntry(name, False, True, "mean", True, False)] = value
-        found.update(self._metrics(ranks))
+        found = self.epoch(ranks, begins_anew=True)
         for each in self.entries.values():
             each.value, each.weight = None, 0.0
         return found
 
-    def _metrics(self, ranks: Ranks) -> dict[LoggedEntry, float]:
+    def epoch(self, ranks: Ranks, begins_anew: bool = False) -> dict[LoggedEntry, float]:
+        """Return the reductions over the epoch or evaluation so far. All ranks call this.
+
+        Of a name that several hooks log, the value of the last one counts, as in Lightning.
+        """
+        own = {
+            each.full_name(of_step=False): each
+            for each in self.entries.values()
+            if each.on_epoch and each.metric is None and each.value is not None
+        }
+        values = _over_ranks(
+            {name: (each.reduction, each.value, each.weight) for name, each in own.items()}, ranks
+        )
+        found = {each: values.pop(name) for name, each in own.items()}
+        for name, value in values.items():  # logged by other ranks alone
+            found[LoggedEntry(name, False, True, "mean", True, False)] = value
+        found.update(self._metrics(ranks, begins_anew))
+        return found
+
+    def _metrics(self, ranks: Ranks, begins_anew: bool) -> dict[LoggedEntry, float]:
         own = {name: each for name, each in self._metric_entries().items() if each.metric is not None}
         names = sorted(set().union(*ranks.all_gather([*own])) if not ranks.alone else own)
         found: dict[LoggedEntry, float] = {}
@@ -264,7 +276,7 @@ class Logs:
                 ):
                     if any_rank:
                         found[entry] = float(as_scalar(full, metric.compute()))
-        for name in names:
+        for name in names if begins_anew else ():
             path, _, _ = name.partition("|")
             (places[path] if name not in own else own[name].metric).reset()
         return found
@@ -315,6 +327,23 @@ class Logs:
             value = state["value"].to(device)
             entry.value = value if entry.value is None else _reduced(reduction, entry.value, value)
             entry.weight += float(state["weight"])
+
+
+class NamedLogs(Logs):
+    """Logs that tell the module the hook that runs now, for a `log` of its own that calls `super().log`.
+
+    Lightning's `log` asks the module for the name and `self.trainer` for the rest; see `ResultsPart`.
+    """
+
+    @property
+    def hook(self) -> str:
+        """The method of the module that runs now."""
+        return self._hook
+
+    @hook.setter
+    def hook(self, name: str) -> None:
+        self._hook = name
+        vars(self.module)["_current_fx_name"] = name or None
 
 
 def as_scalar(name: str, value: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,20 +71,26 @@ class Manual:
         """Add the gradients of a loss, averaged over the ranks.
 
         Raises:
-            ConfigError: Arguments of `Tensor.backward` that are not offered.
-            StrategyError: A graph is retained with a loss scale.
+            StrategyError: A graph is retained with a loss scale, or there are other arguments, or the module
+                has its own `backward`, and this is not one device without a loss scale.
         """
-        if args or options:
-            raise ConfigError(
-                "self.manual_backward takes a loss and retain_graph; other arguments are not offered"
-            )
         run, call = self._state.run, self._state.call
         assert run is not None
         batch = self._state.training_logs.batch
         call("on_before_backward", loss, batch=batch, is_batch=True)
         strategy = run.engine.strategy
         trained = [each for each in run.engine.parameters if each.requires_grad]
-        if retain_graph:
+        own = self._state.hook("backward")
+        if own is not None or args or options:
+            if strategy.name != "single" or run.engine.precision.loss_scaling:
+                raise StrategyError(
+                    "self.manual_backward with arguments of Tensor.backward, or with a backward of the"
+                    " module's own, is for one device without a loss scale"
+                )
+            options |= {"retain_graph": True} if retain_graph else {}
+            run_backward: Any = loss.backward if own is None else functools.partial(own, loss)
+            run_backward(*args, **options)
+        elif retain_graph:
             if run.engine.precision.loss_scaling:
                 raise StrategyError(
                     "self.manual_backward(retain_graph=True) needs another precision than '16-mixed'"

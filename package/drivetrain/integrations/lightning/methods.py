@@ -1,76 +1,40 @@
-"""The methods of a LightningModule: which are called here, and what to do about the others."""
+"""The methods of a LightningModule: which are called here, and which of Lightning 1 no longer are."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+from torch import nn
+
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden, is_theirs
 
-_HOOKS_PER_BATCH = "on_{0}_batch_start on_{0}_batch_end"
-_HOOKS = " ".join(
-    f"on_{stage}_start on_{stage}_end on_{stage}_epoch_start on_{stage}_epoch_end "
-    + _HOOKS_PER_BATCH.format(stage)
-    for stage in ("train", "validation", "test", "predict")
-)
+_LOG = logger(__name__)
 
-CALLED = frozenset(
-    f"""forward training_step validation_step test_step predict_step configure_optimizers {_HOOKS}
-    on_fit_start on_fit_end on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
-    optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping on_after_batch_transfer
-    configure_callbacks on_save_checkpoint on_load_checkpoint prepare_data setup teardown configure_model
-    train_dataloader val_dataloader test_dataloader predict_dataloader""".split()
-)
-"""The methods that are called here, if a module overrides them. `as_data` calls the loaders."""
-
-_OF_USERS = frozenset(
-    (
-        *("save_hyperparameters", "hparams", "hparams_initial", "remove_ignored_hparams"),
-        *("freeze", "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt", "load_from_checkpoint"),
-        *("example_input_array", "automatic_optimization", "strict_loading", "to", "cuda", "cpu", "type"),
-        *("float", "double", "half", "device", "dtype", "on_gpu"),
-    )
-)
-"""The methods that Lightning's Trainer does not call either, but the module or its user."""
-
-_INSTEAD = {
-    "backward": "the engine runs backward on what training_step returns. Change the loss there, or gradients"
-    " in on_after_backward; or call self.manual_backward(loss) with self.automatic_optimization = False",
-    "configure_sharded_model": "Lightning has replaced it by configure_model",
-    "transfer_batch_to_device": "give the batch's class a method to(device)",
-    "on_before_batch_transfer": "let the loader's collate_fn do it",
-    "state_dict": "checkpoints hold all parameters and buffers, those of registered modules included. Keep"
-    " what is not to be stored out of the module tree, for example in a list",
-    "load_state_dict": "as for state_dict: weights are loaded by their names",
-    "log": "self.log belongs to the run. Give the method another name, which calls self.log",
-    "log_dict": "self.log_dict belongs to the run. Give the method another name, which calls it",
-    "validation_epoch_end": "Lightning 2 has removed it: rename it to on_validation_epoch_end, and collect"
-    " outputs in validation_step",
-    "training_epoch_end": "Lightning 2 has removed it: rename it to on_train_epoch_end, and collect outputs"
-    " in training_step",
-    "test_epoch_end": "Lightning 2 has removed it: rename it to on_test_epoch_end, and collect outputs in"
-    " test_step",
-    "predict_epoch_end": "Lightning 2 has removed it: rename it to on_predict_epoch_end",
-    "training_step_end": "Lightning 2 has removed it: do it at the end of training_step",
-    "validation_step_end": "Lightning 2 has removed it: do it at the end of validation_step",
-    "test_step_end": "Lightning 2 has removed it: do it at the end of test_step",
-    "on_epoch_start": "Lightning 2 has removed it: rename it to on_train_epoch_start",
-    "on_epoch_end": "Lightning 2 has removed it: rename it to on_train_epoch_end",
-    "on_batch_start": "Lightning 2 has removed it: rename it to on_train_batch_start",
-    "on_batch_end": "Lightning 2 has removed it: rename it to on_train_batch_end",
-    "on_pretrain_routine_start": "Lightning 2 has removed it: rename it to on_fit_start",
-    "on_pretrain_routine_end": "Lightning 2 has removed it: rename it to on_fit_start",
+_REMOVED = {
+    "training_epoch_end": ("training_step", "on_train_epoch_end"),
+    "validation_epoch_end": ("validation_step", "on_validation_epoch_end"),
+    "test_epoch_end": ("test_step", "on_test_epoch_end"),
 }
-_MODES = "evaluations set the modes of all modules and restore them"
+"""The hooks of Lightning 1 that its Trainer refuses too: the step whose outputs each was given, and what has
+replaced it."""
+
+_OLD = {
+    **dict.fromkeys(("training_step_end", "validation_step_end", "test_step_end"), "the end of the step"),
+    "predict_epoch_end": "on_predict_epoch_end",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+}
+"""Other hooks of Lightning 1, which its Trainer never calls: what has replaced each. A module may have a
+helper of such a name."""
+
 _OF_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_MANUAL = {
-    "optimizer_step": "it is called in automatic optimization only. Call what it does in training_step",
-    "optimizer_zero_grad": "it is called in automatic optimization only. Call it in training_step",
-    "configure_gradient_clipping": "it is called in automatic optimization only. Call self.clip_gradients in"
-    " training_step",
-    "lr_scheduler_step": "it is called in automatic optimization only. Step the schedule in training_step",
-}
 
 
 def check_module(module: Any) -> None:
@@ -95,11 +59,19 @@ def check_module(module: Any) -> None:
         raise ConfigError(f"{name} has no step: override one of {', '.join(_OF_STEPS)}")
     for step in _OF_STEPS:
         _check_step(module, name, step)
-    found = {each: _reason(module, each) for each in sorted(_methods(module) | _INSTEAD.keys())}
-    refused = {each: why for each, why in found.items() if why}
-    if refused:
-        listed = "; ".join(f"{each} ({why})" for each, why in refused.items())
+    removed = {
+        each: f"Lightning 2 has removed it: rename it to {hook}, and collect outputs in {step}"
+        for each, (step, hook) in _REMOVED.items()
+        if is_overridden(module, each) and is_overridden(module, step)
+    }
+    if removed:
+        listed = "; ".join(f"{each} ({why})" for each, why in removed.items())
         raise ConfigError(f"{name} overrides what is never called here: {listed}")
+    for each, instead in _OLD.items():
+        if is_overridden(module, each) and not _is_used_by(module, each):
+            _LOG.warning(
+                f"{name}.{each} is not called: Lightning 2 has removed this hook. {instead} has replaced it"
+            )
 
 
 def _check_step(module: Any, name: str, step: str) -> None:
@@ -115,26 +87,10 @@ def _check_step(module: Any, name: str, step: str) -> None:
             raise ConfigError(f"{name}.{step} has a parameter {given!r}: {why}")
 
 
-def _methods(module: Any) -> set[str]:
-    """Return the names of the public methods of Lightning's own classes."""
-    names: set[str] = set()
-    for kind in type(module).__mro__:
-        if is_theirs(kind) and "core" in kind.__module__ + ".core":
-            names |= {name for name in vars(kind) if not name.startswith("_")}
-    return names
-
-
-def _reason(module: Any, name: str) -> str:
-    """Return what to do about an overridden method that is never called; empty if it is none."""
-    if name in _OF_USERS or not is_overridden(module, name):
-        return ""
-    if not module.automatic_optimization and name in _MANUAL:
-        return _MANUAL[name]
-    if name in CALLED:
-        return ""
-    if name.endswith(("_model_eval", "_model_train", "_model_zero_grad")):
-        return _MODES
-    return _INSTEAD.get(name, "it belongs to the run, and is replaced while one is in progress")
+def _is_used_by(module: Any, name: str) -> bool:
+    """Return whether a method of a module's own classes names another one, as if to call it."""
+    methods = (each for kind in type(module).__mro__ if not is_theirs(kind) for each in vars(kind).values())
+    return any(name in each.__code__.co_names for each in methods if inspect.isfunction(each))
 
 
 def takes(function: Any, name: str, place: int) -> bool:
@@ -153,3 +109,19 @@ def takes(function: Any, name: str, place: int) -> bool:
     ]
     star = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
     return name in parameters or star or len(positional) >= place
+
+
+def check_state_dict(module: Any) -> None:
+    """Check that a `state_dict` of the module's own adds nothing, as checkpoints hold the tensors alone.
+
+    Raises:
+        ConfigError: It has entries that no parameter, buffer or extra state of a submodule has.
+    """
+    held = nn.Module.state_dict(module).keys()
+    added = sorted(module.state_dict().keys() - held)
+    if added:
+        raise ConfigError(
+            f"{type(module).__name__}.state_dict adds {', '.join(map(repr, added[:5]))}, which no checkpoint"
+            " would have: they hold all parameters and buffers. Register them as buffers, or"
+            " store it in on_save_checkpoint"
+        )

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
+from drivetrain.integrations.lightning.closures import NoOptimizer
 from drivetrain.task.optim.torch_schedule import TorchSchedule, check_stateful, kind_of
 
 _LOG = logger(__name__)
@@ -104,10 +105,9 @@ def read_optimizers(module: Any) -> tuple[list[Optimizer], list[ScheduleConfig]]
     given, schedules, monitor = _parts(made, name)
     optimizers = [_made(each, module) for each in given]
     if not optimizers:
-        raise ConfigError(
-            f"{name} returned {made!r}, so that nothing would be trained. Return an optimizer; to run the"
-            " module without training use trainer.validate, trainer.test or trainer.predict"
-        )
+        if module.automatic_optimization:
+            _LOG.warning(f"{name} returned {made!r}: training_step is run, and nothing is trained")
+        return [NoOptimizer([each for each in module.parameters() if each.requires_grad])], []
     configs = [_config(each, monitor, name, module.automatic_optimization) for each in schedules]
     for each in configs:
         owner = getattr(each.scheduler, "optimizer", None)
@@ -230,6 +230,11 @@ class OptimizerView:
         self.optimizer = optimizer
         self._step = step
         self.toggle: Callable[[Any, bool], None] | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the optimizer, for `isinstance` in a module or a schedule."""
+        return type(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Call the closure, then make the step.

@@ -9,6 +9,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
 from drivetrain.engine.generator_step import returned_rows
 from drivetrain.integrations.lightning.arguments_objects import module_callbacks
+from drivetrain.integrations.lightning.closures import collect
 from drivetrain.integrations.lightning.hooks import ModuleHooks
 from drivetrain.integrations.lightning.methods import check_module
 from drivetrain.integrations.lightning.skipping import Skipped
@@ -57,6 +58,8 @@ class LightningTask(TaskModule):
         vars(self).update({name: vars(module)[name] for name in _SHARED})
         vars(self)["hooks"] = None
         self.datamodule: Any = None
+        self.callbacks: Sequence[Any] = ()
+        """Callbacks of Lightning, whose hooks are called; see `as_task`."""
         self.may_skip = True
         """Whether `training_step` may return None; see `as_task`."""
 
@@ -76,6 +79,12 @@ class LightningTask(TaskModule):
         self.module.train(mode)
         return self
 
+    def eval(self) -> LightningTask:
+        """Set evaluation mode, by the module's own hook for it if it has one."""
+        if self.hooks is None or not self.hooks.evaluation_mode():
+            self.module.eval()
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
         return self.module(*args, **kwargs)
@@ -90,9 +99,10 @@ class LightningTask(TaskModule):
 
     def configure_callbacks(self, stage: str) -> Sequence[Any]:
         """Set the module up for a run, and return the callback that calls its hooks."""
-        hooks = ModuleHooks(self, self.module, stage)
+        taken = module_callbacks(self.module, self.callbacks)
+        hooks = ModuleHooks(self, self.module, stage, taken.bridged)
         vars(self)["hooks"] = hooks
-        return [hooks, *module_callbacks(self.module)]
+        return [hooks, *taken.callbacks]
 
     def configure_optimizers(self) -> Any:
         """Return a function that makes the module's own optimizers."""
@@ -108,6 +118,11 @@ class LightningTask(TaskModule):
 
     def optimize(self, engine: Any, pairs: Any) -> Optimized:
         """Make one optimizer step, of the batches whose step returns a loss."""
+        if pairs and self.hooks.trains_nothing:
+            return collect(engine, pairs)
+        if pairs and self.hooks.closures is not None:
+            done: Optimized = self.hooks.closures.optimize(engine, pairs)
+            return done
         if not (self.may_skip and pairs):
             return super().optimize(engine, pairs)
         skipped = self.hooks.skipped = Skipped(engine, pairs)
@@ -161,7 +176,7 @@ class ManualTask(LightningTask):
         yield
 
 
-def as_task(module: Any) -> LightningTask:
+def as_task(module: Any, callbacks: Sequence[Any] = ()) -> LightningTask:
     """Return a task around an unchanged LightningModule of `lightning` or `pytorch_lightning`.
 
     ::
@@ -173,14 +188,17 @@ def as_task(module: Any) -> LightningTask:
 
     Args:
         module: The module; it is trained in place.
+        callbacks: Callbacks of Lightning, as `configure_callbacks` of a module returns them: users' and
+            libraries' own, whose hooks are called with `self.trainer` and the module, and those that have a
+            counterpart here. They join those of the Trainer.
 
     Returns:
         The task. `task.may_skip = False`, for a module whose training step never returns None, saves several
         ranks an exchange of two numbers in each step.
 
     Raises:
-        ConfigError: It is no LightningModule, or it overrides a method that is never called here; says what
-            to do instead.
+        ConfigError: It is no LightningModule, or it has a hook of Lightning 1 that its Trainer refuses too;
+            says what to do instead.
     """
     check_module(module)
     saved = {
@@ -190,6 +208,7 @@ def as_task(module: Any) -> LightningTask:
     # Messages, run directories and logged configurations name a task by its class.
     named = type(type(module).__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     found: LightningTask = named(module, **saved)
+    found.callbacks = tuple(callbacks) if isinstance(callbacks, (list, tuple)) else (callbacks,)
     return found
 
 

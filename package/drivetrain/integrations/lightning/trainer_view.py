@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from drivetrain.callbacks import EarlyStopping
+from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.core.errors import nearest
+from drivetrain.core.intervals import Every
 from drivetrain.distributed.processes import local_rank, rank, world_size
+from drivetrain.integrations.lightning.kinds import is_kind
 from drivetrain.integrations.lightning.state import ModuleState
+from drivetrain.integrations.lightning.trainer_parts import (
+    CheckpointPart,
+    ClippingPart,
+    ConnectorPart,
+    FitLoop,
+    Profiler,
+    ResultsPart,
+    StrategyPart,
+    limit_of,
+    loader_of,
+    strategy_of,
+    trainer_state,
+    unknown,
+)
 
 
 class TrainerView:
@@ -23,6 +42,10 @@ class TrainerView:
     barebones = False
     progress_bar_callback = None
     fast_dev_run = False
+    received_sigterm = False
+    interrupted = False
+    num_nodes = 1
+    prediction_writer_callbacks: Sequence[Any] = ()
 
     def __init__(self, state: ModuleState) -> None:
         self._state = state
@@ -30,9 +53,10 @@ class TrainerView:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(
+            raise unknown(
+                self._state,
                 f"self.trainer has no {name!r} here: it is a part of Lightning's Trainer."
-                f" {nearest(name, NAMES)}"
+                f" {nearest(name, NAMES)}",
             )
 
     # Where the run is.
@@ -95,6 +119,11 @@ class TrainerView:
         run = self._state.run
         return run is not None and run.evaluation.is_sanity_check
 
+    @property
+    def state(self) -> Any:
+        """The verb and the stage, as an object of Lightning's own class."""
+        return trainer_state(self._state)
+
     # Its length.
 
     @property
@@ -125,6 +154,18 @@ class TrainerView:
         return float("inf") if found is None else found
 
     @property
+    def min_epochs(self) -> int | None:
+        """The least number of epochs, or None."""
+        return None
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """The number of steps between two log points; 0 for none."""
+        run = self._state.run
+        every = None if run is None else run.triggers.log.every
+        return int(every.amount) if every is not None and every.unit == "steps" else 0
+
+    @property
     def num_val_batches(self) -> list[int | float]:
         """The number of batches of each evaluation loader."""
         run = self._state.run
@@ -144,7 +185,85 @@ class TrainerView:
             return stages.at(done[stages.unit])
         return self._state.totals.gradient_accumulation_steps or 1
 
+    @property
+    def val_check_interval(self) -> int | float:
+        """The steps between two validations, or the part of an epoch: 1.0 for all of it."""
+        every = self._validates()
+        return float(min(every.amount, 1)) if every.unit != "steps" else int(every.amount)
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """The epochs between two validations; None if they are counted in steps alone."""
+        every = self._validates()
+        return max(1, int(every.amount)) if every.unit == "epochs" else None
+
+    def _validates(self) -> Any:
+        run = self._state.run
+        return Every("1 epoch") if run is None else run.triggers.validate.every or Every("1 epoch")
+
+    @property
+    def limit_train_batches(self) -> int | float:
+        """The number of batches that an epoch may have; 1.0 for all."""
+        run = self._state.run
+        return 1.0 if run is None or run.train_feed is None else limit_of(run.train_feed)
+
+    @property
+    def limit_val_batches(self) -> int | float:
+        """The number of batches of each evaluation loader; 1.0 for all."""
+        run = self._state.run
+        limits = [] if run is None else [limit_of(feed) for _, feed in run.evaluation_feeds]
+        return limits[0] if limits else 1.0
+
+    limit_test_batches = limit_predict_batches = limit_val_batches
+
+    # Data.
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training data as it was given, or None."""
+        run = self._state.run
+        return None if run is None or run.train_feed is None else loader_of(run.train_feed)
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The data of the evaluation as it was given; a list if there are several loaders, or None."""
+        return self._evaluated("validation")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test data as it was given; a list if there are several loaders, or None."""
+        return self._evaluated("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The data of a prediction as it was given, or None."""
+        return self._evaluated("predict")
+
+    def _evaluated(self, stage: str) -> Any:
+        run = self._state.run
+        if run is None or stage != ("validation" if run.train_feed is not None else run.stage):
+            return None
+        found = [loader_of(feed) for _, feed in run.evaluation_feeds]
+        return None if not found else found[0] if len(found) == 1 else found
+
     # Processes.
+
+    @property
+    def strategy(self) -> StrategyPart:
+        """The strategy: its device, and what asks other processes."""
+        return strategy_of(self._state)
+
+    @property
+    def precision(self) -> str:
+        """The name of the precision."""
+        run = self._state.run
+        name = "32" if run is None else run.engine.precision.name
+        return f"{name}-true" if name.isdigit() else name
+
+    @property
+    def precision_plugin(self) -> ClippingPart:
+        """The part that `clip_gradients` of a module calls."""
+        return ClippingPart(self._state, "self.trainer.precision_plugin")
 
     @property
     def world_size(self) -> int:
@@ -183,6 +302,52 @@ class TrainerView:
         return self._state.task.datamodule
 
     @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of Lightning whose hooks are called, and those of the run."""
+        run = self._state.run
+        return [*self._state.callbacks, *(() if run is None else run.callbacks)]
+
+    @property
+    def checkpoint_callback(self) -> CheckpointPart | None:
+        """Where the checkpoints are, or None."""
+        found = self._of_run(CheckpointSaver)
+        return None if found is None else CheckpointPart(self._state, found)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """`checkpoint_callback` in a list, if there is one."""
+        found = self.checkpoint_callback
+        return [] if found is None else [found]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The callback that stops early, or None."""
+        found = (each for each in self._state.callbacks if is_kind(each, "EarlyStopping"))
+        return next(found, self._of_run(EarlyStopping))
+
+    def _of_run(self, kind: type) -> Any:
+        run = self._state.run
+        return None if run is None else next((each for each in run.callbacks if isinstance(each, kind)), None)
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """Where the fit is."""
+        return FitLoop(self._state, "self.trainer.fit_loop")
+
+    @property
+    def profiler(self) -> Profiler:
+        """A profiler that measures nothing."""
+        return Profiler()
+
+    # Asked by LightningModule.log, if the module overrides it and calls super().log.
+
+    @property
+    def _results(self) -> ResultsPart | None:
+        return None if self._state.logs.hook == "" else ResultsPart(self._state)
+
+    _logger_connector = _accelerator_connector = ConnectorPart()
+
+    @property
     def optimizers(self) -> list[Any]:
         """The optimizers."""
         return [*self._state.optimizers]
@@ -207,13 +372,18 @@ class TrainerView:
         """The latest value of each logged name."""
         return {name: torch.tensor(value) for name, value in self._state.values().items()}
 
-    logged_metrics = callback_metrics
+    logged_metrics = progress_bar_metrics = callback_metrics
 
     @property
     def log_dir(self) -> str | None:
         """The run's directory, or None."""
         run = self._state.run
         return None if run is None or run.run_dir is None else str(run.run_dir)
+
+    @property
+    def default_root_dir(self) -> str:
+        """The run's directory, or the working directory."""
+        return self.log_dir or os.getcwd()
 
     @property
     def logger(self) -> Any:
@@ -228,8 +398,8 @@ class TrainerView:
         if run is None or run.stage == "predict":
             return []
         if not run.is_main:
-            return [LoggerView(None, run)] if self._state.has_loggers else []
-        return [LoggerView(each, run) for each in run.loggers]
+            return [LoggerView(None, self._state)] if self._state.has_loggers else []
+        return [LoggerView(each, self._state) for each in run.loggers]
 
 
 NAMES = sorted({name for name in vars(TrainerView) if not name.startswith("_")})
@@ -241,12 +411,14 @@ class LoggerView:
 
     Args:
         logger: The logger; None on a process that does not log, where calls do nothing.
-        run: The run.
+        state: The module in its run.
     """
 
-    def __init__(self, logger: Any, run: Any) -> None:
+    def __init__(self, logger: Any, state: ModuleState) -> None:
         self._logger = logger
-        self._run = run
+        self._state = state
+        assert state.run is not None
+        self._run = state.run
 
     @property
     def experiment(self) -> Any:
@@ -255,10 +427,11 @@ class LoggerView:
             return Silent()
         found = getattr(self._logger, "experiment", None)
         if found is None:
-            raise AttributeError(
+            raise unknown(
+                self._state,
                 f"self.logger.experiment: {type(self._logger).__name__} has no attribute 'experiment'. Log"
                 " numbers by self.log; to draw with another tool, give the Trainer a logger of your own with"
-                " an attribute `experiment`, beside log_metrics, log_config and close"
+                " an attribute `experiment`, beside log_metrics, log_config and close",
             )
         return found
 
@@ -286,9 +459,10 @@ class LoggerView:
         if self._logger is None:
             return Silent()
         if name.startswith("__") or not hasattr(self._logger, name):
-            raise AttributeError(
+            raise unknown(
+                self._state,
                 f"self.logger has no {name!r}: {type(self._logger).__name__} does not offer it. There are"
-                " experiment, log_metrics, log_hyperparams, log_dir, save_dir, and what the logger itself has"
+                " experiment, log_metrics, log_hyperparams, log_dir, save_dir, and what the logger has",
             )
         return getattr(self._logger, name)
 
