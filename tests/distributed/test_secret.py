@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -112,6 +113,13 @@ def test_a_port_that_takes_connections_and_does_not_answer_is_named(monkeypatch:
     for each in {*threading.enumerate()} - before:
         each.join(300)  # the closed port ends it
     assert f"127.0.0.1:{port} is no store of torch's: it takes connections and does not answer" in told
+
+
+def test_an_interface_that_this_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(interfaces.GLOO, "l0")
+    assert re.search(
+        r"GLOO_SOCKET_IFNAME names .* 'l0', .*Allowed: .*'lo", _refused(interfaces.check_interface)
+    )
 
 
 @needs_gloo

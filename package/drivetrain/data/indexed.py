@@ -318,6 +318,8 @@ class IndexedSource(Source):
             )
         start = indices.start
         shown = ", ".join(map(str, indices[:_SHOWN])) + (", ..." if len(indices) > _SHOWN else "")
+        if not len(indices):
+            return self.failure(error, self.number(start), indices.epoch, f" (a batch of no samples){where}")
         place = f"samples {start} to {start + len(indices) - 1} of its order, dataset indices [{shown}]"
         return self.failure(error, self.number(start), indices.epoch, f" ({place}){where}")
 

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
 )
 
 from drivetrain.core.errors import RankFailure, StrategyError
-from drivetrain.distributed.interfaces import GLOO
+from drivetrain.distributed.interfaces import GLOO, check_interface
 from drivetrain.distributed.launch.children import Child, ending, started
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch.meeting import HOSTED, Meeting
@@ -130,6 +130,8 @@ def _connect(
         )
     global _formed, _bound
     own = own_device(device, environment.local_rank if environment is not None else 0, gpus)
+    if environment is not None:
+        check_interface()
     if own.type == "cuda":
         torch.cuda.set_device(own)
     try:
@@ -141,7 +143,7 @@ def _connect(
                 _meet(environment, own, timeout)
     except (RuntimeError, ValueError) as error:
         advice = "" if environment is None else _advice(environment)
-        raise StrategyError(f"the process group could not be formed: {error}{advice}") from error
+        raise StrategyError(f"the process group could not be formed: {advice}{error}") from error
     _formed = True
     _bound = own if own.type == "cuda" else None
 
@@ -182,8 +184,8 @@ def _advice(environment: ProcessEnvironment) -> str:
     if environment.one_machine:
         return ""
     return (
-        f". Each process connects to all others, at the interface that {GLOO} names on each machine; here it"
-        f" is {os.environ.get(GLOO)!r}. Set it to the interface by which the other machines reach this one"
+        f"each process connects to all others, at the interface that {GLOO} names on each machine; here it is"
+        f" {os.environ.get(GLOO)!r}. Set it to the interface by which the other machines reach this one. "
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from drivetrain.core.errors import StrategyError
+from drivetrain.core.errors import StrategyError, nearest
 
 GLOO = "GLOO_SOCKET_IFNAME"
 """The variable that tells gloo which interface to listen on."""
@@ -135,6 +135,22 @@ def loopback_variables() -> dict[str, str]:
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     wanted = {} if name is None else {GLOO: name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {each: value for each, value in wanted.items() if each not in os.environ}
+
+
+def check_interface() -> None:
+    """Check that the interface that the user names for gloo is one of this machine.
+
+    Raises:
+        StrategyError: It is not, as after a copy of another cluster's settings.
+    """
+    given = [] if sys.platform == "win32" else os.environ.get(GLOO, "").split(",")
+    known = [name for _, name in socket.if_nameindex()]
+    wrong = next((each for each in given if each and each not in known), None)
+    if wrong is not None:
+        raise StrategyError(
+            f"{GLOO} names the network interface {wrong!r}, and {socket.gethostname()} has none of that name."
+            f" {nearest(wrong, known)} Set {GLOO} to one of them, or unset it"
+        )
 
 
 def check_loopback() -> None:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
 from drivetrain.core.errors import CheckpointError, ConfigError, StrategyError
+from drivetrain.core.messages import logger
 from drivetrain.core.validation import check_no_class
 from drivetrain.strategies import Strategy
 from drivetrain.task.optim.build import (
@@ -39,6 +40,8 @@ from drivetrain.task.optim.state import start_momenta
 from drivetrain.task.optim.torch_schedule import TorchSchedule, kind_of
 from drivetrain.task.task import TaskModule, overrides
 
+_LOG = logger(__name__)
+
 _NO_VALUES: Mapping[str, float] = {}
 
 DEFAULT = "default"
@@ -57,6 +60,7 @@ class Updater:
         schedule: The factor of the base rate as a function of the step, or None when it is always 1.
         torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
+        warmup_steps: The steps of the warm-up that the user gave.
         given: The settings that the user gave, as texts by name; see `note_given`.
         kept: Those that a resume has kept from its checkpoint instead.
         titles: The title of each group in the names of rates; see `group_titles`.
@@ -78,12 +82,14 @@ class Updater:
         self.torch_schedule = torch_schedule
         self.max_grad_norm = max_grad_norm
         self.titles = titles
+        self.warmup_steps = 0
         self.given: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         self._fresh: dict[str, Any] = {}
 
     def note_given(self, config: OptimizerConfig | None) -> None:
         """Note the settings that the user gave, before a checkpoint or a schedule changes them."""
+        self.warmup_steps = config.warmup_steps if config is not None else 0
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
@@ -415,6 +421,21 @@ def from_factory(
     check_sharded(made)
     remember_base_rates(made)
     return made, None if scheduler is None else scheduler.made(made)
+
+
+def warn_of_long_warmup(updaters: Mapping[str, Updater], steps: int | None) -> None:
+    """Warn of a warm-up that the fit ends before.
+
+    Args:
+        updaters: The optimizers by name.
+        steps: The fit's steps; None if unknown.
+    """
+    for each in updaters.values():
+        if steps is not None and each.warmup_steps >= steps:
+            _LOG.warning(
+                f"the warm-up takes {each.warmup_steps:,} steps and this fit {steps:,}, so the learning rate"
+                " never reaches the given one. Give fewer warmup_steps, or warmup_ratio"
+            )
 
 
 def check_watched(updaters: Mapping[str, Updater], validates: bool) -> None:

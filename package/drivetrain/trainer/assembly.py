@@ -32,7 +32,7 @@ from drivetrain.engine.engine import Engine
 from drivetrain.engine.gpu_advice import advise
 from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
-from drivetrain.engine.updater import check_watched
+from drivetrain.engine.updater import check_watched, warn_of_long_warmup
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
@@ -343,6 +343,8 @@ def _fit_run(
         advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
     check_same_optimizers(task, engine.updaters, totals.steps, engine.ranks)
     check_watched(engine.updaters, bool(feeds))
+    if engine.strategy.rank == 0 and not settings.dry_run:
+        warn_of_long_warmup(engine.updaters, totals.steps)
     for updater in engine.updaters.values():
         if updater.torch_schedule is not None:
             updater.torch_schedule.check_length(totals.steps, totals.epochs)

@@ -272,6 +272,19 @@ def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
     assert [sorted(each) for each in zip(*on_two_ranks(race), strict=True)] == [[False, True]] * 30
 
 
+def test_a_rank_that_may_only_read_the_disk_is_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = DirectoryLock(str(tmp_path), LOCAL)
+    lock.check_seen(token := lock.take(), rank=1)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a read-only mount
+    with pytest.raises(
+        ConfigError, match=r"rank 1 on .* may read .*, and not write to it.* mounted read-only"
+    ):
+        lock.check_seen(token, rank=1)
+    lock.release()
+
+
 def test_a_rank_that_sees_another_disk_is_named_before_training(tmp_path: Path) -> None:
     def begin() -> str:
         ranks = Ranks.of_job()

@@ -404,6 +404,9 @@ def test_a_schedule_that_is_never_stepped_or_of_another_kind_is_named(tmp_path: 
     rates, saves = torch.optim.lr_scheduler, {"checkpoint": CheckpointConfig(best=0), "run_dir": tmp_path}
     with warned("StepLR has interval='step' and frequency=1000, and an epoch has .* is never stepped"):
         under_ours(stepped(rates.StepLR, interval="step", frequency=1000), max_epochs=1, **saves)
+    short = functools.partial(rates.OneCycleLR, total_steps=2)  # three of the six batches of an epoch step it
+    with pytest.raises(ConfigError, match=r"OneCycleLR can be stepped 2 times, and .* it 6 times"):
+        under_ours(stepped(short, interval="step", frequency=2), max_epochs=2)
     with pytest.raises(ConfigError, match="CosineAnnealingLR, and the checkpoint the states of StepLR"):
         under_ours(stepped(rates.CosineAnnealingLR), max_epochs=2, resume="auto", **saves)
 

@@ -23,7 +23,14 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, TorchSchedule
+from drivetrain import (
+    CheckpointConfig,
+    CheckpointError,
+    ConfigError,
+    LambdaCallback,
+    OptimizerConfig,
+    TorchSchedule,
+)
 
 NO_BETTER = {"threshold": 1e6, "threshold_mode": "abs"}  # no value improves on the first one
 PLATEAU = functools.partial(ReduceLROnPlateau, factor=0.5, patience=0, min_lr=0.05, **NO_BETTER)
@@ -97,7 +104,7 @@ def test_torch_schedule_resumes_bitwise(tmp_path: Path, options: Any) -> None:
         assert weights(resumed) == weights(whole)
 
 
-def test_a_schedule_that_is_never_stepped_is_named_with_the_length_of_the_fit() -> None:
+def test_a_schedule_that_is_never_stepped_or_still_warms_up_is_named_with_the_length_of_the_fit() -> None:
     for every, words in (
         (21, "every 21 steps, and this fit has only 20 steps"),
         ("5 epochs", "only 4 epochs"),
@@ -105,6 +112,8 @@ def test_a_schedule_that_is_never_stepped_is_named_with_the_length_of_the_fit() 
         with warned(words):
             assert rates(task(HALVES, every=every)) == [0.8] * 20
     assert rates(task(HALVES, every="4 epochs")) == [0.8] * 20  # and no warning: it is stepped at the end
+    with warned("the warm-up takes 20 steps and this fit 20"):
+        rates(Regression(OptimizerConfig("sgd", warmup_steps=20)))
 
 
 def test_a_scheduler_that_is_shorter_than_the_run_is_refused_before_it_begins() -> None:

@@ -165,14 +165,14 @@ class DirectoryLock:
         return self._token
 
     def check_seen(self, token: str, rank: int) -> None:
-        """Check that this process sees the lock that another rank has taken.
+        """Check that this process sees the lock that another rank has taken, and may write beside it.
 
         Args:
             token: What `take` returned there.
             rank: This process.
 
         Raises:
-            ConfigError: It sees no lock, or another one.
+            ConfigError: It sees no lock, or another one, or may not write there.
             CheckpointError: The lock cannot be read.
         """
         until = time.monotonic() + _APPEARS
@@ -180,6 +180,7 @@ class DirectoryLock:
             with os_errors("read", self.path):
                 found = self._read(self.path)
             if found is not None and found.token == token:
+                self._check_writable(rank)
                 return
             if time.monotonic() >= until:
                 break
@@ -190,6 +191,15 @@ class DirectoryLock:
             " all need the same directory: mount the shared disk on that machine, or give a run_dir that all"
             " machines share, or CheckpointConfig(directory='s3://bucket/run')"
         )
+
+    def _check_writable(self, rank: int) -> None:
+        directory = plain_path(self.directory)
+        if self._files.renames and not os.access(directory, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"rank {rank} on {socket.gethostname()} may read {directory!r}, and not write to it: its disk"
+                " is mounted read-only there, or its permissions forbid it. The ranks save a checkpoint"
+                " together: mount the disk for writing, or give another run_dir"
+            )
 
     def confirm(self) -> None:
         """Check before a save that the lock is still held; take it again if someone has removed the file.

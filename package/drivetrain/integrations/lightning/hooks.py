@@ -270,13 +270,16 @@ class ModuleHooks(ModuleState, Callback):
         """Call `on_fit_start` and `on_train_start`."""
         self._begin(run)
         feed = run.train_feed
+        is_steady, batches, accumulation = False, None, 1
+        if feed is not None and feed.plan is None:
+            is_steady, batches, accumulation = True, feed.batches_per_epoch, feed.accumulation
         for each in self.schedules:
             if each.reduce_on_plateau:
                 warn_of_default_mode(each.scheduler, each.monitor)
             if not self.is_manual and not run.progress.steps:  # a resumed one has taken steps already
-                each.check_length(run.totals.steps, run.totals.epochs)
-            if feed is not None and feed.plan is None and run.is_main and not self.is_manual:
-                each.warn_if_never(feed.batches_per_epoch, feed.accumulation, run.totals.epochs)
+                each.check_length(run.totals.steps, run.totals.epochs, batches, accumulation)
+            if is_steady and run.is_main and not self.is_manual:
+                each.warn_if_never(batches, accumulation, run.totals.epochs)
         engine = run.engine
         updaters = engine.updaters.values()
         norm = next((each.max_grad_norm for each in updaters if each.max_grad_norm is not None), None)

@@ -52,16 +52,31 @@ class ScheduleConfig:
         self.timed = timed.made(optimizer)
         self.scheduler = self.timed.scheduler
 
-    def check_length(self, steps: int | None, epochs: int | None) -> None:
+    def check_length(
+        self, steps: int | None, epochs: int | None, batches: int | None, accumulation: int
+    ) -> None:
         """Check that the schedule takes as many steps as a fit has; see `TorchSchedule.check_length`.
+
+        Args:
+            steps: The fit's steps; None if unknown.
+            epochs: Its epochs; None if unknown.
+            batches: The batches of an epoch; None if unknown or not always the same.
+            accumulation: The batches of a step.
 
         Raises:
             ConfigError: It is shorter.
         """
-        if self.timed is None or (self.interval == "step" and self.frequency > 1):
-            return  # counted anew in each epoch
+        calls = None
+        if self.timed is None:
+            return
+        if self.interval == "step" and self.frequency > 1:
+            if not steps or not batches:
+                return
+            due = self._due(batches, accumulation)
+            whole, rest = divmod(steps, len(due))
+            calls = whole * sum(due) + sum(due[:rest])
         try:
-            self.timed.check_length(steps, epochs)
+            self.timed.check_length(steps, epochs, calls)
         except ConfigError as error:
             error.add_note("A LightningModule finds it in self.trainer.estimated_stepping_batches")
             raise
@@ -80,15 +95,18 @@ class ScheduleConfig:
             return
         if self.interval == "epoch":
             self.timed.warn_if_never(None, epochs)
-        elif batches is not None and all(
-            number % self.frequency for number in (*range(accumulation, batches, accumulation), batches)
-        ):
+        elif batches is not None and not any(self._due(batches, accumulation)):
             _LOG.warning(
                 f"the schedule {kind_of(self.scheduler)} has interval='step' and frequency={self.frequency},"
                 f" and an epoch has {batches:,} batches with a step after each {accumulation}. Lightning"
                 " counts the batches of an epoch, anew in each epoch, so that the schedule is never stepped."
                 " Give a smaller frequency"
             )
+
+    def _due(self, batches: int, accumulation: int) -> list[bool]:
+        """Return for each step of an epoch whether the schedule is stepped after it."""
+        ends = (*range(accumulation, batches, accumulation), batches)
+        return [number % self.frequency == 0 for number in ends]
 
 
 _KEYS = tuple(each.name for each in fields(ScheduleConfig))

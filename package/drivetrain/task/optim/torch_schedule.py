@@ -140,12 +140,13 @@ class TorchSchedule:
                 f" {length:,} {self.unit}: it never changes the learning rate. Give a shorter interval"
             )
 
-    def check_length(self, steps: int | None, epochs: int | None) -> None:
+    def check_length(self, steps: int | None, epochs: int | None, calls: int | None = None) -> None:
         """Check that the scheduler takes as many steps as the run has.
 
         Args:
             steps: The run's steps; None if unknown.
             epochs: Its epochs, the last of them begun; None if unknown.
+            calls: How often the run steps it; None counts by `every`.
 
         Raises:
             ConfigError: It is shorter, as a OneCycleLR may be, and would raise in the middle of the run.
@@ -153,7 +154,7 @@ class TorchSchedule:
         length = {"steps": steps, "epochs": epochs}.get(self.unit)
         if not isinstance(self.scheduler, LRScheduler) or self.metric is not None or not length:
             return
-        calls = length // self._amount
+        calls = length // self._amount if calls is None else calls
         error: Exception | None = None
         if isinstance(self.scheduler, OneCycleLR) and self.scheduler.total_steps > _MOST_STEPS:
             possible = self.scheduler.total_steps - self.scheduler.last_epoch
