@@ -111,6 +111,11 @@ def test_tensors_that_disagree_about_the_number_of_samples_are_named_once() -> N
         ([graph] * 3, Measure(), 1),
         (iter([graph] * 3), Measure(), 1),
         ([whole, graph, whole], Measure(), 1),
+        (
+            [{"edges": torch.zeros(2), "nodes": torch.zeros(2)}, graph],
+            Measure(),
+            1,
+        ),  # as a table of all batches
         ([graph], Measure(weight=lambda batch: 5), 0),
         (collated, Measure(), 0),
         (boxes, Measure(), 0),

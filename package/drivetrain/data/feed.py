@@ -390,6 +390,7 @@ class Feed:
         """Yield the counted micro-batches of this process."""
         weigh, count_tokens, cut = self._measure.weight, self._measure.tokens, self._cut
         number, checked = 0, -1
+        counted: MicroBatch | None = None
         if limit is not None and limit <= 0:
             return
         lengths = self._lengths()
@@ -436,6 +437,10 @@ class Feed:
                 self._waits_for = number
         finally:
             self._waits_for = None
+            if (
+                self._checks_samples and counted is not None
+            ):  # it may be shorter than a table that comes first
+                self._check_samples(counted)
         self._left_early = False
         if number == 0 and position == 0:
             raise self._empty(epoch)
@@ -443,7 +448,7 @@ class Feed:
     def _check_samples(self, micro: MicroBatch) -> None:
         """Warn once if the tensors of a batch disagree about its number of samples.
 
-        Looked at are an epoch's first batch and each that has another number than the one before.
+        Looked at are an epoch's first batch, its last, and each that has another number than the one before.
         """
         found = {} if micro.bad or micro.batch is None else first_dimensions(micro.batch)
         if not found:
