@@ -1,6 +1,6 @@
-# `make demo`, `make test` and the other targets set up what they need first: in .venv, for XLA's strategies in .venv-xla, for
-# the documentation alone in .venv-docs, and for the libraries that ours is measured beside in .venv-bench. `make gpu`
-# installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
+# `make demo`, `make test` and the other targets set up what they need first: in .venv, for XLA's strategies in .venv-xla,
+# for the documentation alone in .venv-docs, for experiment trackers in .venv-trackers, and for the libraries that ours is
+# measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,6 +14,9 @@ READY_XLA := $(VENV_XLA)/.ready
 VENV_DOCS := .venv-docs
 BIN_DOCS := $(VENV_DOCS)/bin
 READY_DOCS := $(VENV_DOCS)/.ready
+VENV_TRACKERS := .venv-trackers
+BIN_TRACKERS := $(VENV_TRACKERS)/bin
+READY_TRACKERS := $(VENV_TRACKERS)/.ready
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
@@ -36,8 +39,8 @@ TIMES ?= 1
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing gpu bench \
-	docs docs-serve docs-version clean
+.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing trackers gpu \
+	bench docs docs-serve docs-version clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python examples/digits.py
@@ -66,7 +69,7 @@ test-landing: $(READY) $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 	$(call pytest,landing)
 
 # Matrices, all families of models, notebooks, XLA whole, campaigns at a tenth of their length.
-test-nightly: $(READY) xla
+test-nightly: $(READY) xla trackers
 	$(call pytest,nightly)
 
 # Campaigns at their full length, for an hour or so.
@@ -92,6 +95,10 @@ xla-eight: $(READY_XLA)
 
 xla: $(READY_XLA)
 	$(BIN_XLA)/python -m pytest --durations 25 tests/xla
+
+# All tests of trackers, with the packages that need other versions of what the other tests need, such as mlflow.
+trackers: $(READY_TRACKERS)
+	$(BIN_TRACKERS)/python -m pytest -n0 --durations 25 tests/integrations/trackers
 
 # On a machine with an NVIDIA GPU: its tests and benchmarks/gpu; the report is in the folder OUT. PYTHONPATH may bring
 # packages, and GPU="--size small" tries the program out on a CPU.
@@ -144,6 +151,12 @@ $(READY_DOCS): setup.cfg setup.py Makefile tests/constraints.txt
 	$(BIN_DOCS)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[docs]'
 	touch $(READY_DOCS)
 
+$(READY_TRACKERS): setup.cfg setup.py Makefile
+	test -x $(BIN_TRACKERS)/python || $(PYTHON) -m venv $(VENV_TRACKERS)
+	$(BIN_TRACKERS)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN_TRACKERS)/python -m pip install --quiet --disable-pip-version-check -e '.[trackers]'
+	touch $(READY_TRACKERS)
+
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
 # had, the others are measured.
 $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmarks/composer.txt
@@ -156,4 +169,4 @@ $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmark
 	touch $(READY_BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_DOCS) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_DOCS) $(VENV_TRACKERS) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

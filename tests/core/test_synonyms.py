@@ -381,7 +381,7 @@ def test_objects_of_other_libraries_are_known_without_importing_them() -> None:
     renamed = type("Ported", (), {"train_dataloader": lambda self: pairs()})()
     options = an_object("TrainingArguments", "transformers")
     callback = an_object("EarlyStopping", "lightning.pytorch", on_fit_end=lambda *given: None)
-    logger = an_object("WandbLogger", "lightning.pytorch")
+    logger = an_object("CometLogger", "lightning.pytorch")
     trainer, task = quiet(max_steps=1), Regression()
     table: dict[str, Any] = {
         "module": (lambda: trainer.fit(module, pairs()), "the task is Mine (LightningModule of Lightning)"),

@@ -22,6 +22,8 @@ LOGGERS: Registry[Callable[[Path], Logger]] = Registry(
         "tensorboard": "drivetrain.loggers.tensorboard:TensorBoardLogger",
         "csv": "drivetrain.loggers.csv:CSVLogger",
         "jsonl": "drivetrain.loggers.jsonl:JSONLinesLogger",
+        "azureml": "drivetrain.integrations.trackers.mlflow:AzureMLLogger",
+        "mlflow": "drivetrain.integrations.trackers.mlflow:MLflowLogger",
         "wandb": "drivetrain.integrations.trackers.wandb:WandbLogger",
     },
 )

@@ -14,19 +14,20 @@ ROOT = Path(__file__).parents[3]
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def run_program(name: str, *arguments: str, **environment: str) -> None:
-    """A program of this folder, in the working directory."""
+def run_program(name: str, *arguments: str, **environment: str) -> str:
+    """What a program of this folder prints; it runs in the working directory."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**undisturbed(), "PYTHONPATH": os.pathsep.join(paths), **environment}
     done = run_forked([str(PROGRAMS / name), *arguments], Path.cwd(), environment, timeout=300)
     assert done.returncode in (0, -9), done.stderr[-4000:]
+    return done.stdout
 
 
 def killed_twice(
     name: str, options: Mapping[str, Any], prompt: Mapping[str, Any], **environment: str
 ) -> None:
     """Two kills: as soon as it has logged, and with the options `prompt` once the tracker has stored that."""
-    for given, killed_after, waits in ((options, 5, False), (prompt, 8, True), (options, None, False)):
+    for given, killed_after, waits in ((options, 5, False), (prompt, 9, True), (options, None, False)):
         words = [name, json.dumps(given), json.dumps(killed_after), json.dumps(waits)]
         run_program("tracked.py", *words, **environment)
 

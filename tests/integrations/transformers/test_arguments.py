@@ -113,7 +113,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"eval_strategy": "step"}, "Did you mean 'steps'"),
         ({"learning_rate": "5e-5"}, "give a number"),
         ({"evaluation_strategy": "epoch", "eval_strategy": "steps"}, "former name of eval_strategy"),
-        ({"report_to": ["wandb"]}, "no logger here"),
+        ({"report_to": ["clearml"]}, "no logger here"),
         ({"load_best_model_at_end": True}, "validations"),
         ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_steps="),
         ({"deepspeed": adamw}, "lr=1.0"),

@@ -187,7 +187,7 @@ def test_refusals() -> None:
     wandb = object.__new__(transformers.integrations.WandbCallback)
     cases: dict[str, Any] = {
         "misspelt": (lambda: adapted(misspelt()), "Did you mean 'on_epoch_end'"),
-        "a service": (lambda: adapted(wandb), "WandbCallback", "writes to a service"),
+        "a service": (lambda: adapted(wandb), "WandbCallback", "loggers='wandb'"),
         "no such metric": (lambda: fit(best), "metric_for_best_model='f1'", "no 'eval_f1'"),
     }
     assert_refused((ConfigError, StrategyError), cases)

@@ -315,7 +315,7 @@ def _logs(values: Values, loggers: Any) -> dict[str, Any]:
 
 
 def _loggers(values: Values) -> tuple[Any, ...]:
-    names = values["report_to"]
+    names = ["azureml" if each == "azure_ml" else each for each in values["report_to"]]
     if "all" in names:
         names = ["tensorboard"]
     for name in names:

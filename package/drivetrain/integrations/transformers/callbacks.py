@@ -62,7 +62,6 @@ EVENTS: Mapping[str, str | None] = {
 
 _FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
 _OUTSIDE = (
-    "AzureMLCallback",
     "ClearMLCallback",
     "CodeCarbonCallback",
     "CometCallback",
@@ -70,11 +69,9 @@ _OUTSIDE = (
     "DagsHubCallback",
     "FlyteCallback",
     "KubeflowCallback",
-    "MLflowCallback",
     "NeptuneCallback",
     "SwanLabCallback",
     "TrackioCallback",
-    "WandbCallback",
 )
 _OURS = {
     **dict.fromkeys(
@@ -82,6 +79,9 @@ _OURS = {
         "It writes to a service outside the program. Give Trainer(loggers=...) an object with log_metrics,"
         " log_config and close instead; see docs/how-to/loggers.md",
     ),
+    "AzureMLCallback": "Trainer(loggers='azureml') does that",
+    "MLflowCallback": "Trainer(loggers='mlflow') does that",
+    "WandbCallback": "Trainer(loggers='wandb') does that",
     "JITCheckpointCallback": "It saves when the machine is taken away, as Trainer(preemption=True) does",
 }
 _OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")

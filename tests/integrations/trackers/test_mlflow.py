@@ -1,0 +1,53 @@
+"""MLflow, whose database is read back."""
+
+import importlib.util
+import socket
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integrations.trackers.kept import assert_each_value_once, killed_twice, run_program
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed; `make trackers` installs it"
+)
+METRICS = "select step, key, value from metrics join runs using (run_uuid) where runs.name = ?"
+
+
+def rows(path: str, query: str, *values: Any) -> list[Any]:
+    with sqlite3.connect(path) as database:
+        found = database.execute(query, values).fetchall()
+    database.close()
+    return found
+
+
+@pytest.mark.landing
+@pytest.mark.real("kills a fit twice")
+def test_a_killed_fit_goes_on_in_the_same_run_with_each_value_once():
+    given = {"tracking_uri": f"sqlite:///{Path('here.db').absolute()}"}
+    killed_twice("mlflow", given, given)
+    assert_each_value_once(rows("here.db", METRICS, "run"))
+    assert rows("here.db", "select name, status from runs") == [("run", "FINISHED")]
+
+
+@pytest.mark.nightly
+@pytest.mark.real("kills a server")
+def test_a_server_that_dies_in_the_middle_gets_each_value_in_the_end():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    out = run_program("mlflow_served.py", port, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    assert_each_value_once(rows("served.db", METRICS, "run"))
+    assert rows("served.db", "select name, status from runs order by name") == [
+        ("job", "RUNNING"),  # the job ends it
+        ("run", "FINISHED"),
+    ]
+    assert {step for step, _, _ in rows("served.db", METRICS, "job")} == {1, 2}
+    ((text,),) = rows("served.db", "select value from params where key like '%text' and length(value) > 500")
+    assert text == "x" * 5997 + "..."
+    assert len(list(Path("stored").rglob("config.json"))) == 2
+    assert len(list(Path("stored").rglob("weights/model.safetensors"))) == 1
+    assert "MLflow cannot be opened: no server answers at" in out
+    assert "MLFLOW_TRACKING_URI" in out
+    assert not Path("without/config.json").exists()
