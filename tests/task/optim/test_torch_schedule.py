@@ -178,7 +178,7 @@ def test_refusals_of_torch_schedule(tmp_path: Path) -> None:
 def test_a_scheduler_that_is_stepped_by_step_says_so_at_the_start() -> None:
     with heard(level=logging.INFO) as told:
         assert rates(task(HALVES), max_epochs=2) == [0.8 * 0.5**step for step in range(10)]
-    assert "the rate is 0.8 at first, and 0.000781 after 10 steps" in str(told)
+    assert "the rate is 0.8 at first, and 0.00156 in step 10" in str(told)
     assert "every='1 epoch'" in str(told)
     with heard(level=logging.INFO) as told:
         rates(task(functools.partial(ExponentialLR, gamma=1e-7)), max_epochs=2)

@@ -225,9 +225,10 @@ class TorchSchedule:
                 )
                 return
         if self.every is None:
+            last = rates[:total][-1]  # the schedule steps once more after the last step
             _LOG.info(
                 f"{name} is stepped after each step: the rate is {rates[0]:.3g} at first, and"
-                f" {rates[-1]:.3g} after {total} steps. {epochs}"
+                f" {last:.3g} in step {total}. {epochs}"
             )
 
     def _rates(self, steps: int) -> tuple[list[float], Exception | None]:
