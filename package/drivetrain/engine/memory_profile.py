@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,10 @@ class _Memory:
     kind: str
     size: int
     storage: weakref.ref[torch.UntypedStorage]
+
+
+Snapshot: TypeAlias = dict[int, _Memory]
+"""Memory that existed at some time."""
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -165,6 +169,14 @@ class MemoryWatch(TorchDispatchMode):
         for memory in self._held.values():
             sizes[memory.kind] += memory.size
         return sizes
+
+    def snapshot(self) -> Snapshot:
+        """Return the memory that exists now, for `still_held`."""
+        return dict(self._held)
+
+    def still_held(self, snapshot: Snapshot) -> int:
+        """Return the bytes of a snapshot's memory that exists still."""
+        return sum(each.size for key, each in snapshot.items() if self._held.get(key) is each)
 
     def _count(self, values: Iterable[object], kind: str, older: bool = False) -> None:
         """Count the memory of new tensors, which may be older than this step."""

@@ -216,6 +216,43 @@ def _stream_dtype(options):
     return task.dtype
 
 
+class Layer(nn.Module):
+    runs = 0
+
+    def __init__(self, number, unlike):
+        super().__init__()
+        self.number, self.rate = number, number * unlike
+        self.norm, self.inner, self.outer = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        Layer.runs += 1
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+class Deep(TaskModule):  # ten layers, whose setting `rate` is the same or not
+    def __init__(self, unlike=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number, unlike) for number in range(10))
+
+    def training_step(self, batch):
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+
+@pytest.mark.parametrize("again", [False, True, "selective"])
+def test_equal_layers_are_counted_without_running_each(again):
+    found = []
+    for unlike in (0.0, 0.5):
+        Layer.runs = 0
+        memory = {"memory": {"activation_checkpointing": again}}
+        plan = quiet(max_epochs=1, **memory).plan(Deep(unlike), [torch.ones(8, 16)])
+        found.append((plan.memory["activations"], Layer.runs))
+    (equal, few), (each, all_of_them) = found
+    assert equal == each
+    assert (few, all_of_them) == ((4, 10) if again is False else (5, 11))  # the first runs once more
+
+
 def test_a_plan_says_where_the_residual_stream_has_16_bits():
     for strategy, dtype in (("ddp", torch.float32), ("fsdp", torch.bfloat16)):
         options = {"strategy": strategy}

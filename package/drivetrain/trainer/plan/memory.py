@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from drivetrain.strategies.wrapping import batch_norms
 from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
+from drivetrain.trainer.plan.equal_blocks import EqualBlocks
 from drivetrain.trainer.plan.optimizers import Built, on_meta
 
 _CPU = torch.device("cpu")
@@ -121,14 +122,17 @@ def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, b
         watch = MemoryWatch(copy, (), torch.device("meta"), batch)
         before = sum(watch.held().values())
         again = _recompute(settings, strategy, copy, watch)
+        equal = EqualBlocks(copy, watch)
         with mode, watch:
-            kept, outputs = _run(copy, context, batch, watch, before)
+            kept, outputs = _run(
+                copy, context, batch, lambda: sum(watch.held().values()) + equal.size() - before
+            )
         return ForwardMemory(kept + max(again.values(), default=0), outputs)
     except Exception as error:
         raise Unknown(f"a forward without values raises {_short(error)}") from error
 
 
-def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch, before: int) -> tuple[int, int]:
+def _run(task: TaskModule, context: Any, batch: Batch, held: Callable[[], int]) -> tuple[int, int]:
     """Return the most bytes that a forward of the step keeps, and those of its outputs."""
     module = StepModule(task, context)
     module.use(task.training_step)
@@ -136,14 +140,14 @@ def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch, befor
     size = 0
     if inspect.isgenerator(found):
         # Each loss has a graph of its own, which is freed before the next.
-        kept = max(sum(watch.held().values()) for _ in found)
+        kept = max(held() for _ in found)
     else:
         loss, _, _, outputs = read_output(found)
         size = _size(each for each in tree_leaves(outputs) if getattr(each, "requires_grad", False))
         del found, outputs
-        kept = sum(watch.held().values())
+        kept = held()
         del loss
-    return kept - before + _size(tree_leaves(batch)), size
+    return kept + _size(tree_leaves(batch)), size
 
 
 def _size(values: Iterable[Any]) -> int:
