@@ -30,12 +30,15 @@ class Columns:
     """
 
     def __init__(self, model: Any, labels: Sequence[str] | None, keeps_all: bool) -> None:
-        parameters = inspect.signature(model.forward).parameters
-        names = set(parameters)
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            names |= TransformersKwargs.__annotations__.keys()
         if isinstance(labels, str):
             raise ConfigError(f"label_names must be a sequence of names, not a text: give [{labels!r}]")
+        parameters = inspect.signature(model.forward).parameters
+        names = set(parameters)
+        rest = next((each for each in parameters.values() if each.kind is each.VAR_KEYWORD), None)
+        if rest is not None:
+            names |= TransformersKwargs.__annotations__.keys()
+            if "TransformersKwargs" not in str(rest.annotation):  # which says what there may be
+                names |= set(labels or ())
         self.labels = tuple(find_labels(type(model)) if labels is None else labels)
         self._names = frozenset(names)
         self._keeps_all = keeps_all

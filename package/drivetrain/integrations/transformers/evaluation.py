@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,7 +154,12 @@ def check_unused(options: Mapping[str, Any]) -> None:
 
 
 def predictions_of(outputs: Any, ignored: Collection[str]) -> Any:
-    """Return a model's outputs without the loss: one tensor alone, several as a tuple."""
+    """Return a model's outputs without the loss: one tensor alone, several as a tuple.
+
+    Those of a module that is no model of transformers may be the attributes of any object.
+    """
+    if not isinstance(outputs, (Mapping, Sequence, Tensor)) and hasattr(outputs, "loss"):
+        outputs = vars(outputs)
     if isinstance(outputs, Mapping):
         return _alone(
             tuple(each for name, each in outputs.items() if name not in ignored and each is not None)

@@ -68,8 +68,10 @@ def items_of(model: nn.Module) -> LossItems:
     shifts them. Other losses count samples.
     """
     name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return LossItems(samples, problem="it is no model of transformers, which say what their losses count")
     kind = _kind(model)
-    config: Any = model.config
     auxiliary = getattr(config, "output_router_logits", False)
     if auxiliary:
         problem = "the loss of the router (output_router_logits=True) is not a mean over tokens"

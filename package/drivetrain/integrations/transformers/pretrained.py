@@ -23,7 +23,7 @@ from drivetrain.checkpoint.weights.lazy_tensors import TensorSource
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.integrations.transformers.saved_tensors import AdapterTensors, SavedTensors
-from drivetrain.integrations.transformers.stored_model import base_of
+from drivetrain.integrations.transformers.stored_model import base_of, is_pretrained
 
 _LOG = logger(__name__)
 
@@ -48,7 +48,8 @@ _WHOLE = "1000 TB"
 
 def model_assets(model: Any, processing_class: Any) -> list[Asset]:
     """Return what belongs beside a model's weights: processor, configurations, adapters' configurations."""
-    assets: list[Asset] = [partial(_write_config, base_of(model))]
+    base = base_of(model)
+    assets: list[Asset] = [partial(_write_config, base)] if is_pretrained(base) else []
     if base_of(model) is not model:
         assets.append(partial(_write_adapter_configs, model))
     if hasattr(processing_class, "save_pretrained"):

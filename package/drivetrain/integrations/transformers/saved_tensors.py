@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 
 from drivetrain.checkpoint.weights.dtypes import cast
 from drivetrain.checkpoint.weights.lazy_tensors import TensorSource, spec_of
 from drivetrain.checkpoint.weights.module_state import clean_names
-from drivetrain.core.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError, ConfigError
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class SavedTensors(TensorSource):
         self._places: dict[str, str | _Group] = {}
         traced = _SavedTrace(self._empty)
         with traced:
-            results = revert_weight_conversion(model, dict(self._empty))
+            results = self._reverted(self._empty)
         direct = {id(each): name for name, each in self._empty.items()}
         groups: dict[str, _Group] = {}
         for name, result in results.items():
@@ -82,9 +82,15 @@ class SavedTensors(TensorSource):
         names = [name for each in places for name in ([each] if isinstance(each, str) else each.sources)]
         self._tensors.gather_rest(dict.fromkeys(names))
 
+    def _reverted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if not isinstance(self._model, PreTrainedModel):
+            return tensors
+        reverted: dict[str, Tensor] = revert_weight_conversion(self._model, dict(tensors))
+        return reverted
+
     def _convert(self, group: _Group) -> None:
         values = {name: self._tensors.materialize(name) for name in group.sources}
-        results = revert_weight_conversion(self._model, {**self._empty, **values})
+        results = self._reverted({**self._empty, **values})
         self._made.update({name: results[name] for name in group.results})
 
 
@@ -144,6 +150,25 @@ def _final(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
+def check_shared(model: nn.Module) -> None:
+    """Check that `from_pretrained` could load the model's files: it declares all tensors that it shares.
+
+    Raises:
+        ConfigError: It does not; names the tensors.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    held = {name: each.to("meta") for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+    try:
+        remove_tied_weights_from_state_dict(held, model)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the files of {type(model).__name__} could not be loaded again, because it shares tensors that"
+            " its _tied_weights_keys do not name. Name them there, make copies of them, or give"
+            f' save_strategy="no". transformers says: {error}'
+        ) from error
+
+
 def _empty_state(model: nn.Module, tensors: TensorSource) -> dict[str, Tensor]:
     """Return the tensors that the files hold, on the meta device: without those that are tied to others."""
     raw: dict[str, str] = clean_names(
@@ -154,11 +179,9 @@ def _empty_state(model: nn.Module, tensors: TensorSource) -> dict[str, Tensor]:
         what = f"lack {lacking[0]!r}" if lacking else f"have {strange[0]!r}, which the model has not"
         raise CheckpointError(f"the weights do not fit {type(model).__name__}: they {what}")
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    # transformers finds out which are tied by the model's own names.
-    kept = remove_tied_weights_from_state_dict(
-        {raw[name]: each.to("meta") for name, each in tensors.specs.items() if raw[name] not in ignored},
-        model,
-    )
+    kept = {raw[name]: each.to("meta") for name, each in tensors.specs.items() if raw[name] not in ignored}
+    if isinstance(model, PreTrainedModel):  # transformers finds out which are tied by the model's own names
+        kept = remove_tied_weights_from_state_dict(kept, model)
     clean = {original: name for name, original in raw.items()}
     return {clean[name]: each for name, each in kept.items()}
 

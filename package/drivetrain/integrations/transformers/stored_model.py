@@ -33,9 +33,14 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "base_model") else model
 
 
+def is_pretrained(model: Any) -> bool:
+    """Return whether a model has a configuration of transformers, as a `PreTrainedModel` has."""
+    return hasattr(getattr(model, "config", None), "model_type")
+
+
 def quantised_by(model: Any) -> str:
     """Return the name of the library that has quantised a model's base; "" for none."""
-    config = getattr(base_of(model).config, _QUANTISED, None)
+    config = getattr(getattr(base_of(model), "config", None), _QUANTISED, None)
     method = (
         config.get("quant_method", "") if isinstance(config, Mapping) else getattr(config, "quant_method", "")
     )
@@ -67,6 +72,8 @@ def describe_model(model: nn.Module) -> dict[str, Any] | None:
         None for a class that is not transformers' own: one written elsewhere, or loaded from a repository.
     """
     base = base_of(model)
+    if not is_pretrained(base):
+        return None
     kind, config = type(base), base.config
     registered = kind.__name__ in registered_classes(config.model_type)
     if not registered or getattr(transformers, kind.__name__, None) is not kind:
@@ -102,10 +109,11 @@ def describe_config(config: Any) -> dict[str, Any]:
 def origin_of(model: nn.Module) -> dict[str, str]:
     """Return the name and the revision of the pretrained model that a model was made from; empty for none."""
     base: Any = base_of(model)
+    config = getattr(base, "config", None)
     adapters: Any = getattr(model, "peft_config", None) if base is not model else None
     adapter = next(iter(adapters.values())) if adapters else None
-    name = getattr(adapter, "base_model_name_or_path", None) or getattr(base.config, "_name_or_path", None)
-    revision = getattr(base.config, "_commit_hash", None) or getattr(adapter, "revision", None)
+    name = getattr(adapter, "base_model_name_or_path", None) or getattr(config, "_name_or_path", None)
+    revision = getattr(config, "_commit_hash", None) or getattr(adapter, "revision", None)
     found = {"name": name, "revision": revision if name else None}
     return {key: str(each) for key, each in found.items() if each}
 

@@ -57,6 +57,7 @@ from drivetrain.integrations.transformers.stored_model import (
     describe_config,
     describe_model,
     has_prompts,
+    is_pretrained,
     origin_of,
     quantised_by,
 )
@@ -117,6 +118,9 @@ class TransformersTask(TaskModule):
         ConfigError: An argument that cannot work with this model.
     """
 
+    takes_any_module = False
+    """Whether the model may be any module whose forward returns its loss."""
+
     def __init__(
         self,
         model: Any,
@@ -137,7 +141,9 @@ class TransformersTask(TaskModule):
         pad_to_multiple_of: int | None = None,
     ) -> None:
         super().__init__()
-        self.model: Any = build_model(model) if isinstance(model, Mapping) else _checked(model)
+        self.model: Any = (
+            build_model(model) if isinstance(model, Mapping) else _checked(model, self.takes_any_module)
+        )
         base = base_of(self.model)
         quantised = quantised_by(self.model)
         if quantised not in ("", "torchao"):
@@ -208,7 +214,8 @@ class TransformersTask(TaskModule):
         self.items = items_of(base)
         if self.items.shifts and has_prompts(self.model):
             self.items = replace(self.items, count=tokens)  # a prompt comes before the first label
-        self._ignored = tuple(getattr(base.config, "keys_to_ignore_at_inference", None) or ())
+        config = getattr(base, "config", None)
+        self._ignored = tuple(getattr(config, "keys_to_ignore_at_inference", None) or ())
         self._checked = False
         self._record(generate)
 
@@ -253,7 +260,7 @@ class TransformersTask(TaskModule):
         if self.count_tokens == "no":
             return 0
         columns = self.columns.of_batch(batch)
-        main = base_of(self.model).main_input_name
+        main = getattr(base_of(self.model), "main_input_name", None)
         if main not in columns:
             raise ConfigError(
                 f"count_tokens={self.count_tokens!r}: the batch has no {main!r}, the main input of the model."
@@ -289,7 +296,8 @@ class TransformersTask(TaskModule):
             logits = logits[0] if isinstance(logits, tuple) else logits
             check_smoothed(logits, columns["labels"])
             return smoothed_cross_entropy(logits, columns["labels"], self.label_smoothing, self.items.shifts)
-        if not isinstance(outputs, tuple) and getattr(outputs, "loss", None) is None:
+        found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(outputs, tuple) and found is None:
             name, wanted = type(base_of(self.model)).__name__, " and ".join(self.columns.labels)
             if not wanted:
                 raise ConfigError(
@@ -375,7 +383,8 @@ class TransformersTask(TaskModule):
         return output
 
     def _check_multiple(self, batch: Batch) -> None:
-        multiple, main = self.pad_to_multiple_of, batch.get(base_of(self.model).main_input_name)
+        main_input = getattr(base_of(self.model), "main_input_name", None)
+        multiple, main = self.pad_to_multiple_of, batch.get(main_input)
         if multiple is not None and isinstance(main, Tensor) and main.ndim > 1 and main.shape[1] % multiple:
             raise ConfigError(
                 f"pad_to_multiple_of={multiple}, but the first micro-batch has length {main.shape[1]}: it was"
@@ -466,13 +475,9 @@ class _Reading(Callback):
         return self._task.evaluation_reader()
 
 
-def _checked(model: Any) -> nn.Module:
+def _checked(model: Any, takes_any: bool) -> nn.Module:
     base = base_of(model) if isinstance(model, nn.Module) else model
-    if (
-        not isinstance(base, nn.Module)
-        or not hasattr(base, "config")
-        or not hasattr(base.config, "model_type")
-    ):
+    if not (isinstance(base, nn.Module) and (takes_any or is_pretrained(base))):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(
             f"TransformersTask takes a PreTrainedModel or a PeftModel, not {given}. from_pretrained of an"

@@ -57,6 +57,7 @@ class ScriptTask(TransformersTask):
     """
 
     script: Script
+    takes_any_module = True
     has_own_step = has_own_loss = False
     current: Pass | None = None
     hides_gradients = ""

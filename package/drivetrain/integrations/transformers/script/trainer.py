@@ -18,7 +18,14 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
-from transformers import TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import (
+    PrinterCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+    trainer_utils,
+)
 from transformers.trainer_utils import (
     EvalLoopOutput,
     IntervalStrategy,
@@ -32,6 +39,7 @@ from transformers.trainer_utils import (
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.processes import local_rank, rank, world_size
@@ -48,6 +56,7 @@ from drivetrain.integrations.transformers.log_names import (
     to_transformers,
 )
 from drivetrain.integrations.transformers.run_arguments import UNLIMITED
+from drivetrain.integrations.transformers.saved_tensors import check_shared
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
 from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
 from drivetrain.integrations.transformers.script.card import card_options
@@ -73,6 +82,7 @@ from drivetrain.integrations.transformers.script.pass_outputs import Pass
 from drivetrain.integrations.transformers.script.run import ScriptRun
 from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.script.their_names import TheirNames
+from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.run.run import Run
 from drivetrain.trainer import trainer as own
 
@@ -105,6 +115,19 @@ def _is_theirs(path: str) -> bool:
     )
 
 
+def _not_there(path: str, given: object, output_dir: str) -> str:
+    """Return the message for a checkpoint that is not there, with those that are."""
+    try:
+        newest = resolve(output_dir)
+    except CheckpointError:
+        there = f"output_dir={output_dir!r} has none"
+    else:
+        folder = Path(newest).parent
+        names = sorted(each.name for each in folder.glob("step-*")) if folder.is_dir() else [newest]
+        there = f"{str(folder)!r} has {', '.join(names)}; True takes the newest"
+    return f"train(resume_from_checkpoint={given!r}): there is no checkpoint in {path!r}. {there}"
+
+
 class Trainer(TheirNames):
     """transformers' Trainer, for scripts that are written for it: change the import, and run.
 
@@ -114,7 +137,8 @@ class Trainer(TheirNames):
     would call is an error.
 
     Args:
-        model: A `PreTrainedModel` or `PeftModel`.
+        model: A `PreTrainedModel` or `PeftModel`; or any module whose forward returns its loss first in a
+            tuple, in a mapping, or as an attribute. The loss of such a module is weighted by samples.
         args: The arguments; None takes transformers' defaults and the directory "tmp_trainer".
         data_collator: Makes a batch of samples; by default the samples are padded with `processing_class`.
         train_dataset: The training data: samples by index, or an iterable of samples.
@@ -201,6 +225,9 @@ class Trainer(TheirNames):
         self._keeps_outputs, self._at_log_point = True, False
         self._ignored_in_fit: list[str] | None = None
         self._callbacks = made_callbacks(callbacks)
+        prints = any(isinstance(each, PrinterCallback) for each in self._callbacks)
+        if self.args.disable_tqdm and not prints:  # its lines take the place of the progress bar
+            self._callbacks.append(PrinterCallback())
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
         self._task = self._make_task()
         self.accelerator = ScriptAccelerator(
@@ -563,6 +590,7 @@ class Trainer(TheirNames):
         if self.model_init is not None:
             self._own_model, self._given_optimizers = self._init_model(), (None, None)
         checked_optimizers(self._given_optimizers, None, None, self._settings_of([]))
+        self._prepare_model()
         self._task = self._make_task()
         self._ignored_in_fit = ignore_keys_for_eval
         resume, train, evaluation = (
@@ -588,6 +616,19 @@ class Trainer(TheirNames):
         metrics = self._adapter.train_metrics
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
+    def _prepare_model(self) -> None:
+        """Copy the tokenizer's special tokens to the model's configurations, and check shared tensors."""
+        kinds = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
+        if isinstance(self.processing_class, kinds) and hasattr(self.model, "config"):
+            own_method: Any = getattr(transformers.Trainer, "_align_special_tokens", None)  # of 5.0
+            align = getattr(trainer_utils, "align_special_tokens", None)
+            if align is None:
+                own_method(self)
+            else:
+                align(self.model, self.processing_class)
+        if self._mapped.trainer_options["checkpoint"] and base_of(self.model) is self.model:
+            check_shared(self.model)
+
     def _planned_steps(self, loader: DataLoader[Any]) -> int | None:
         """Return the number of steps that `num_train_epochs` gives; None if the data has no length."""
         if not has_length(loader):
@@ -612,7 +653,13 @@ class Trainer(TheirNames):
                 f"{path!r} has checkpoints of transformers' own Trainer, which cannot be resumed here. Load"
                 " the weights of one with from_pretrained, and train in another output_dir"
             )
-        return resolve(path) if given is True else path
+        try:
+            found = resolve(path)
+        except DamagedCheckpointError:
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(_not_there(path, given, self.args.output_dir)) from error
+        return found if given is True else path
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
