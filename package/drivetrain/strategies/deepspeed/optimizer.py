@@ -16,6 +16,7 @@ from drivetrain.strategies.deepspeed.config import DeepSpeedConfig
 from drivetrain.strategies.deepspeed.ds_config import AUTO, optimizer_type
 from drivetrain.strategies.deepspeed.library import compile_once, library
 from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.task import TaskModule, overrides
 
 _LOG = logger(__name__)
 
@@ -35,10 +36,9 @@ def configured(config: DeepSpeedConfig, task: nn.Module, total_steps: int | None
     """
     given = config.mapping.get("optimizer")
     scheduler = config.mapping.get("scheduler")
-    overrides: Callable[[str], bool] | None = getattr(task, "overrides", None)
     if given is None:
         return None
-    if overrides is not None and overrides("configure_optimizers"):
+    if isinstance(task, TaskModule) and overrides(task, "configure_optimizers"):
         raise ConfigError(
             f"{type(task).__name__}.configure_optimizers and the section 'optimizer' of DeepSpeed's"
             " configuration both choose an optimizer. Remove one of them"
