@@ -269,3 +269,23 @@ def test_a_module_without_an_optimizer_runs_its_epochs(tmp_path: Path) -> None:
         found, result = under_ours(ours, max_epochs=2, **saves)
     assert (ours.rows, found, result.best_checkpoint) == (theirs.rows, expected, None)
     assert as_data(ours) is not None
+
+
+def test_a_loader_that_is_its_own_iterator_begins_anew_in_each_epoch() -> None:
+    class Own:
+        def __iter__(self) -> Any:
+            self.rest = iter(modules.loader())
+            return self
+
+        def __next__(self) -> Any:
+            return next(self.rest)
+
+        def __len__(self) -> int:
+            return len(modules.loader())
+
+    kind = _kind(modules.WarmUp, train_dataloader=lambda self: Own())
+    theirs, ours = made(kind), made(kind)
+    pl.Trainer(max_epochs=2, enable_checkpointing=False, enable_model_summary=False, **QUIET).fit(theirs)
+    under = from_lightning_arguments(max_epochs=2, enable_checkpointing=False, **QUIET).trainer
+    under.fit(as_task(ours), as_data(ours))
+    assert torch.equal(weights_of(theirs), weights_of(ours))
