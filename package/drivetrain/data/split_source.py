@@ -148,7 +148,8 @@ class SplitSource(Source):
                 if has:
                     repeats.note(0, batch)
                 number += 1
-                is_last = not going or number == CHECKED_AT[-1]
+                # Whoever knows the number of rounds asks for no round after the last.
+                is_last = not going or number in (self._rounds, CHECKED_AT[-1])
                 if is_last or (self._suspect is not None and number & (number - 1) == 0):
                     self._report_repeats(repeats, is_last)
                     repeats = None if is_last else repeats

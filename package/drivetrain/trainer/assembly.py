@@ -16,6 +16,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.files import odd_kind
 from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, PerEpoch, Trigger, exact
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
@@ -432,7 +433,9 @@ def given_run_dir(run_dir: str | os.PathLike[str]) -> Path:
     given = Path(run_dir).absolute()
     taken = next((each for each in (given, *given.parents) if each.exists()), None)
     if taken is not None and not taken.is_dir():
-        raise ConfigError(f"run_dir={str(run_dir)!r} cannot be made: {str(taken)!r} is a file")
+        raise ConfigError(
+            f"run_dir={str(run_dir)!r} cannot be made: {str(taken)!r} {odd_kind(taken) or 'is a file'}"
+        )
     return given
 
 
