@@ -23,7 +23,9 @@ LOGGERS: Registry[Callable[[Path], Logger]] = Registry(
         "csv": "drivetrain.loggers.csv:CSVLogger",
         "jsonl": "drivetrain.loggers.jsonl:JSONLinesLogger",
         "azureml": "drivetrain.integrations.trackers.mlflow:AzureMLLogger",
+        "dvclive": "drivetrain.integrations.trackers.dvclive:DVCLiveLogger",
         "mlflow": "drivetrain.integrations.trackers.mlflow:MLflowLogger",
+        "trackio": "drivetrain.integrations.trackers.trackio:TrackioLogger",
         "wandb": "drivetrain.integrations.trackers.wandb:WandbLogger",
     },
 )

@@ -65,13 +65,11 @@ _OUTSIDE = (
     "ClearMLCallback",
     "CodeCarbonCallback",
     "CometCallback",
-    "DVCLiveCallback",
     "DagsHubCallback",
     "FlyteCallback",
     "KubeflowCallback",
     "NeptuneCallback",
     "SwanLabCallback",
-    "TrackioCallback",
 )
 _OURS = {
     **dict.fromkeys(
@@ -81,6 +79,8 @@ _OURS = {
     ),
     "AzureMLCallback": "Trainer(loggers='azureml') does that",
     "MLflowCallback": "Trainer(loggers='mlflow') does that",
+    "DVCLiveCallback": "Trainer(loggers='dvclive') does that",
+    "TrackioCallback": "Trainer(loggers='trackio') does that",
     "WandbCallback": "Trainer(loggers='wandb') does that",
     "JITCheckpointCallback": "It saves when the machine is taken away, as Trainer(preemption=True) does",
 }
