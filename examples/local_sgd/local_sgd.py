@@ -155,7 +155,7 @@ class LocalSGD(Strategy):
 
     @property
     def _period(self) -> int:
-        return self.config.period * len(self._optimizers)  # each optimizer is stepped once in a step
+        return self.config.period * len(self._optimizers)  # a step calls each optimizer once
 
     def _weights(self) -> list[Tensor]:
         """Return the trained parameters and the buffers, which differ between the processes."""

@@ -341,7 +341,7 @@ def test_a_ported_task_is_refused_with_all_that_nobody_would_call(tmp_path: Path
 def test_attributes_of_other_libraries_are_answered_with_ours() -> None:
     task, trainer, wrong = Regression(), Trainer(max_epochs=1), []
     table = {
-        (task, "log"): "the mapping that a step or loss returns",
+        (task, "log"): "the mapping that training_step or loss returns",
         (task, "device"): "next(self.parameters()).device",
         (task, "save_hyperparameters"): "self.hparams",
         (trainer, "train"): "trainer.fit(task, train_data",

@@ -69,13 +69,13 @@ class UnsavedTensors:
 
     It checks buffers and trained parameters that the state dict leaves out, and a module's plain attributes,
     with what is in their containers and in objects of the user's classes. In the second step of a program,
-    each call of torch in the task's step is looked at, and again in a step after a save, if a tensor has
+    each call of torch in `training_step` is looked at, and again in a step after a save, if a tensor has
     changed that no step was seen to read. A tensor that is written whole before it is read is a record or
     scratch memory, and one that only grows is a cache. Nobody sees who reads an array of numpy: those are
     named that are changed in place. Compiled code is not looked at, so that there each change counts.
 
     Args:
-        engine: Runs the task's steps, and has made the first step of this program.
+        engine: Runs the task, and has made the first step of this program.
     """
 
     def __init__(self, engine: Engine) -> None:

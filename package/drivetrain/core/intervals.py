@@ -68,7 +68,7 @@ def _unit(name: str, spec: object) -> str:
     for each in units:
         if unit in (each, each[:-1]):
             return each
-    hint = "Optimizer steps are called steps. " if unit.startswith(("batch", "iter")) else ""
+    hint = "Intervals count optimizer steps, not batches. " if unit.startswith(("batch", "iter")) else ""
     raise ConfigError(f"unknown unit {name!r} in the interval {spec!r}. {hint}{nearest(unit, units)}")
 
 

@@ -1,10 +1,10 @@
 """Read the batches of an epoch in several processes together.
 
-A round is what all of them read at the same time: the next `size x batch_size` samples of the one global
-order, in consecutive slices. So every number of processes sees the same epoch, and a position, which counts
-samples of the global order, has the same meaning for all. The last round may be short. Its samples are then
-distributed evenly. A process without samples gets a placeholder, which it runs with weight zero, because all
-processes must take part in every step.
+A global micro-batch is what all of them read at the same time: the next `size x batch_size` samples of the
+one global order, in consecutive slices. Names here call it a round. So every number of processes sees the
+same epoch, and a position, which counts samples of the global order, has the same meaning for all. The last
+round may be short. Its samples are then distributed evenly. A process without samples gets a placeholder,
+which it runs with weight zero, because all processes must take part in every step.
 """
 
 from __future__ import annotations

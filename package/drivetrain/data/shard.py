@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """The shard of every round of batches that one process reads.
+    """The shard of every global micro-batch that one process reads.
 
     Attributes:
         rank: The shard's number, from 0.
@@ -24,7 +24,7 @@ WHOLE = Shard()
 
 
 class Everywhere(NamedTuple):
-    """The totals over all processes in one round of batches, or in a window.
+    """The totals over all processes in one global micro-batch, or in a window.
 
     Attributes:
         weight: The weight that the loss is divided by.

@@ -1,6 +1,6 @@
 """The sizes of a run's windows where they change by schedule, without reading any data.
 
-A round is one micro-batch on each process, and a window the rounds of one step.
+A round is a global micro-batch, one micro-batch on each process, and a window the rounds of one step.
 A window's micro-batches, the samples of a batch and the length of sequences follow from the window's place:
 its number in the run, its epoch, and the samples before it. So batches can be made ahead, and a resumed run
 cuts the data as the uninterrupted one. Windows of equal size are counted by division.

@@ -168,7 +168,7 @@ class Engine:
             show: Whether to print the size that "auto" has found.
 
         Raises:
-            ConfigError: The task's optimizers or its step do not fit together.
+            ConfigError: The task's optimizers or its `training_step` do not fit together.
         """
         self.task = task
         self.step_module = StepModule(task)
@@ -313,10 +313,10 @@ class Engine:
         return sum(each.bad for each in micro_batches) if self._alone else self.placeholders.bad
 
     def show_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
-        """Step the declared metrics with a micro-batch: now, or after the step if it may be skipped.
+        """Update the declared metrics with a micro-batch: now, or after the step if it may be skipped.
 
         Args:
-            outputs: The outputs of the task's step.
+            outputs: The outputs of the task's `training_step`.
             batch: The micro-batch.
             seen: Collects the inputs for later.
         """

@@ -17,7 +17,7 @@ from drivetrain.task.output import Optimized, no_loss, read_output
 
 def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
     """Make one step of a generator task: forward, backward and an optimizer's step at each yield."""
-    # All bodies of the window run side by side, so that each named step sees the whole window's
+    # All bodies of the window run side by side, so that each named optimizer gets the whole window's
     # gradient.
     placeholders, task = engine.placeholders, engine.task
     pairs = list(engine.transfer.moving(pairs))
@@ -102,7 +102,7 @@ class Returned:
 
 
 def advance(body: Generator[Any, None, Any]) -> Any:
-    """Run a generator step to its next yield; strategies wrap this if the task's step is a generator."""
+    """Run a generator step to its next yield; strategies wrap this if `training_step` is a generator."""
     try:
         return next(body)
     except StopIteration as end:

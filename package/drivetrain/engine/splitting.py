@@ -82,7 +82,7 @@ class MicroBatches:
         begun_again: Functions to call each time a step is repeated.
 
     Raises:
-        ConfigError: The task's step is a generator.
+        ConfigError: The task's `training_step` is a generator.
     """
 
     def __init__(self, spec: int | str, engine: StepContext, show: bool = False) -> None:

@@ -269,7 +269,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
                 raise ConfigError(
                     f"configure_optimizers returned a {type(spec).__name__} for {name!r}; allowed are an"
                     " OptimizerConfig, or a function of the parameters that returns an optimizer or"
-                    " (optimizer, scheduler), the scheduler stepped once per step, or a TorchSchedule"
+                    " (optimizer, scheduler), whose step() is called after each step, or a TorchSchedule"
                 )
             specs[name] = spec
         return specs
@@ -279,7 +279,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
     raise ConfigError(
         f"configure_optimizers returned {given}; allowed are an OptimizerConfig, a"
         " mapping of names to them, or a function of the parameters that returns an optimizer or"
-        " (optimizer, scheduler), the scheduler stepped once per step, or a TorchSchedule"
+        " (optimizer, scheduler), whose step() is called after each step, or a TorchSchedule"
     )
 
 

@@ -1,8 +1,8 @@
 """The window of one step: the weights of its micro-batches, and the result of the step.
 
 The gradient of a window is sum(weight x loss) / sum(weight), over its micro-batches and all ranks. If the
-weights are known before the first backward, as in a Trainer, each backward gets its share of the sum. Your
-own loop does not know them: its window is scaled when it is closed.
+weights are known before the first backward, as in a Trainer, each backward gets its factor, its part of the
+sum. Your own loop does not know them: its window is scaled when it is closed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from drivetrain.engine.placeholder import Placeholders, has_zero_weight, zero_gr
 from drivetrain.strategies import Strategy
 
 Weighted = list[tuple[MicroBatch, float | Tensor | None]]
-"""Micro-batches with their shares of a window; None means the whole."""
+"""Micro-batches with their factors; None means 1."""
 
 
 def weigh(
     micro_batches: Sequence[MicroBatch], ranks: Ranks | None, placeholders: Placeholders
 ) -> tuple[Weighted, Everywhere | None]:
-    """Give each micro-batch of a window its share of the window's weight.
+    """Give each micro-batch of a window its factor, its part of the window's weight.
 
     A micro-batch of weight zero has nothing to learn from, and its mean loss is usually 0 / 0. A single
     process leaves it out. Several ranks run a placeholder for it, because all must run the same number of
@@ -39,8 +39,8 @@ def weigh(
         placeholders: Prepares placeholders.
 
     Returns:
-        The micro-batches with their shares, times the number of ranks, because strategies average over ranks;
-        and the window's counts on all ranks together, None for one process.
+        The micro-batches with their factors, times the number of ranks, because strategies average over
+        ranks; and the window's counts on all ranks together, None for one process.
     """
     if ranks is None:
         if len(micro_batches) == 1:

@@ -66,7 +66,7 @@ class EvaluationPass:
             self._records.append([each.record(loss, outputs, micro_batch.batch) for each in self._readers])
 
     def end_round(self) -> None:
-        """Give rank 0 what needs all samples. In a round the ranks have consecutive ones."""
+        """Give rank 0 what needs all samples. In a global micro-batch the ranks have consecutive ones."""
         self._round += 1
         if self._keeps_all:
             self._declared.to_host()  # type: ignore[union-attr]

@@ -403,7 +403,7 @@ def predict(
                 made.end_round()
             if after_step:
                 run.call(after_step)
-            # In one round the ranks hold consecutive samples: their order is the data's.
+            # In one global micro-batch the ranks hold consecutive samples: their order is the data's.
             for each in (mine,) if alone else ranks.all_gather(mine):
                 if each is not None:
                     if sizes is not None:

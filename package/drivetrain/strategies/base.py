@@ -340,7 +340,7 @@ class Strategy(ABC):
     def backward(
         self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Add the gradients of `share * loss` to all parameters, or only to `inputs`.
+        """Add the gradients of `factor * loss` to all parameters, or only to `inputs`.
 
         Args:
             loss: A scalar.

@@ -110,7 +110,7 @@ class SingleDevice(Strategy):
     def backward(
         self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Run backward with the share as the gradient of the loss: multiplying the loss would take 6 us."""
+        """Run backward with the factor as the gradient of the loss: multiplying the loss would take 6 us."""
         root = None
         if factor is not None or self._scale is not None:
             loss, root = self._root(loss, factor)

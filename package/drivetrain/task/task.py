@@ -202,8 +202,8 @@ class TaskModule(nn.Module):
         Returns:
             An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
             optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers. The
-            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per step, or a `TorchSchedule`
-            stepped by epoch or with a metric.
+            schedule is a `torch.optim.lr_scheduler.LRScheduler` whose `step()` is called after each step, or
+            a `TorchSchedule`, for one that follows epochs or a metric.
         """
         return OptimizerConfig("adamw")
 
@@ -228,7 +228,7 @@ class TaskModule(nn.Module):
         Args:
             engine: The `Engine`: `accumulate(pairs)` runs forward and backward, and `update(updater, rows,
                 parameters)` clips, steps and clears the gradients of one of `engine.updaters`.
-            pairs: The micro-batches, each with the share of its loss in the gradient; none if there is
+            pairs: The micro-batches, each with the factor of its loss; none if there is
                 nothing to learn from.
         """
         rows, seen = engine.accumulate(pairs)

@@ -220,7 +220,7 @@ def test_a_schedule_that_is_shorter_than_the_fit_is_refused() -> None:
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    with pytest.raises(ConfigError, match="OneCycleLR can be stepped 2 times") as raised:
+    with pytest.raises(ConfigError, match="OneCycleLR can take 2 steps") as raised:
         quiet(max_epochs=2).fit(as_task(made(Short)), modules.loader())
     assert "estimated_stepping_batches" in raised.value.__notes__[0]
 
@@ -405,7 +405,7 @@ def test_a_schedule_that_is_never_stepped_or_of_another_kind_is_named(tmp_path: 
     with warned("StepLR has interval='step' and frequency=1000, and an epoch has .* is never stepped"):
         under_ours(stepped(rates.StepLR, interval="step", frequency=1000), max_epochs=1, **saves)
     short = functools.partial(rates.OneCycleLR, total_steps=2)  # three of the six batches of an epoch step it
-    with pytest.raises(ConfigError, match=r"OneCycleLR can be stepped 2 times, and .* it 6 times"):
+    with pytest.raises(ConfigError, match=r"OneCycleLR can take 2 steps, and .* 6 times"):
         under_ours(stepped(short, interval="step", frequency=2), max_epochs=2)
     with pytest.raises(ConfigError, match="CosineAnnealingLR, and the checkpoint the states of StepLR"):
         under_ours(stepped(rates.CosineAnnealingLR), max_epochs=2, resume="auto", **saves)

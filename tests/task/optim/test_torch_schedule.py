@@ -127,14 +127,14 @@ def test_a_scheduler_that_is_shorter_than_the_run_is_refused_before_it_begins() 
         return SequentialLR(optimizer, [StepLR(optimizer, 1), one_cycle(3)(optimizer)], [2])
 
     for factory, settings, text in (
-        (one_cycle(9), {}, "can be stepped 9 times, and this run of 10 steps steps it 10 times"),
+        (one_cycle(9), {}, r"can take 9 steps, and this run of 10 steps calls its step\(\) 10 times"),
         (
             one_cycle(1),
             {"every": "1 epoch"},
             "this run of 2 epochs .*Tried to step 2 times.*self.totals.epochs",
         ),
-        (table, {}, "LambdaLR can be stepped 2 times.*IndexError"),
-        (joined, {}, "5 times.*self.totals.steps"),
+        (table, {}, "LambdaLR can take 2 steps.*IndexError"),
+        (joined, {}, "can take 5 steps.*self.totals.steps"),
     ):
         with pytest.raises(ConfigError, match=text):
             rates(task(factory, **settings), max_epochs=2)

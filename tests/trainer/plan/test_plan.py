@@ -389,7 +389,7 @@ VALIDATION = Unreadable(10, 5)
 CONFLICTS = {
     "warm-up takes 20 steps and the run has 12": {"task": sgd(warmup_steps=20)},
     "'cosine' does not finish": {"task": sgd(schedule="cosine", total_steps=50)},
-    "OneCycleLR can be stepped 10 times": {"task": Classifier(one_cycle)},
+    "OneCycleLR can take 10 steps": {"task": Classifier(one_cycle)},
     "max_steps=100 is not reached": {"max_steps": 100},
     "validate_every=50 steps is longer": {"validate_every": 50, "validation": VALIDATION},
     "log_every=13 steps is longer": {"log_every": 13},

@@ -239,7 +239,7 @@ class Throughput(Callback):
             if run.is_main:
                 _LOG.warning(_UNCOUNTED.format(type(failed).__name__, failed))
             return
-        # A step without an optimizer's step (a window of weight zero) has no complete backward to count.
+        # A window of weight zero makes no step, and has no complete backward to count.
         if found is not None and samples > 0:
             # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
             # not.

@@ -37,8 +37,8 @@ def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict
     for name in declared:
         if name in returned:
             raise ConfigError(
-                f"the step returns a value {name!r}, and metrics() declares one of the same name; rename one"
-                " of the two"
+                f"training_step returns a value {name!r}, and metrics() declares one of the same name; rename"
+                " one of the two"
             )
     return {**returned, **declared}
 

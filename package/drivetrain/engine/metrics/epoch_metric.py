@@ -21,7 +21,7 @@ _BY_NAME = ("predictions", "references")
 """The parameters of a metric of Hugging Face's evaluate."""
 
 Place: TypeAlias = tuple[int, int]
-"""Where an update belongs: the number of its round, and the rank."""
+"""Where an update belongs: the number of its global micro-batch, and the rank."""
 
 Record: TypeAlias = tuple[Place, Any]
 """The inputs of one update, with their place."""
@@ -32,7 +32,7 @@ class EpochMetric:
 
     It is for values that no metric can add up batch by batch, such as those of scikit-learn or evaluate. Each
     sample counts once, on any number of ranks. In an evaluation the samples are in the order of the data set.
-    In training they are those of the log interval in the order of the updates, and within one update rank by
+    In training they are those of the log interval in the order of the steps, and within one step rank by
     rank. The function is called on rank 0, and all ranks get its result, or raise its error.
 
     An evaluation keeps the inputs on the host, each rank those of its batches, and gives all to rank 0 at its

@@ -90,7 +90,7 @@ class ModuleHooks(ModuleState, Callback):
         self.closures: ClosureSteps | None = None
         self.trains_nothing = False
         self._is_repeated = False  # whether a window is evaluated once more
-        self.skipped: Skipped | None = None  # of the newest step, if a step may return None
+        self.skipped: Skipped | None = None  # of the newest step, if `training_step` may return None
         self._shown: list[str] = []
         self._evaluated: tuple[Any, Any, int] | None = None
         self._kept: Mapping[str, Any] = {}
@@ -477,7 +477,7 @@ class ModuleHooks(ModuleState, Callback):
         self.loss = None
 
     def _after_step(self, run: Run) -> None:
-        """Step schedules by step that watch a value, which a validation of this step may have logged."""
+        """Call the plateau schedules that follow steps; a validation may just have logged their value."""
         if run.result is not None and run.result.applied:
             self._step_schedules("steps", self.next_index, plateau=True)
 

@@ -117,7 +117,7 @@ class LightningTask(TaskModule):
         return self.hooks.training_step(batch)
 
     def optimize(self, engine: Any, pairs: Any) -> Optimized:
-        """Make one optimizer step, of the batches whose step returns a loss."""
+        """Make one optimizer step, of the batches whose `training_step` returns a loss."""
         if pairs and self.hooks.trains_nothing:
             return collect(engine, pairs)
         if pairs and self.hooks.closures is not None:
@@ -159,7 +159,7 @@ class ManualTask(LightningTask):
     """A module with `automatic_optimization = False`, which steps its optimizers itself."""
 
     def optimize(self, engine: Any, pairs: Any) -> Optimized:
-        """Run the module's training steps, which step its optimizers; each batch counts as a step."""
+        """Run the module's `training_step`, which steps its optimizers; each batch counts once."""
         returned = []
         for micro_batch, _ in list(engine.transfer.moving(pairs)):
             engine.passes += 1

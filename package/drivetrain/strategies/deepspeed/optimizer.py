@@ -121,7 +121,7 @@ def _schedule(section: Mapping[str, Any], rate: float, total: int | None) -> Cal
         raise ConfigError(f"{kind} has no parameter {name!r}. {nearest(name, allowed)}")
 
     def factor(step: int) -> float:
-        done = step - 1  # DeepSpeed steps the schedule after a step, and starts at the lowest rate
+        done = step - 1  # DeepSpeed moves the schedule after a step, and starts at the lowest rate
         if done < 0:
             return low if kind != "WarmupCosineLR" else 0.0
         if done < steps:

@@ -344,7 +344,7 @@ class DeepSpeed(Strategy):
     def backward(
         self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Run backward of the share of the loss by DeepSpeed's engine."""
+        """Run backward of the factor times the loss by DeepSpeed's engine."""
         if inputs is not None:
             raise StrategyError(
                 f"backward to only some parameters is not supported: {self.refuses('generators')}"

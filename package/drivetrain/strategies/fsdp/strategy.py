@@ -331,7 +331,7 @@ class FSDP(Strategy):
     def backward(
         self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Run backward with the share as the gradient of the loss."""
+        """Run backward with the factor as the gradient of the loss."""
         self._has_run = True
         root = None
         if factor is not None or self._scale is not None:

@@ -49,8 +49,8 @@ class CompileConfig:
     Attributes:
         scope: The unit of compilation. "blocks" compiles each repeated block of a list of modules, once per
             class; a task without such blocks is compiled as with "task". "task" compiles the whole forward,
-            or, if the task has none, that of each child module. "step" compiles the training step, with
-            forward and loss, and the steps of evaluation and prediction; not backward or the optimizer.
+            or, if the task has none, that of each child module. "step" compiles `training_step`, with
+            forward and loss, and those of evaluation and prediction; not backward or the optimizer.
         mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs"; None means
             "default".
         dynamic: Whether the compiled code accepts changing sizes. True accepts all. False compiles each size
@@ -199,7 +199,7 @@ class Compilation:
             elif method == "training_step":
                 raise ConfigError(
                     f"{kind.__name__}.training_step is a generator, which cannot be compiled together with"
-                    " the steps between its yields. Use scope 'task' or 'blocks'"
+                    " the optimizers' steps at its yields. Use scope 'task' or 'blocks'"
                 )
 
     def _modules(self, model: nn.Module) -> list[nn.Module]:

@@ -173,8 +173,8 @@ class Trace:
     ) -> None:
         """Run backward with the share as the gradient of the loss, as an input of the compiled program.
 
-        The share is moved to the device as a tensor with a dimension. torch_xla merges equal numbers, and
-        equal 0-d tensors, to one input, and compiles 0 and 1 as constants. So another share could need
+        The factor is moved to the device as a tensor with a dimension. torch_xla merges equal numbers, and
+        equal 0-d tensors, to one input, and compiles 0 and 1 as constants. So another factor could need
         another program.
         """
         root = None

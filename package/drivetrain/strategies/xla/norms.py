@@ -18,7 +18,7 @@ _FIXED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def correct_variances(model: nn.Module) -> None:
-    """Step running variances with unbiased variances, and give batch norms a backward in evaluation mode.
+    """Update running variances with unbiased variances, and give batch norms a backward in evaluation mode.
 
     This applies to torch's batch norms and instance norms and their subclasses. It does not apply to running
     variances that a model passes to `torch.nn.functional.batch_norm` itself.

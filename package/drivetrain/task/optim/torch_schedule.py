@@ -31,7 +31,7 @@ _MOST_STEPS = 10_000
 @by_name
 @dataclass(frozen=True)
 class TorchSchedule:
-    """A scheduler of torch, stepped after steps, after epochs, or after validations with a metric.
+    """A scheduler of torch whose `step()` is called after steps, epochs, or validations with a metric.
 
     ::
 
@@ -48,11 +48,11 @@ class TorchSchedule:
     Attributes:
         scheduler: An `LRScheduler`, or another object with `step`, `state_dict` and `load_state_dict`; or a
             function of the optimizer that makes one, such as ``functools.partial(StepLR, step_size=30)``.
-        every: When it is stepped, in steps or epochs, such as "1 epoch". None steps it after each
-            step, and one with a metric after each validation.
+        every: How often `step()` is called, in steps or epochs, such as "1 epoch". None is after each
+            step, and with a metric after each validation.
         metric: The full name of the value that its `step` is given, such as "validation/loss". After a
             validation it is a value of that validation; after steps or epochs, the latest of its name.
-        required: Whether it is an error if the value was not logged; if not, that step is left out.
+        required: Whether it is an error if the value was not logged; if not, that call is left out.
         mode: Whether less ("min") or more ("max") of the value is better, for a `ReduceLROnPlateau`, whose
             own mode must be the same. "auto" checks its mode, which torch sets to "min", against the metric's
             `higher_is_better` or its well-known name.
@@ -168,10 +168,10 @@ class TorchSchedule:
             if error is not None:
                 said = f" Its next one raises {type(error).__name__}: {error}."
             raise ConfigError(
-                f"the schedule {kind_of(self.scheduler)} can be stepped {possible:,} times, and this run of"
-                f" {length:,} {self.unit} steps it {calls:,} times.{said} Give it the run's length, which"
-                f" configure_optimizers finds in self.totals.{self.unit} (as in OneCycleLR(optimizer, max_lr,"
-                f" total_steps=self.totals.{self.unit})), or make the run shorter"
+                f"the schedule {kind_of(self.scheduler)} can take {possible:,} steps, and this run of"
+                f" {length:,} {self.unit} calls its step() {calls:,} times.{said} Give it the run's length,"
+                f" which configure_optimizers finds in self.totals.{self.unit} (as in OneCycleLR(optimizer,"
+                f" max_lr, total_steps=self.totals.{self.unit})), or make the run shorter"
             )
 
     @property
@@ -204,7 +204,7 @@ class TorchSchedule:
             )
 
     def report(self, steps: int | None) -> None:
-        """Say what a scheduler that is stepped after each step does to the rate, before the first step.
+        """Say what a scheduler that follows steps does to the rate, before the first one.
 
         Args:
             steps: The run's length, or None if unknown.
@@ -220,14 +220,14 @@ class TorchSchedule:
             lowest, limit = min(rates[: len(rates) // share + 1]), 1e-6 if share == 10 else 1e-12
             if steps is not None and steps <= _MOST_STEPS and lowest < limit * rates[0]:
                 _LOG.warning(
-                    f"{name} is stepped after each step, and lowers the rate from {rates[0]:.3g} to"
+                    f"{name}.step() is called after each step, and lowers the rate from {rates[0]:.3g} to"
                     f" {lowest:.3g} within {part} of the run of {total} steps. {epochs}"
                 )
                 return
         if self.every is None:
             last = rates[:total][-1]  # the schedule steps once more after the last step
             _LOG.info(
-                f"{name} is stepped after each step: the rate is {rates[0]:.3g} at first, and"
+                f"{name}.step() is called after each step: the rate is {rates[0]:.3g} at first, and"
                 f" {last:.3g} in step {total}. {epochs}"
             )
 

@@ -318,7 +318,7 @@ def _why_unknown(epoch: Epoch, totals: Totals) -> str:
     elif not epoch.exact:
         reasons.append("the length is what the training data says of itself")
     if totals.steps_in is not None:
-        reasons.append("epochs differ in their steps")
+        reasons.append("epochs have different numbers of steps")
     if totals.max_seconds is not None:
         reasons.append(f"max_time ends the run after {totals.max_seconds:g} seconds at the latest")
     return "; ".join(reasons)
