@@ -146,7 +146,7 @@ class TorchSchedule:
         Args:
             steps: The run's steps; None if unknown.
             epochs: Its epochs, the last of them begun; None if unknown.
-            calls: How often the run steps it; None counts by `every`.
+            calls: How often the run calls its `step()`; None counts by `every`.
 
         Raises:
             ConfigError: It is shorter, as a OneCycleLR may be, and would raise in the middle of the run.
