@@ -210,6 +210,71 @@ def test_given_and_overridden_optimizers_data_and_logs_are_used(tmp_path: Path) 
     assert of_class.get_learning_rates() == [0.1, 0.1]
 
 
+def test_a_plateau_given_as_an_object_watches_what_transformers_watches(tmp_path: Path) -> None:
+    options = {**EVERY_2, "save_strategy": "no", "metric_for_best_model": "loss", "max_steps": 8}
+    found = []
+    for kind in (transformers.Trainer, hf.Trainer):
+        bert = model(CLASSES)
+        sgd = torch.optim.SGD(bert.parameters(), lr=0.1)
+        falls = {"patience": 0, "factor": 0.5, "threshold": 10.0, "threshold_mode": "abs"}
+        given = (sgd, torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, **falls))
+        args = arguments(tmp_path, **options)
+        made = kind(bert, args, padded, even(CLASSES, 16), even(CLASSES, 3), optimizers=given)
+        made.train()
+        found.append(losses(made, "learning_rate"))
+    assert found[0] == found[1] == [0.1] * 4 + [0.05] * 2 + [0.025] * 2
+
+
+def test_overrides_memory_and_recomputation_take_the_forms_of_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scripted_by(base: Any) -> Any:
+        class Scripted(base):
+            def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:
+                assert items == 2
+                return super().training_step(model, inputs, items)
+
+            def get_eval_dataloader(self, eval_dataset: Any) -> Any:
+                return torch.utils.data.DataLoader(eval_dataset, batch_size=3, collate_fn=padded)
+
+            def create_scheduler(self, num_training_steps: int) -> Any:
+                return super().create_scheduler(num_training_steps)
+
+        return Scripted
+
+    class Recomputing(torch.nn.Linear):
+        given: Any = None
+
+        def gradient_checkpointing_enable(
+            self, gradient_checkpointing_kwargs: Any, every_n_layers: int = 1, offload: bool = False
+        ) -> None:
+            self.given = gradient_checkpointing_kwargs
+
+        def forward(self, x: Any, labels: Any = None) -> Any:
+            assert self.given or not self.training
+            return {"loss": torch.nn.functional.cross_entropy(super().forward(x), labels)}
+
+    found, folder = [], tmp_path / "saved"
+    options = {"eval_strategy": "epoch", "eval_dataset": even(CLASSES, 3), "max_steps": 2}
+    options |= {"skip_memory_metrics": False}
+    recomputes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    points = [{"x": torch.ones(4), "labels": 1}] * 8
+    for kind in (transformers.Trainer, hf.Trainer):
+        made = trainer(tmp_path, scripted_by(kind), data=even(CLASSES, 16), **options)
+        names = sorted(made.train().metrics)
+        made.save_model(folder, _internal_call=True)
+        with warnings.catch_warnings():  # transformers calls the method's former name, and says so
+            warnings.simplefilter("ignore")
+            own = kind(Recomputing(4, 2), arguments(tmp_path, **recomputes), train_dataset=points)
+            own.train()
+        found.append((names, losses(made, "eval_loss"), own.model.given))
+    assert found[0][0] == found[1][0]
+    assert "train_mem_cpu_peaked_delta" in found[1][0]
+    assert "Recomputing: it is no model of transformers" in caplog.text
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    assert found[0][2] == found[1][2] == {"use_reentrant": False}
+
+
 def test_an_overridden_evaluate_is_what_a_fit_calls_and_ranks_by(tmp_path: Path) -> None:
     options = {**EVERY_2, "metric_for_best_model": "f1", "load_best_model_at_end": True}
     made = trainer(tmp_path, scripted.Answering, eval_dataset=rows(CLASSES, 5), **options)

@@ -220,7 +220,11 @@ _LOGS = (
     _ignored("trackio_space_id", _TRACKIO),
     _ignored("trackio_bucket_id", _TRACKIO),
     _ignored("trackio_static_space_id", _TRACKIO),
-    _mapped("skip_memory_metrics", "`MemoryReport()`, if it is False", False),
+    _mapped(
+        "skip_memory_metrics",
+        "`MemoryReport()`, if it is False; a script's metrics have the memory by stage",
+        False,
+    ),
     _mapped(
         "debug",
         '"underflow_overflow" is `NonFiniteDetector(history=21)`, "tpu_metrics_debug" is `XLAReport()`',

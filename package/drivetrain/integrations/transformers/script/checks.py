@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig
@@ -15,7 +16,11 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.integrations.transformers.arguments import MappedArguments
 from drivetrain.integrations.transformers.log_names import from_metric_for_best_model
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
+from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.trainer.trainer import Trainer
+
+_RECOMPUTATION = ("activation_checkpointing", "gradient_checkpointing")
+"""What transformers calls it now and called it before."""
 
 
 def ranked_by(mapped: MappedArguments, args: TrainingArguments, sets: Any) -> MappedArguments:
@@ -100,3 +105,30 @@ def checked_optimizers(
             f" parameters; {instead}"
         )
     return given
+
+
+def has_own_recomputation(model: Any) -> bool:
+    """Return whether a module that is none of transformers recomputes activations itself."""
+    of_transformers = isinstance(base_of(model), PreTrainedModel)
+    return not of_transformers and any(hasattr(model, f"{kind}_enable") for kind in _RECOMPUTATION)
+
+
+def enable_own_recomputation(model: Any, args: TrainingArguments) -> None:
+    """Have such a module recompute its activations in backward.
+
+    Raises:
+        ConfigError: Options for a method that takes none.
+    """
+    kind = next(each for each in _RECOMPUTATION if hasattr(model, f"{each}_enable"))
+    enable, name = getattr(model, f"{kind}_enable"), f"{kind}_kwargs"
+    given = (getattr(args, f"{each}_kwargs", None) for each in _RECOMPUTATION)
+    options = next((each for each in given if each), None)
+    parameters = inspect.signature(enable).parameters.values()
+    if any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters):
+        enable(**{name: options})
+    elif options:
+        raise ConfigError(
+            f"{name}={options!r}, which {type(model).__name__}.{kind}_enable does not take. Leave them out"
+        )
+    else:
+        enable()

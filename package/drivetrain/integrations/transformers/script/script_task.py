@@ -14,7 +14,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
 from drivetrain.integrations.transformers.evaluation import MetricsReader, Read
 from drivetrain.integrations.transformers.generation import is_sharded, noisy_embeddings
-from drivetrain.integrations.transformers.script.methods import is_overridden, items_for
+from drivetrain.integrations.transformers.script.methods import is_overridden, items_by_place, items_for
 from drivetrain.integrations.transformers.script.pass_outputs import KeptOutputs, Pass
 from drivetrain.integrations.transformers.task import TransformersTask
 from drivetrain.task.forward import call_forward
@@ -133,7 +133,9 @@ class ScriptTask(TransformersTask):
         stop = refused if self.hides_gradients and not sharded else None
         try:
             with _refusing_backward(parameters, stop), _set_aside(parameters) as made:
-                logged = script.training_step(self.model, inputs, **items_for(script.training_step, items))
+                step = script.training_step
+                counted = items_by_place(step, items)  # by place as in transformers: its name is the script's
+                logged = step(self.model, inputs, *counted, **({} if counted else items_for(step, items)))
         finally:
             self._pending = None
         if made and sharded:

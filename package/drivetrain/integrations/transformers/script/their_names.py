@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainerMemoryTracker
 
@@ -41,6 +42,7 @@ class TheirNames:
 
     _mapped: MappedArguments
     _task: ScriptTask
+    args: TrainingArguments
     get_learning_rates: Any
 
     current_gradient_accumulation_steps = 1
@@ -83,8 +85,8 @@ class TheirNames:
 
     @cached_property
     def _memory_tracker(self) -> TrainerMemoryTracker:
-        """A tracker that measures nothing: `skip_memory_metrics=False` adds a `MemoryReport` instead."""
-        return TrainerMemoryTracker(skip_memory_metrics=True)
+        """Measures the memory of the constructor, fits and evaluations with `skip_memory_metrics=False`."""
+        return TrainerMemoryTracker(self.args.skip_memory_metrics)
 
     @Fact
     def can_return_loss(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import (
     PrinterCallback,
@@ -53,6 +54,7 @@ from drivetrain.integrations.transformers.log_names import (
     EVALUATION,
     TEST,
     all_to_transformers,
+    from_metric_for_best_model,
     to_transformers,
 )
 from drivetrain.integrations.transformers.run_arguments import UNLIMITED
@@ -63,6 +65,8 @@ from drivetrain.integrations.transformers.script.card import card_options
 from drivetrain.integrations.transformers.script.checks import (
     checked_arguments,
     checked_optimizers,
+    enable_own_recomputation,
+    has_own_recomputation,
     made_callback,
     made_callbacks,
     processor_of,
@@ -84,6 +88,7 @@ from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.script.their_names import TheirNames
 from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.run.run import Run
+from drivetrain.task.optim.torch_schedule import TorchSchedule
 from drivetrain.trainer import trainer as own
 
 _OF_THE_DATA = ("batch_size", "evaluation_batch_size", "num_workers", "group_by_length", "collate")
@@ -177,6 +182,7 @@ class Trainer(TheirNames):
     # These need the model, the arguments, the optimizer and the state, which this class has.
     create_optimizer = transformers.Trainer.create_optimizer
     create_scheduler = transformers.Trainer.create_scheduler
+    create_optimizer_and_scheduler = transformers.Trainer.create_optimizer_and_scheduler
     get_decay_parameter_names = transformers.Trainer.get_decay_parameter_names
     get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
     get_learning_rates = transformers.Trainer.get_learning_rates
@@ -208,6 +214,7 @@ class Trainer(TheirNames):
     ) -> None:
         check_overrides(type(self), Trainer)
         self.args = checked_arguments(args)
+        self._memory_tracker.start()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._mapped = self._map_arguments(UNLIMITED)  # an interval that is a share of the run is never due
         set_seed(self.args.seed)
@@ -243,6 +250,7 @@ class Trainer(TheirNames):
         if self.is_world_process_zero():
             os.makedirs(self.args.output_dir, exist_ok=True)
         self._adapter.init_end(self.model, self.processing_class)
+        self._memory_tracker.stop_and_update_metrics()
 
     def _map_arguments(self, total_steps: int | None) -> MappedArguments:
         mapped = from_training_arguments(self.args, total_steps=total_steps)
@@ -313,8 +321,9 @@ class Trainer(TheirNames):
     """Whether the class generates sequences in evaluations."""
 
     def _settings_of(self, callbacks: Sequence[Any]) -> own.Trainer:
+        left_out = (*_OF_THE_DATA, "memory") if has_own_recomputation(self.model) else _OF_THE_DATA
         options = {
-            name: value for name, value in self._mapped.trainer_options.items() if name not in _OF_THE_DATA
+            name: value for name, value in self._mapped.trainer_options.items() if name not in left_out
         }
         return own.Trainer(**{**options, "callbacks": [*callbacks, *options["callbacks"]]})
 
@@ -559,7 +568,7 @@ class Trainer(TheirNames):
             return {name: self.get_eval_dataloader(name) for name in self.eval_dataset}
         if self.eval_dataset is None and not is_overridden(self, "get_eval_dataloader"):
             return None
-        return self.get_eval_dataloader()
+        return self.get_eval_dataloader(self.eval_dataset)
 
     # Training.
 
@@ -601,6 +610,7 @@ class Trainer(TheirNames):
         self._mapped = self._map_arguments(self._planned_steps(train))
         self.is_in_train = True
         self._adapter.train_dataloader = train
+        self._memory_tracker.start()
         try:
             with self._runs.fitting(evaluation):
                 # transformers keeps the checkpoint's rate, too
@@ -613,6 +623,7 @@ class Trainer(TheirNames):
                 )
         finally:
             self.is_in_train = False
+            self._stop_measuring()
         metrics = self._adapter.train_metrics
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
@@ -626,6 +637,8 @@ class Trainer(TheirNames):
                 own_method(self)
             else:
                 align(self.model, self.processing_class)
+        if "memory" in self._mapped.trainer_options and has_own_recomputation(self.model):
+            enable_own_recomputation(self.model, self.args)
         if self._mapped.trainer_options["checkpoint"] and base_of(self.model) is self.model:
             check_shared(self.model)
 
@@ -728,19 +741,33 @@ class Trainer(TheirNames):
                 "the optimizer has parameters that are not those of self.model as the strategy has placed"
                 " them. Make it in create_optimizer, or give optimizer_cls_and_kwargs=(class, arguments)"
             )
-        return made, self.lr_scheduler
+        return made, self._scheduled()
 
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make the optimizer and its scheduler for a number of steps."""
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
+    def _scheduled(self) -> Any:
+        """Return the scheduler; a ReduceLROnPlateau watches `metric_for_best_model`, or the loss."""
+        scheduler = self.lr_scheduler
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            return scheduler
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+        metric = from_metric_for_best_model(self.args.metric_for_best_model or "loss", sets)
+        return TorchSchedule(scheduler, metric=metric, mode=scheduler.mode)
 
     def _log_point(self, logs: dict[str, float]) -> None:
         self._at_log_point = True
+        if logs is self._adapter.train_metrics:
+            self._stop_measuring(logs)
         try:
             self.log(logs)
         finally:
             self._at_log_point = False
+
+    def _stop_measuring(self, metrics: dict[str, float] | None = None) -> None:
+        """Stop the measurement of a fit's memory, whose thread would never end, and add its metrics."""
+        tracker = self._memory_tracker
+        if not tracker.skip_memory_metrics and tracker.cur_stage == "train":
+            tracker.stop("train")
+            if metrics is not None:
+                tracker.update_metrics("train", metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add values to `state.log_history` and give them to the callbacks; loggers get them too.
@@ -782,7 +809,8 @@ class Trainer(TheirNames):
                     name if eval_dataset is None else dataset, ignore_keys, f"{metric_key_prefix}_{name}"
                 )
             return metrics
-        loader, start = self.get_eval_dataloader(eval_dataset), time.time()
+        self._memory_tracker.start()
+        loader, start = self.get_eval_dataloader(given), time.time()
         self._keeps_outputs = False
         try:
             output = self.evaluation_loop(
@@ -799,6 +827,7 @@ class Trainer(TheirNames):
         self.log(metrics)
         self.control.should_evaluate = False
         self._adapter.event("on_evaluate", metrics=metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
     def predict(
@@ -814,12 +843,14 @@ class Trainer(TheirNames):
             metric_key_prefix: What the names of the metrics begin with.
         """
         self._follow_arguments()
+        self._memory_tracker.start()
         loader, start = self.get_test_dataloader(test_dataset), time.time()
         output = self.evaluation_loop(
             loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
         )
         metrics = dict(output.metrics) | self._speed(metric_key_prefix, start, output.num_samples)
         self._adapter.event("on_predict", metrics=metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def evaluation_loop(
@@ -900,13 +931,16 @@ class Trainer(TheirNames):
 
     # Results and models on the disk.
 
-    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+    def save_model(
+        self, output_dir: str | os.PathLike[str] | None = None, _internal_call: bool = False
+    ) -> None:
         """Write the model and its processor to a folder, for `from_pretrained`; all processes call it.
 
         See `export_pretrained`.
 
         Args:
             output_dir: The folder; None for that of the arguments.
+            _internal_call: Without effect: this never uploads, and checkpoints do.
         """
         run, folder = self._runs.run, self.args.output_dir if output_dir is None else output_dir
         with nullcontext() if run is None else run.engine.checkpoint_layout():
