@@ -42,7 +42,7 @@ def test_the_installed_release_has_no_argument_without_a_row_and_the_page_is_cur
     available = strategies.StrategyRegistry.available_strategies()
     assert sorted(available) == sorted(set(table.STRATEGIES) - {"auto", "dp"})
     assert {name for name in all_callbacks if not name.startswith("Spike")} <= table.CALLBACKS.keys()
-    assert {*all_loggers, "Logger"} == table.LOGGERS.keys()
+    assert {*all_loggers, "Logger", "NeptuneLogger"} == table.LOGGERS.keys()
     assert set(table.PRECISIONS.values()) <= set(PRECISIONS)
     printer = site_script("print_lightning_arguments")
     text = printer.PAGE.read_text(encoding="utf-8")
@@ -188,6 +188,14 @@ def test_other_callbacks_and_loggers_become_ours(tmp_path: Path) -> None:
     table_, board = trainer.loggers
     assert table_.path.parent == tmp_path / "a" / "version_0"  # type: ignore[union-attr]
     assert board.directory == tmp_path / "b" / "version_3"  # type: ignore[union-attr]
+    strange = loggers.WandbLogger(experiment=object())  # type: ignore[arg-type]
+    cases = {
+        "wandb": (lambda: mapped(logger=loggers.WandbLogger(prefix="a")), "WandbLogger(prefix='a') has no"),
+        "another run": (lambda: mapped(logger=strange), "has a run that is not the open one"),
+    }
+    assert_refused(ConfigError, cases)
+    (saving,) = mapped(logger=loggers.WandbLogger(log_model=True)).loggers
+    assert saving.artifacts == "best"  # type: ignore[union-attr]
     (bar,) = mapped(enable_model_summary=False).callbacks
     assert isinstance(bar, ProgressBar)
     (summary,) = mapped(enable_progress_bar=False).callbacks

@@ -51,3 +51,9 @@ def test_a_server_that_dies_in_the_middle_gets_each_value_in_the_end():
     assert "MLflow cannot be opened: no server answers at" in out
     assert "MLFLOW_TRACKING_URI" in out
     assert not Path("without/config.json").exists()
+
+
+@pytest.mark.landing
+@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
+def test_the_logger_of_lightning_becomes_ours_with_its_arguments():
+    assert run_program("mlflow_of_lightning.py") == "digits small 1 {'loss': 1.0} all\n"

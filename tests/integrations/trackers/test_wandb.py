@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.integrations.trackers.kept import assert_each_value_once, killed_twice, run_program
 
+from drivetrain.core.registry import is_installed
 from drivetrain.integrations.trackers.wandb_file import _records, read_history
 
 pytest.importorskip("wandb", reason="the extra wandb is not installed")
@@ -47,3 +48,10 @@ def test_a_run_of_the_programs_own_gets_everything_and_stays_open():
     assert sorted(names["weights-own"]) == ["latest", "model.safetensors"]
     config = [each.key or each.nested_key for record in records for each in record.config.update]
     assert any("trainer" in str(each) for each in config)
+
+
+@pytest.mark.landing
+@pytest.mark.skipif(not is_installed("lightning"), reason="the extra lightning is not installed")
+def test_the_logger_of_lightning_becomes_ours_with_its_arguments():
+    assert run_program("wandb_of_lightning.py") == "digits small abc ('t',) sizes True\n"
+    assert [(row["step"], row["loss"]) for row in history(".")] == [(3, 1.0)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,6 +36,7 @@ from drivetrain.integrations.lightning.arguments_table import (
 )
 from drivetrain.integrations.lightning.kinds import is_overridden, is_theirs
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.loggers.base import LOGGERS as OUR_LOGGERS
 
 _LOG = logger(__name__)
 
@@ -222,13 +223,77 @@ def take_loggers(given: Any, note: Note) -> tuple[Any, ...]:
         if row.differs:
             note("logger", row.differs, row.name)
         options = vars(each)  # no other way leads to these
-        for name, nothing in {"_prefix": "", "_log_graph": False}.items():
-            if options.get(name, nothing) != nothing:
-                raise ConfigError(
-                    f"{row.name}({name.strip('_')}={options[name]!r}) has no counterpart; leave it out"
-                )
-        made.append((TensorBoardLogger if row.name == "TensorBoardLogger" else CSVLogger)(each.log_dir))
+        for name, nothing in {**_WITHOUT, **_WITHOUT_HERE.get(row.name, {})}.items():
+            value = options.get(name, nothing)
+            if value != nothing and value is not None:
+                raise ConfigError(f"{row.name}({name.strip('_')}={value!r}) has no counterpart; leave it out")
+        made.append(_LOGGERS[row.name](each, options))
     return tuple(made)
+
+
+_WITHOUT: Mapping[str, Any] = {"_prefix": "", "_log_graph": False}
+"""Options of loggers without a counterpart, and their defaults."""
+
+_WITHOUT_HERE: Mapping[str, Mapping[str, Any]] = {
+    "WandbLogger": {"_checkpoint_name": None, "add_file_policy": "mutable"},
+    "MLFlowLogger": {"_artifact_location": None},
+}
+"""Those of one class."""
+
+
+def _artifacts(log_model: bool | Literal["all"]) -> Literal["none", "best", "all"]:
+    """Return the argument `artifacts` for `log_model`."""
+    if log_model == "all":
+        return "all"
+    return "best" if log_model else "none"
+
+
+def _wandb(given: Any, options: Mapping[str, Any]) -> Any:
+    experiment = options["_experiment"]
+    if experiment is not None:
+        import wandb
+
+        if experiment is not wandb.run:
+            raise ConfigError(
+                "WandbLogger(experiment=...) has a run that is not the open one, wandb.run. Make it by"
+                " wandb.init(), which opens it, and do not finish it before the fit"
+            )
+    begun = dict(options["_wandb_init"])
+    named = {name: begun.pop(name, None) for name in ("project", "name", "id")}
+    directory = begun.pop("dir", None)
+    if begun.get("resume") == "allow":  # the default; ours does that where W&B can
+        del begun["resume"]
+    further = {name: value for name, value in begun.items() if value is not None}
+    if options["_offline"]:
+        further["mode"] = "offline"
+    made: Any = OUR_LOGGERS["wandb"]
+    return made(directory, **named, artifacts=_artifacts(options["_log_model"]), options=further)
+
+
+def _mlflow(given: Any, options: Mapping[str, Any]) -> Any:
+    if options["_log_batch_kwargs"].get("synchronous"):
+        raise ConfigError(
+            "MLFlowLogger(synchronous=True) has no counterpart: a thread sends, and the end of the fit waits"
+            " for it. Leave it out"
+        )
+    made: Any = OUR_LOGGERS["mlflow"]
+    return made(
+        tracking_uri=options["_tracking_uri"],
+        experiment=options["_experiment_name"],
+        run_name=options["_run_name"],
+        tags={name: str(value) for name, value in (given.tags or {}).items()},
+        id=options["_run_id"],
+        artifacts=_artifacts(options["_log_model"]),
+    )
+
+
+_LOGGERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "CSVLogger": lambda given, _: CSVLogger(given.log_dir),
+    "MLFlowLogger": _mlflow,
+    "TensorBoardLogger": lambda given, _: TensorBoardLogger(given.log_dir),
+    "WandbLogger": _wandb,
+}
+"""What makes the counterpart of a logger, by the name of its class."""
 
 
 def _listed(given: Any) -> list[Any]:

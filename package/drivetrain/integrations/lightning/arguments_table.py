@@ -283,9 +283,12 @@ CALLBACKS: Mapping[str, LightningRow] = {
 """The callbacks, by the names of their classes."""
 
 _TRACKED = (
-    "write a logger with log_metrics(metrics, step), log_config(config) and close(), and give it as `logger`;"
-    " see docs/how-to/loggers.md"
+    "give MLFlowLogger or WandbLogger of Lightning, a logger of drivetrain by dataclasses.replace(trainer,"
+    ' loggers="trackio"), or an object with log_metrics(metrics, step), log_config(config) and close() as'
+    " `logger`; see docs/how-to/loggers.md"
 )
+
+_MODELS = "log_model=True stores the best checkpoint and the finished weights"
 
 LOGGERS: Mapping[str, LightningRow] = {
     each.name: each
@@ -294,11 +297,26 @@ LOGGERS: Mapping[str, LightningRow] = {
         _mapped(
             "CSVLogger", "`CSVLogger`, in the same directory", None, "there is a row for each logged step"
         ),
+        _mapped(
+            "MLFlowLogger",
+            "`MLflowLogger` of `drivetrain.integrations.trackers`, with the same server, experiment and run",
+            None,
+            _MODELS,
+        ),
+        _mapped(
+            "WandbLogger",
+            "`WandbLogger` of `drivetrain.integrations.trackers`, with the arguments of `wandb.init`",
+            None,
+            _MODELS,
+        ),
         _refused("CometLogger", _TRACKED),
         _refused("LitLogger", _TRACKED),
         _refused("Logger", _TRACKED),
-        _refused("MLFlowLogger", _TRACKED),
-        _refused("WandbLogger", _TRACKED),
+        _refused(
+            "NeptuneLogger",
+            "the service has ended, and the newest Lightning has no such logger either. Give MLFlowLogger or"
+            " WandbLogger of Lightning",
+        ),
     )
 }
 """The loggers, by the names of their classes."""

@@ -103,7 +103,7 @@ class WandbLogger(Tracker):
             arguments["name"] = arguments["name"] or self._run_name
             is_offline = (arguments["mode"] or os.environ.get("WANDB_MODE")) == "offline"
             if arguments["id"] is not None and not is_offline:
-                arguments["resume"] = "allow"
+                arguments.setdefault("resume", "allow")
             if "finish_timeout" in wandb.Settings.model_fields:  # by default the end waits for ever
                 arguments.setdefault("settings", {"finish_timeout": 600.0})
             self._wandb_run = wandb.init(**{"dir": str(self.directory), **arguments})
