@@ -74,12 +74,17 @@ class Stopping:
         """Return whether a signal asks for a restart that would be pointless."""
         return self.restart_is_pointless and self.signals.get(reason) == EXIT_REQUEUE
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether `ask` would have an effect."""
+        return self.asked is None and self._failure is None
+
     def ask(self, reason: str) -> None:
         """Ask all ranks to stop. Only the first reason counts.
 
         After a failure nothing is asked: a launcher then signals the ranks that are left.
         """
-        if self.asked is None and self._failure is None:
+        if self.takes_requests:
             self._asked_at = time.monotonic()
             self.asked = self.reason = reason  # before the round, so that a meeting of that round has it
             self.want_meeting()

@@ -431,7 +431,7 @@ def warn_of_long_warmup(updaters: Mapping[str, Updater], steps: int | None) -> N
         steps: The fit's steps; None if unknown.
     """
     for each in updaters.values():
-        if steps is not None and each.warmup_steps >= steps:
+        if steps is not None and 0 < steps <= each.warmup_steps:
             _LOG.warning(
                 f"the warm-up takes {each.warmup_steps:,} steps and this fit {steps:,}, so the learning rate"
                 " never reaches the given one. Give fewer warmup_steps, or warmup_ratio"

@@ -193,9 +193,10 @@ class Preemption:
 
     def _ask(self, received: signal.Signals) -> None:
         assert self._run is not None
-        self._run.stopping.ask(_reason(received.name))
-        if self._run.is_main and self._run.stopping.asked is not None:
+        stopping = self._run.stopping
+        if self._run.is_main and stopping.takes_requests:  # first: the run's end prints the last line
             _say(f"{received.name}: ends after this step, once it is saved; a second signal ends at once")
+        stopping.ask(_reason(received.name))
 
     def _where(self) -> str:
         assert self._run is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -181,7 +181,7 @@ def trainer_state(state: ModuleState) -> Any:
         for each in type(state.module).__mro__
         if each.__name__ == "LightningModule" and is_theirs(each)
     )
-    states = importlib.import_module(f"{base.partition('.core')[0]}.trainer.states")
+    states: Any = sys.modules[f"{base.partition('.core')[0]}.trainer.states"]  # the class has imported it
     run = state.run
     check = run is not None and run.evaluation.is_sanity_check and state.stage == "validation"
     stage = "sanity_check" if check else _STAGES[state.stage]
