@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.integrations.lazy import Lazy
 from tests.integrations.transformers.families import model, padded, rows
+from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 
@@ -648,6 +649,20 @@ def test_a_second_train_has_a_fresh_optimizer_and_a_given_one_goes_on(tmp_path: 
             warnings.simplefilter("ignore")  # transformers' own
             found.append([made.train().training_loss, made.train().training_loss])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_second_train_that_saves_keeps_the_checkpoints_of_the_first(tmp_path: Path) -> None:
+    for kind in (transformers.Trainer, hf.Trainer):
+        made = trainer(tmp_path / kind.__module__, kind, max_steps=2, **SAVING)
+        assert made.train().global_step == 2
+        with warned("checkpoints-of-train-1") if kind is hf.Trainer else warnings.catch_warnings():
+            assert made.train().global_step == 2
+    names = ("checkpoints", "checkpoints-of-train-1")
+    first, second = (tmp_path / hf.Trainer.__module__ / name / "step-00000002" for name in names)
+    assert first.is_dir()
+    assert second.is_dir()
+    with pytest.raises(ConfigError, match="an earlier run"):
+        trainer(tmp_path / hf.Trainer.__module__, **SAVING).train()
 
 
 def test_an_optimizer_of_a_part_of_the_model_trains_that(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
+import logging
 import math
 import os
 import time
@@ -103,6 +105,8 @@ _OPTIMIZER_METHODS = (
 )
 
 
+_logger = logging.getLogger(__name__)
+
 _STATIC = "torch learns a static graph from the first backward"
 
 
@@ -176,6 +180,7 @@ class Trainer(TheirNames):
     _given_optimizers: tuple[Optimizer | None, Any] = (None, None)
     _loaders: dict[tuple[str, int], tuple[Any, DataLoader[Any]]]
     _created_lr_scheduler = False
+    _trained_in: str | None = None  # the output_dir of the last fit that saved
     loss_is_scaled_for_ga: bool | None = None
     """Without effect: a loss is always weighted as a mean over `num_items_in_batch`, exact in either case."""
 
@@ -610,6 +615,8 @@ class Trainer(TheirNames):
         self._mapped = self._map_arguments(self._planned_steps(train))
         self.is_in_train = True
         self._adapter.train_dataloader = train
+        if self._mapped.trainer_options["checkpoint"]:
+            self._trained_in = os.path.abspath(self.args.output_dir)
         self._memory_tracker.start()
         try:
             with self._runs.fitting(evaluation):
@@ -654,7 +661,11 @@ class Trainer(TheirNames):
     def _resumed(self, given: str | os.PathLike[str] | bool | None) -> str | None:
         if given is None or given is False:
             directory = os.path.join(self.args.output_dir, CHECKPOINTS)
-            if self._mapped.trainer_options["checkpoint"] and DirectoryCheckpointIO().list(directory):
+            if not self._mapped.trainer_options["checkpoint"]:
+                return None
+            if self._trained_in == os.path.abspath(self.args.output_dir):
+                self._set_checkpoints_aside(directory)
+            elif DirectoryCheckpointIO().list(directory):
                 raise ConfigError(
                     f"output_dir={self.args.output_dir!r} holds the checkpoints of an earlier run. Resume it"
                     " with train(resume_from_checkpoint=True), or choose another output_dir"
@@ -673,6 +684,16 @@ class Trainer(TheirNames):
         except CheckpointError as error:
             raise CheckpointError(_not_there(path, given, self.args.output_dir)) from error
         return found if given is True else path
+
+    def _set_checkpoints_aside(self, directory: str) -> None:
+        """Rename the folder of this Trainer's last fit, so that the next one begins with an empty one."""
+        if not self.is_world_process_zero() or not os.path.isdir(directory):
+            return
+        free = next(
+            name for n in itertools.count(1) if not os.path.exists(name := f"{directory}-of-train-{n}")
+        )
+        os.rename(directory, free)
+        _logger.warning("train() again: the checkpoints of the train() before are now in %r", free)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
