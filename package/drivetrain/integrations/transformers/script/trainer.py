@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
-import logging
 import math
 import os
 import time
@@ -44,6 +43,7 @@ from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
+from drivetrain.core.messages import logger
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.processes import local_rank, rank, world_size
 from drivetrain.integrations.transformers.arguments import MappedArguments, from_training_arguments
@@ -105,7 +105,7 @@ _OPTIMIZER_METHODS = (
 )
 
 
-_logger = logging.getLogger(__name__)
+_logger = logger(__name__)
 
 _STATIC = "torch learns a static graph from the first backward"
 
