@@ -437,9 +437,8 @@ class Feed:
                 self._waits_for = number
         finally:
             self._waits_for = None
-            if (
-                self._checks_samples and counted is not None
-            ):  # it may be shorter than a table that comes first
+            # Of one size, all batches but the last agree with a table that has as many rows as they have.
+            if self._checks_samples and counted is not None:
                 self._check_samples(counted)
         self._left_early = False
         if number == 0 and position == 0:

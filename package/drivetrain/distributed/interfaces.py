@@ -148,7 +148,7 @@ def check_interface() -> None:
     wrong = next((each for each in given if each and each not in known), None)
     if wrong is not None:
         raise StrategyError(
-            f"{GLOO} names the network interface {wrong!r}, and {socket.gethostname()} has none of that name."
+            f"{GLOO} names the network interface {wrong!r}, which {socket.gethostname()} does not have."
             f" {nearest(wrong, known)} Set {GLOO} to one of them, or unset it"
         )
 

@@ -82,7 +82,7 @@ def test_a_rank_that_fails_ends_the_program_and_is_named() -> None:
 def test_a_rank_0_that_cannot_notice_the_failure_of_another_rank_is_killed() -> None:
     """Its call keeps the interpreter's lock, so none of its threads runs."""
     fails = {"kill": "was killed by SIGKILL", "fails": "ended with exit code 1"}
-    then = "if rank: until('held'); {}()\nPath('held').touch()"
+    then = "if rank: until('held'); {}()\nhold()"
     found = run_all("ranks.py", {each: {"then": f"stuck({then.format(each)!r})"} for each in fails})
     for each, how in fails.items():
         assert found[each].code == -signal.SIGKILL

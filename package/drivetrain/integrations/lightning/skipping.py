@@ -15,7 +15,7 @@ from drivetrain.engine.weighting import Weighted
 class Skipped:
     """The micro-batches of one step whose `training_step` returned None.
 
-    Each gets a loss of zero in its place. The ranks exchange the weights of these micro-batches while the
+    Each gets a loss of zero. The ranks exchange the weights of these micro-batches while the
     last backward runs, and the gradients are then divided by the weight that is left. Sharded ranks exchange
     nothing, because such a step is refused there.
 

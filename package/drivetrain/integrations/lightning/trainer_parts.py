@@ -59,21 +59,8 @@ def unknown(state: ModuleState, text: str) -> AttributeError:
     return state.unknown
 
 
-class StrategyPart(TrainerPart):
-    """`trainer.strategy`; the name of its class is that of Lightning's strategy of this kind."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        run = self._state.run
-        return self._state.device if run is None else run.engine.device
-
-    @property
-    def model(self) -> Any:
-        """The module."""
-        return self._state.module
-
-    lightning_module = model
+class ProcessPart:
+    """The place of this process among all, which the Trainer and its strategy both tell."""
 
     @property
     def world_size(self) -> int:
@@ -94,6 +81,23 @@ class StrategyPart(TrainerPart):
     def is_global_zero(self) -> bool:
         """Whether this is the first process."""
         return rank() == 0
+
+
+class StrategyPart(ProcessPart, TrainerPart):
+    """`trainer.strategy`; the name of its class is that of Lightning's strategy of this kind."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        run = self._state.run
+        return self._state.device if run is None else run.engine.device
+
+    @property
+    def model(self) -> Any:
+        """The module."""
+        return self._state.module
+
+    lightning_module = model
 
     @property
     def optimizers(self) -> list[Any]:

@@ -13,7 +13,6 @@ from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.core.errors import nearest
 from drivetrain.core.intervals import Every
-from drivetrain.distributed.processes import local_rank, rank, world_size
 from drivetrain.integrations.lightning.kinds import is_kind
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_parts import (
@@ -21,6 +20,7 @@ from drivetrain.integrations.lightning.trainer_parts import (
     ClippingPart,
     ConnectorPart,
     FitLoop,
+    ProcessPart,
     Profiler,
     ResultsPart,
     StrategyPart,
@@ -32,7 +32,7 @@ from drivetrain.integrations.lightning.trainer_parts import (
 )
 
 
-class TrainerView:
+class TrainerView(ProcessPart):
     """`self.trainer` of a module in a run: the values that modules read.
 
     Args:
@@ -265,27 +265,7 @@ class TrainerView:
         """The part that `clip_gradients` of a module calls."""
         return ClippingPart(self._state, "self.trainer.precision_plugin")
 
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return world_size()
-
-    num_devices = world_size
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this process."""
-        return rank()
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this process on its machine."""
-        return local_rank()
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first process."""
-        return rank() == 0
+    num_devices = ProcessPart.world_size
 
     # Parts of the run.
 
