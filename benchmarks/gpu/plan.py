@@ -26,7 +26,7 @@ class Planned(NamedTuple):
 
 PLAN = (
     Planned("facts", 15, "the machine: versions, C compiler, clocks, other processes on the GPU"),
-    Planned("waits", 45, "tests in which a wait of the host for the GPU is an error", True),
+    Planned("waits", 25, "tests in which a wait of the host for the GPU is an error", True),
     Planned(
         "mlp",
         40,
@@ -35,11 +35,11 @@ PLAN = (
     Planned(
         "gpt2", 125, "GPT-2 124M, bf16, compiled: tokens/s, model FLOPs utilisation, memory beside `plan`'s"
     ),
-    Planned("training", 70, "tests of strategies, optimizers, accumulation, resume, saving", True),
+    Planned("training", 55, "tests of strategies, optimizers, accumulation, copies, resume, saving", True),
     Planned("resnet", 30, "ResNet-50, bf16, channels last, batches of 256 images"),
     Planned("saves", 30, "GPT-2 with synchronous saves and with saves in the background"),
     Planned("memory", 25, "GPT-2 with a batch that does not fit: the error, and `micro_batch='auto'`"),
     Planned("profile", 30, "kernels, idle share and waits of a step; waits of GPT-2 as errors"),
-    Planned("precisions", 40, "tests of every precision", True),
     Planned("fp8", 25, "GPT-2 in float8 beside bf16, where torchao is installed"),
+    Planned("precisions", 55, "tests of every precision", True),
 )

@@ -88,6 +88,9 @@ def parts(directory: Path, size: str = "full", only: list[str] | None = None) ->
     """Return what is run, in this order."""
     # Without the budget of CPU seconds, which is for tests on CPUs.
     options = ["-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", "-p", "no:gate", "-W", "default"]
+    workers = min(4, (os.cpu_count() or 1) // 2)
+    if workers > 1 and importlib.util.find_spec("xdist") is not None:
+        options += ["-n", str(workers)]
     pytest = [sys.executable, "-m", "pytest", *options]
     found: list[Part] = []
     for name, seconds, _, is_test in PLAN:
@@ -146,7 +149,7 @@ def run(part: Part, directory: Path, limit: float) -> None:
         part.outcome, part.reason = "skipped", f"not installed: {', '.join(lacking)}"
         return
     if limit <= 0:
-        part.outcome, part.reason = "skipped", f"the {LIMIT:.0f} seconds of all parts are over"
+        part.outcome, part.reason = "skipped", "the time of all parts is over"
         return
     command = part.command + ([part.end, f"{time.time() + limit:.1f}"] if part.end else [])
     begun = time.monotonic()
@@ -216,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run all parts, write the report and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("full", "small"), default="full", help="small: to try the program")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds; {LIMIT:.0f} if not given")
     parser.add_argument("--only", nargs="+", choices=[each.name for each in PLAN], help="these parts")
     options = parser.parse_args(arguments)
     begun = time.monotonic()
@@ -238,8 +242,10 @@ def main(arguments: list[str] | None = None) -> int:
     }
     for name, use in report["missing"].items():
         say(f"not installed: {name}; {use} will be skipped")
-    whole = LIMIT * (4 if options.size == "small" else 1)  # for machines that have other work
+    whole = options.limit * (4 if options.size == "small" else 1)  # for machines that have other work
     waiting = [] if refused else parts(directory, options.size, options.only)
+    for each in waiting:
+        each.seconds *= options.limit / LIMIT
     while waiting:
         part = waiting.pop(0)
         left = whole - 5 - (time.monotonic() - begun)

@@ -95,7 +95,7 @@ def test_part_is_skipped_without_its_packages_and_ended_at_its_limit(tmp_path: P
     assert read_rows(tmp_path / "none.jsonl", "slow") == []
     late = Part("late", [sys.executable, "-c", "pass"], 10.0)
     run(late, tmp_path, 0.0)
-    assert late.reason == "the 480 seconds of all parts are over"
+    assert late.reason == "the time of all parts is over"
 
 
 @pytest.mark.landing

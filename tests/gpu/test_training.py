@@ -1,5 +1,6 @@
 """A task trains on a GPU as it does on a CPU: strategies with one rank, data, checkpoints, evaluation."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from drivetrain import (
     Trainer,
 )
 from drivetrain.checkpoint import load_weights
+from drivetrain.data import MicroBatch, Transfer
 
 NO_GPU = not torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(NO_GPU, reason="needs an NVIDIA GPU")
@@ -261,3 +263,45 @@ def test_a_batch_that_does_not_fit_is_split_until_it_does_and_trains_the_same() 
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert result.progress.steps == 2
     assert_close(weights(task), weights(expected), 1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("rows", "beside"), [(8, False), (1 << 14, True)])
+def test_a_small_batch_is_copied_on_the_stream_of_the_steps(rows: int, beside: bool) -> None:
+    transfer = Transfer(torch.device("cuda", 0))
+    given = MicroBatch(torch.arange(rows).float(), 1.0)
+    moved, is_beside = transfer.started(given, torch.cuda.Stream())
+    torch.cuda.synchronize()
+    assert is_beside is beside
+    assert torch.equal(moved.batch.cpu(), given.batch)
+
+
+@needs_gpu
+def test_a_batch_that_is_computed_on_the_device_is_cast_after_that() -> None:
+    device = torch.device("cuda", 0)
+
+    def computed() -> Iterator[MicroBatch]:
+        for number in range(5):
+            value = torch.zeros(2048, 2048, device=device)
+            for _ in range(20):  # long enough that a cast in another stream would read before it is done
+                value = value @ value + number
+                value.clamp_(max=number)
+            yield MicroBatch({"features": value}, 1.0)
+
+    given = [
+        float(each.batch["features"].max()) for each in Transfer(device, torch.float64).ahead(computed())
+    ]
+    assert given == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@needs_gpu
+def test_memory_of_a_batch_in_use_is_not_given_to_the_next_copy() -> None:
+    device = torch.device("cuda", 0)
+    host = [torch.full((1 << 20,), float(number)).pin_memory() for number in range(20)]
+    factor = torch.ones(4096, 4096, device=device) / 4096
+    sums = []
+    for each in Transfer(device).ahead(MicroBatch(batch, 1.0) for batch in host):
+        torch.linalg.multi_dot([factor] * 4)  # keeps the step's stream behind the copies
+        sums.append(each.batch.mean())
+        del each
+    assert [float(value) for value in sums] == [float(number) for number in range(20)]

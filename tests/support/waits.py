@@ -102,7 +102,7 @@ ONE_RANK = {
         {}, 1, "torchmetrics counts classes by bincount, for each micro-batch", task=Rated, on_cuda=4
     ),
     'LossSpike("skip")': Row(
-        {"callbacks": [callbacks.LossSpike("skip", window=10)]},
+        {"callbacks": [callbacks.LossSpike("skip", window=10, sync=True)]},
         1,
         "a spike decides whether the step is made",
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -93,18 +94,29 @@ def map_tensors(
     return container.rebuild([map_tensors(function, each, other) for each in container.entries])
 
 
-def host_tensors_only(batch: Batch) -> bool:
-    """Return whether `move` to an accelerator would only copy host tensors by itself.
+def copied_bytes(batch: Batch) -> float | None:
+    """Return how many bytes `move` would copy to an accelerator, if it would only copy tensors of the host.
 
-    False if a tensor is already on a device, or if an object has its own `to` method, whose allocations are
-    unknown.
+    None if a tensor is already on a device, or if an object has its own `to` method, whose allocations are
+    unknown. A tensor without bytes of its own, such as a sparse one, counts as infinitely many.
     """
     if isinstance(batch, Tensor):
-        return batch.device.type == "cpu"
-    if type(batch) is not tuple and type(batch) is not list and _moves_itself(batch):
-        return False
-    container = opened(batch)
-    return container is None or all(map(host_tensors_only, container.entries))
+        if batch.device.type != "cpu":
+            return None
+        return batch.nbytes if batch.layout is torch.strided else math.inf
+    if type(batch) is dict:
+        entries: Iterable[Any] = batch.values()
+    else:
+        if type(batch) is not tuple and type(batch) is not list and _moves_itself(batch):
+            return None
+        container = opened(batch)
+        entries = () if container is None else container.entries
+    whole = 0.0
+    for entry in entries:
+        if (one := copied_bytes(entry)) is None:
+            return None
+        whole += one
+    return whole
 
 
 def _moves_itself(batch: Any) -> bool:

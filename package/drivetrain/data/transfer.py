@@ -5,6 +5,10 @@ it overlaps with the current step. One batch ahead is enough: a step leaves time
 pipeline that is slower than that gains nothing from more batches on the device. Workers run further ahead, on
 the host. On the CPU there is nothing to copy and nothing runs ahead.
 
+A batch of less than 64 KiB is copied on the stream of the steps. That takes the device a few
+microseconds, and saves the host more: another stream and its events cost it 0.3 ms on the machine of
+docs/explanation/gpu.md.
+
 The micro-batches of a window stay on the host until their turn, so that a window of many takes no more of the
 device's memory than a window of two.
 """
@@ -17,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from drivetrain.core.types import Batch
-from drivetrain.data.batch import host_tensors_only, map_tensors, move
+from drivetrain.data.batch import copied_bytes, map_tensors, move
 from drivetrain.data.shard import Everywhere
 
-_WORTH_PINNING = 1 << 16
-"""Bytes; of less than that the driver takes a copy at once."""
+_SMALL = 1 << 16
+"""Bytes; of less than that the driver takes a copy at once, from memory that is not pinned as well."""
 
 
 class MicroBatch(NamedTuple):
@@ -152,14 +156,19 @@ class Transfer:
 
     def started(self, micro_batch: MicroBatch, stream: torch.cuda.Stream) -> tuple[MicroBatch, bool]:
         """Return the micro-batch on the device, and whether a stream still copies it."""
-        beside = host_tensors_only(micro_batch.batch)
-        if not beside:
+        size = copied_bytes(micro_batch.batch)
+        if size is None:
             # On the stream of the steps: a tensor that is already on the device may still be computed
             # there, and memory that the user's object allocates may be in use for an unknown time.
             return self.moved(micro_batch), False
-        with torch.cuda.stream(stream):
-            moved = move(map_tensors(_pinned, micro_batch.batch), self.device, self.dtype, non_blocking=True)
-        return micro_batch._replace(batch=moved, host=micro_batch.batch if self.keeps_host else None), True
+        beside = size >= _SMALL
+        if beside:
+            with torch.cuda.stream(stream):
+                pinned = map_tensors(_pinned, micro_batch.batch)
+                moved = move(pinned, self.device, self.dtype, non_blocking=True)
+        else:
+            moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
+        return micro_batch._replace(batch=moved, host=micro_batch.batch if self.keeps_host else None), beside
 
     def _on_own_stream(
         self, micro_batches: Iterator[MicroBatch], stream: torch.cuda.Stream
@@ -195,6 +204,6 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     A copy from other memory occupies the host until it is made. torch keeps pinned memory for the next batch.
     """
     # Sparse tensors have no bytes of their own, and an expanded one has its elements several times.
-    if tensor.layout is not torch.strided or 0 in tensor.stride() or tensor.nbytes < _WORTH_PINNING:
+    if tensor.layout is not torch.strided or 0 in tensor.stride() or tensor.nbytes < _SMALL:
         return tensor
     return tensor if tensor.is_pinned() else tensor.pin_memory()
