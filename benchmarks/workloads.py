@@ -286,7 +286,8 @@ class Job:
     def __post_init__(self) -> None:
         """Make the model and the data, so that no contestant's time contains it."""
         torch.manual_seed(0)
-        self.net = self.work.model()
+        with torch.device(self.device):  # where its random numbers are quick
+            self.net = self.work.model()
         self.count = (self.warm_up + self.steps + 1) * self.accumulation
         made = self.work.batches(self.count, self.work.rows)
         if self.device == "cuda":

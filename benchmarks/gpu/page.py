@@ -42,9 +42,14 @@ def status(report: Report | None) -> str:
     link = "[`make gpu`](docs/explanation/gpu.md)"
     if report is None or report["refused"] or report["size"] != "full":
         return f"the same code as on the CPU; not yet run on a GPU ({link} would)"
-    passed = sum(part["outcome"] == "passed" for part in report["parts"])
+    parts = report["parts"]
+    tests = [test["outcome"] for part in parts for test in part["tests"]]
     device = f"{report['device']['gpu']}, torch {report['device']['torch']}, {report['begun'][:10]}"
-    return f"{link} on one {device}: {passed} of {len(report['parts'])} parts passed"
+    failed, passed = tests.count("failed"), tests.count("passed")
+    ended = sum(part["outcome"] == "passed" for part in parts)
+    said = f"{passed} tests passed and {failed} failed; {ended} of {len(parts)} parts passed"
+    late = sum(part["outcome"] == "ran out of time" for part in parts)
+    return f"{link} on one {device}: {said}" + (f", and {late} ran out of time" if late else "")
 
 
 def readme(text: str, report: Report | None) -> str:
@@ -69,7 +74,7 @@ _METHOD = f"""
 ## How it is measured
 
 - Each part is a process with a time limit, and writes each row as it comes. A part that is ended keeps its
-  rows.
+  rows. `make gpu GPU="--only mlp fp8"` runs parts again and keeps the report's others.
 - Contestants take turns in one process, in another order in each round. A time is that of the fastest block
   of a turn; the device is waited for where a block begins and ends. A ratio is to the loop beside it in the
   same round, and is the median of the rounds.
@@ -113,14 +118,15 @@ def _results(report: Report) -> list[str]:
     lines += [f"- Not installed: `{name}`, for {use}." for name, use in report["missing"].items()]
     parts = report["parts"]
     if parts:
-        lines += ["", "| part | outcome | exit code | seconds | tests passed | failed | skipped |"]
-        lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
+        lines += ["", "| part | begun | outcome | exit code | seconds | tests passed | failed | skipped |"]
+        lines += ["| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for part in parts:
         outcomes = [each["outcome"] for each in part["tests"]]
         counts = [str(outcomes.count(what)) if outcomes else "" for what in ("passed", "failed", "skipped")]
         said = part["outcome"] + (f": {part['reason']}" if part["reason"] else "")
         code = "" if part["code"] is None else part["code"]
-        lines.append(f"| {part['name']} | {said} | {code} | {part['took']:.0f} | {' | '.join(counts)} |")
+        begun, took = part["begun"][11:16], f"{part['took']:.0f}"
+        lines.append(f"| {part['name']} | {begun} | {said} | {code} | {took} | {' | '.join(counts)} |")
     for part in parts:
         lines += _part(part)
     return lines
@@ -135,7 +141,9 @@ def _part(part: dict[str, Any]) -> list[str]:
             found += ["", *table(kinds[kind])]
     for row in kinds.get("plan", []):
         sizes = ", ".join(f"{name} {_gib(size) or 'unknown'}" for name, size in row["memory"].items())
-        found += ["", f"`plan` forecasts, in GiB: {sizes}. Activations are not in it."]
+        whole = _gib(sum(size or 0 for size in row["memory"].values()))
+        lacks = "The gradients of activations, and what kernels take for themselves, are not in it."
+        found += ["", f"`plan` forecasts {whole} GiB for a step: {sizes}. {lacks}"]
     for row in kinds.get("waits", []):
         found += ["", f"{row['work']}: {row['watched']} of {row['steps']} steps with waits as errors."]
     notes = [

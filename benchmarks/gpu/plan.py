@@ -25,21 +25,21 @@ class Planned(NamedTuple):
 
 
 PLAN = (
-    Planned("facts", 15, "the machine: versions, C compiler, clocks, other processes on the GPU"),
+    Planned("facts", 6, "the machine: versions, C compiler, clocks, other processes on the GPU"),
     Planned("waits", 25, "tests in which a wait of the host for the GPU is an error", True),
     Planned(
         "mlp",
-        40,
+        60,
         "a `Linear(32, 2)` and a model of 50 layers, 1 and 8 micro-batches: cost of the loop itself",
     ),
     Planned(
-        "gpt2", 125, "GPT-2 124M, bf16, compiled: tokens/s, model FLOPs utilisation, memory beside `plan`'s"
+        "gpt2", 130, "GPT-2 124M, bf16, compiled: tokens/s, model FLOPs utilisation, memory beside `plan`'s"
     ),
-    Planned("training", 55, "tests of strategies, optimizers, accumulation, copies, resume, saving", True),
+    Planned("training", 45, "tests of strategies, optimizers, accumulation, copies, resume, saving", True),
     Planned("resnet", 30, "ResNet-50, bf16, channels last, batches of 256 images"),
     Planned("saves", 30, "GPT-2 with synchronous saves and with saves in the background"),
-    Planned("memory", 25, "GPT-2 with a batch that does not fit: the error, and `micro_batch='auto'`"),
-    Planned("profile", 30, "kernels, idle share and waits of a step; waits of GPT-2 as errors"),
-    Planned("fp8", 25, "GPT-2 in float8 beside bf16, where torchao is installed"),
-    Planned("precisions", 55, "tests of every precision", True),
+    Planned("memory", 35, "GPT-2 with a batch that does not fit: the error, and `micro_batch='auto'`"),
+    Planned("profile", 35, "kernels, idle share and waits of a step; waits of GPT-2 as errors"),
+    Planned("fp8", 30, "GPT-2 in float8 beside bf16, where torchao is installed"),
+    Planned("precisions", 45, "tests of every precision", True),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,8 +120,9 @@ class Images:
         net: Any = ResNet(self.blocks, self.width, self.classes)
         return net.to(memory_format=torch.channels_last)
 
-    def batches(self, count: int, rows: int) -> list[Batch]:
-        """Return two batches in turns; the class is where the brightest stripe is."""
+    @cache  # noqa: B019  two objects at most, of which a machine's contestants take turns with the same data
+    def two(self, rows: int) -> list[Batch]:
+        """Return two batches; the class is where the brightest stripe is."""
         generator = torch.Generator().manual_seed(0)
         made = []
         for _ in range(2):
@@ -129,7 +131,11 @@ class Images:
             stripes = torch.arange(self.side) * 10 // self.side
             x += 3.0 * (stripes == label[:, None])[:, None, None, :]
             made.append({"x": x.contiguous(memory_format=torch.channels_last), "label": label})
-        return [made[number % 2] for number in range(count)]
+        return made
+
+    def batches(self, count: int, rows: int) -> list[Batch]:
+        """Return the two batches in turns."""
+        return [self.two(rows)[number % 2] for number in range(count)]
 
     def work(self) -> Work:
         """Return the model and its data."""

@@ -74,6 +74,7 @@ def test_a_part_writes_its_rows_and_its_tables(part: str, tmp_path: Path, alone:
 
 def report(part: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     outcome = {"name": part, "outcome": "passed", "reason": "", "code": 0, "took": 3.0, "tests": []}
+    outcome["begun"] = "2026-11-28T10:00:00"
     device = {
         "gpu": "NVIDIA H100",
         "torch": "2.11",
@@ -100,7 +101,7 @@ def test_page_and_readme_say_what_has_run(tmp_path: Path) -> None:
     assert all(f"| {each.name} |" in page(None) for each in PLAN)
     assert set(PARTS) == {each.name for each in PLAN if not each.is_test}
     done = report("facts", [])
-    assert "on one NVIDIA H100, torch 2.11, 2026-11-28: 1 of 1 parts passed" in readme(text, done)
+    assert "2026-11-28: 0 tests passed and 0 failed; 1 of 1 parts passed |" in readme(text, done)
     assert "not yet run" in status(report("facts", [], size="small"))
     assert "not yet run" in status(report("facts", [], refused="no GPU", parts=[]))
 

@@ -78,6 +78,7 @@ class Part:
     end: str = ""  # the option that tells its program when it is ended; "" if it takes none
     outcome: str = ""  # "passed", "failed", "ran out of time" or "skipped"
     code: int | None = None
+    begun: str = ""  # the time, UTC
     took: float = 0.0
     reason: str = ""  # why it was skipped, or how it failed
     tests: list[dict[str, Any]] = field(default_factory=list)
@@ -88,9 +89,6 @@ def parts(directory: Path, size: str = "full", only: list[str] | None = None) ->
     """Return what is run, in this order."""
     # Without the budget of CPU seconds, which is for tests on CPUs.
     options = ["-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", "-p", "no:gate", "-W", "default"]
-    workers = min(4, (os.cpu_count() or 1) // 2)
-    if workers > 1 and importlib.util.find_spec("xdist") is not None:
-        options += ["-n", str(workers)]
     pytest = [sys.executable, "-m", "pytest", *options]
     found: list[Part] = []
     for name, seconds, _, is_test in PLAN:
@@ -103,6 +101,19 @@ def parts(directory: Path, size: str = "full", only: list[str] | None = None) ->
         rows = ["--size", size, "--rows", str(directory / "rows.jsonl")]
         found.append(Part(name, [sys.executable, "-m", "gpu", name, *rows], seconds, end="--until"))
     return found
+
+
+def now() -> str:  # UTC
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+
+
+def earlier(directory: Path, device: dict[str, Any], size: str, only: list[str]) -> list[dict[str, Any]]:
+    """Return the other parts of the report in a directory, if it is of the same device and size."""
+    file = directory / "gpu.json"
+    report = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if (report.get("device"), report.get("size")) != (device, size):
+        return []
+    return [part for part in report["parts"] if part["name"] not in only]
 
 
 def missing(names: dict[str, str]) -> dict[str, str]:
@@ -152,7 +163,7 @@ def run(part: Part, directory: Path, limit: float) -> None:
         part.outcome, part.reason = "skipped", "the time of all parts is over"
         return
     command = part.command + ([part.end, f"{time.time() + limit:.1f}"] if part.end else [])
-    begun = time.monotonic()
+    part.begun, begun = now(), time.monotonic()
     log = directory / f"{part.name}.log"
     with log.open("w", encoding="utf-8") as output:
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
@@ -220,17 +231,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("full", "small"), default="full", help="small: to try the program")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds; {LIMIT:.0f} if not given")
-    parser.add_argument("--only", nargs="+", choices=[each.name for each in PLAN], help="these parts")
+    only = "these parts; the others stay as they are in the report, if there is one of this GPU"
+    parser.add_argument("--only", nargs="+", choices=[each.name for each in PLAN], help=only)
     options = parser.parse_args(arguments)
     begun = time.monotonic()
     directory = Path(os.environ.get("OUT") or ROOT / "gpu-report").resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "rows.jsonl").unlink(missing_ok=True)
+    (directory / "rows.jsonl").unlink(missing_ok=True)  # the report has those of earlier parts
     device, refused = probe()
     if options.size == "small" and "torch" in device:
         refused = ""
     report: dict[str, Any] = {
-        "begun": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()),
+        "begun": now(),
         "size": options.size,
         "python": platform.python_version(),
         "device": device,
@@ -238,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
         "missing": missing({**CORE, **EXTRAS}),
         "refused": refused,
         "seconds": 0.0,
-        "parts": [],
+        "parts": earlier(directory, device, options.size, options.only) if options.only else [],
     }
     for name, use in report["missing"].items():
         say(f"not installed: {name}; {use} will be skipped")
@@ -255,8 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
         run(part, directory, limit)
         say(f"{part.name}: {part.outcome} {part.reason}, {part.took:.0f} s")
         report["parts"].append(asdict(part))
-        write(report, directory, time.monotonic() - begun)
-    made = write(report, directory, time.monotonic() - begun)
+        write(report, directory)
+    made = write(report, directory)
     shutil.rmtree(COMPILED, ignore_errors=True)
     say(f"\n{made}\nThe report is in {directory}")
     if refused:
@@ -265,9 +277,11 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(part["outcome"] in ("failed", "ran out of time") for part in report["parts"]))
 
 
-def write(report: dict[str, Any], directory: Path, seconds: float) -> str:
+def write(report: dict[str, Any], directory: Path) -> str:
     """Write what there is so far; returns the page."""
-    report["seconds"] = round(seconds, 1)
+    order = [each.name for each in PLAN]
+    report["parts"].sort(key=lambda part: order.index(part["name"]))
+    report["seconds"] = round(sum(part["took"] for part in report["parts"]), 1)
     (directory / "gpu.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     made = page(report)
     (directory / "gpu.md").write_text(made, encoding="utf-8")

@@ -117,12 +117,23 @@ def test_report_has_what_each_test_gave(tmp_path: Path) -> None:
     report |= {"size": "full", "begun": "2026-11-26T22:00:00", "python": "3.12", "seconds": 3.0}
     made = page({**report, "parts": [asdict(part)]})
     for line in (
-        "| three | failed: exit code 1 | 1 |",
+        "| failed: exit code 1 | 1 |",
         "- failed: `test_bad`: AssertionError: not so",
         "- skipped: `test_later`: needs more",
         "- Not installed: `tqdm`, for bars.",
     ):
         assert line in made
+
+
+def test_parts_that_run_again_complete_the_report(tmp_path: Path) -> None:
+    device = {"gpu": "H100"}
+    kept = [{"name": "mlp", "took": 3.0}, {"name": "fp8", "took": 2.0}]
+    report = {"device": device, "size": "full", "parts": kept}
+    (tmp_path / "gpu.json").write_text(json.dumps(report), encoding="utf-8")
+    assert runner.earlier(tmp_path, device, "full", ["fp8"]) == kept[:1]
+    for other in (({"gpu": "H200"}, "full"), (device, "small")):
+        assert runner.earlier(tmp_path, *other, ["fp8"]) == []
+    assert runner.earlier(tmp_path / "none", device, "full", ["fp8"]) == []
 
 
 def test_limits_of_all_parts_fit_into_the_whole(tmp_path: Path) -> None:
