@@ -6,10 +6,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet
 
+from drivetrain import CheckpointConfig, ConfigError
 from drivetrain.loggers import TensorBoardLogger
 
 
@@ -51,11 +58,6 @@ def test_tensorboard_shows_what_was_logged(tmp_path):
     assert math.isnan(found["train/odd"][0][1])
     (text,) = texts(tmp_path)
     assert json.loads(text) == {"lr": 0.1, "limit": "Infinity"}
-    reader = EventAccumulator(str(tmp_path))
-    reader.Reload()
-    stored = reader.PluginTagToContent("hparams")["_hparams_/session_start_info"]
-    info = HParamsPluginData.FromString(stored).session_start_info  # of the tab that compares runs
-    assert info.hparams["lr"].number_value == 0.1
 
 
 def test_a_log_point_is_one_event_that_is_on_disk_when_the_call_returns(tmp_path):
@@ -107,3 +109,66 @@ def test_a_resume_hides_what_its_checkpoint_does_not_hold(tmp_path):
     assert scalars(tmp_path / "3") == {"loss": [(0, 0.5)]}
     log(tmp_path / "new", (11, 0.5), state={"step": 10, "config": ""})
     assert scalars(tmp_path / "new") == {"loss": [(11, 0.5)]}
+
+
+def rows_of_tab_hparams(directory: Path):
+    """The rows that TensorBoard shows on its tab HParams: arguments, and the last values of metrics."""
+    runs = EventMultiplexer().AddRunsFromDirectory(str(directory))
+    runs.Reload()
+    provider = MultiplexerDataProvider(runs, str(directory))
+    context = backend_context.Context(TBContext(data_provider=provider))
+    statuses = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_RUNNING, api_pb2.STATUS_SUCCESS]
+    request = api_pb2.ListSessionGroupsRequest(
+        start_index=0, slice_size=9, allowed_statuses=statuses, include_metrics=True
+    )
+    found = list_session_groups.Handler(RequestContext(), context, "", request).run()
+    return [
+        (
+            {name: value.number_value for name, value in each.hparams.items()},
+            {each.name.tag: (each.training_step, each.value) for each in each.metric_values},
+        )
+        for each in found.session_groups
+    ]
+
+
+def test_the_tab_hparams_has_the_final_metrics_of_each_run():
+    for run, steps in (("runs/a", 5), ("runs/b", 10)):
+        trainer = quiet(max_steps=steps, log_every=2, loggers="tensorboard", run_dir=run)
+        result = trainer.fit(Regression(), pairs(), pairs(4))
+        rows = rows_of_tab_hparams(Path("runs"))
+        (metrics,) = [values for arguments, values in rows if arguments["trainer.max_steps"] == steps]
+        for name in ("train/loss", "validation/loss"):
+            assert metrics[name] == (steps, pytest.approx(result.metrics[name]))
+    assert len(rows) == 2
+
+
+def test_a_writer_of_the_program_gets_everything_and_stays_open(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    def fit(steps):
+        writer = SummaryWriter("own")
+        writer.add_scalar("mine", 1.0, 0)
+        loggers, saves = TensorBoardLogger(writer=writer), CheckpointConfig(every="2 steps", best=0)
+        quiet(max_steps=steps, log_every=1, loggers=loggers, run_dir="run", checkpoint=saves).fit(
+            Regression(), pairs(), resume="auto"
+        )
+        writer.add_scalar("mine", 2.0, 9)
+        writer.close()
+
+    fit(2)
+    first = scalars(Path("own"))["train/loss"]
+    fit(4)
+    assert scalars(Path("own"))["train/loss"][:2] == first
+    assert [step for step, _ in scalars(Path("own"))["train/loss"]] == [1, 2, 3, 4]
+    assert scalars(Path("own"))["mine"][-1] == (9, 2.0)
+    assert texts(Path("own"))
+    assert rows_of_tab_hparams(Path("own"))
+
+
+def test_refusals():
+    cases = {
+        "neither": (TensorBoardLogger, "needs a directory"),
+        "both": (lambda: TensorBoardLogger("runs", writer=object()), "not both"),
+        "no writer": (lambda: TensorBoardLogger(writer=open), "is no SummaryWriter"),
+    }
+    assert_refused(ConfigError, cases)

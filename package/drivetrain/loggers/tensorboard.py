@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import make_directory
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Histogram, Json
@@ -19,6 +20,7 @@ from drivetrain.loggers.files import Appended, flat, to_json
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
+    from torch.utils.tensorboard import SummaryWriter
 
 _LOG = logger(__name__)
 
@@ -40,6 +42,11 @@ class TensorBoardLogger:
 
     Args:
         directory: The event file's directory; made at the first write.
+        writer: A `SummaryWriter` of the program, instead of a directory. It gets everything and stays open;
+            its directory's earlier files stay where they are. It is flushed at each log point.
+
+    Raises:
+        ConfigError: Both a directory and a writer are given, or neither, or `writer` is no `SummaryWriter`.
     """
 
     # Why neither torch's SummaryWriter nor tensorboard's EventFileWriter, measured per scalar with 10 in a
@@ -47,8 +54,19 @@ class TensorBoardLogger:
     # RecordWriter with a flush per event 3.3 us. The import takes 0.12 s for each of them. RecordWriter needs
     # no thread and no queue, so that nothing is lost in a kill and nothing is left running after close().
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path | None = None, *, writer: SummaryWriter | None = None) -> None:
+        if (directory is None) == (writer is None):
+            raise ConfigError(
+                "TensorBoardLogger needs a directory, or a SummaryWriter with a directory of its own: give it"
+                " directory= or writer=, and not both"
+            )
+        if writer is not None and (isinstance(writer, type) or not hasattr(writer, "file_writer")):
+            raise ConfigError(
+                f"TensorBoardLogger(writer={writer!r}) is no SummaryWriter: make one by"
+                " torch.utils.tensorboard.SummaryWriter(log_dir)"
+            )
+        self.directory = Path(directory if writer is None else writer.log_dir)  # type: ignore[arg-type]
+        self._given: Any = writer
         self._step = -1
         self._config = ""
         self._written_config = ""
@@ -143,6 +161,16 @@ class TensorBoardLogger:
             self._write_config()
         if self._hidden is not None:
             self._hide()
+        if self._given is not None:
+            from tensorboard.compat.proto.event_pb2 import Event
+
+            if self._given.file_writer is None:
+                raise ConfigError(
+                    "the SummaryWriter of TensorBoardLogger(writer=...) is closed: leave it open"
+                )
+            self._given.file_writer.add_event(Event(**event), event.get("step"))
+            self._given.flush()
+            return
         writer = self._writer or self._open()
         writer.write(self._event(wall_time=time.time(), **event).SerializeToString())
         writer.flush()
