@@ -12,7 +12,15 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.core.errors import ConfigError
-from drivetrain.loggers import CSVLogger, Histogram, JSONLinesLogger, Logger, TensorBoardLogger, build_loggers
+from drivetrain.loggers import (
+    BinCounts,
+    CSVLogger,
+    Histogram,
+    JSONLinesLogger,
+    Logger,
+    TensorBoardLogger,
+    build_loggers,
+)
 from drivetrain.loggers.history import read_history
 
 NAMES = ("tensorboard", "csv", "jsonl")
@@ -113,7 +121,7 @@ def test_a_table_gives_back_what_was_written(tmp_path, kind):
     logger = kind(tmp_path)
     logger.log_metrics({"a": 0.1, "b": math.inf}, 1)
     if kind is JSONLinesLogger:  # histograms are no numbers
-        logger.log_histograms({"weights": Histogram((0.0, 1.0), (2,), 0.0, 1.0, 1.0, 1.0)}, 1)
+        logger.log_media({"weights": Histogram(BinCounts((0.0, 1.0), (2,), 0.0, 1.0, 1.0, 1.0))}, 1)
     logger.log_metrics({"histograms": 1e-9, "class/a\nb": 2.0, "class/c\u2028d": 3.0}, 2)
     logger.close()
     with logger.path.open("a") as file:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
@@ -86,38 +85,6 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Flush buffered values and close files; may be called more than once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """How often values of each size occur.
-
-    Attributes:
-        edges: The edges of the bins, ascending; one more than there are bins. The last bin includes its end.
-        counts: The number of values in each bin.
-        minimum: The smallest value.
-        maximum: The largest value.
-        sum: The sum of the values.
-        sum_of_squares: The sum of their squares.
-        nonfinite: How many values are NaN or infinite; nothing above counts them.
-    """
-
-    edges: Sequence[float]
-    counts: Sequence[int]
-    minimum: float
-    maximum: float
-    sum: float
-    sum_of_squares: float
-    nonfinite: int = 0
-
-
-@runtime_checkable
-class HistogramLogger(Logger, Protocol):
-    """A logger that takes histograms too."""
-
-    def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Log histograms at a step."""
         ...
 
 

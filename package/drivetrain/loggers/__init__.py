@@ -1,4 +1,4 @@
-"""Loggers for a run's scalars, histograms and configuration: TensorBoard, CSV and JSON lines."""
+"""Loggers, and what they take beside numbers: images, figures, histograms, texts, tables, sound and video."""
 
 from drivetrain.core.lazy import exports
 

@@ -1,6 +1,4 @@
 from drivetrain.core.types import CheckpointLogger as CheckpointLogger
-from drivetrain.core.types import Histogram as Histogram
-from drivetrain.core.types import HistogramLogger as HistogramLogger
 from drivetrain.core.types import RunLogger as RunLogger
 from drivetrain.loggers.base import LOGGERS as LOGGERS
 from drivetrain.loggers.base import Logger as Logger
@@ -8,4 +6,15 @@ from drivetrain.loggers.base import LoggerSpec as LoggerSpec
 from drivetrain.loggers.base import build_loggers as build_loggers
 from drivetrain.loggers.csv import CSVLogger as CSVLogger
 from drivetrain.loggers.jsonl import JSONLinesLogger as JSONLinesLogger
+from drivetrain.loggers.media import Audio as Audio
+from drivetrain.loggers.media import BinCounts as BinCounts
+from drivetrain.loggers.media import Figure as Figure
+from drivetrain.loggers.media import File as File
+from drivetrain.loggers.media import Histogram as Histogram
+from drivetrain.loggers.media import Image as Image
+from drivetrain.loggers.media import Media as Media
+from drivetrain.loggers.media import MediaLogger as MediaLogger
+from drivetrain.loggers.media import Table as Table
+from drivetrain.loggers.media import Text as Text
+from drivetrain.loggers.media import Video as Video
 from drivetrain.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger

@@ -10,6 +10,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.registry import Registry
 from drivetrain.core.synonyms import foreign
 from drivetrain.core.types import Logger
+from drivetrain.loggers.media import Kind
 
 __all__ = ["LOGGERS", "Logger", "LoggerSpec", "build_loggers", "check_loggers"]
 
@@ -59,11 +60,11 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
     return specs
 
 
-def takes_histograms(spec: str | Logger) -> bool:
-    """Return whether a logger, or the one that a name stands for, takes histograms."""
+def takes(spec: str | Logger, kind: Kind) -> bool:
+    """Return whether a logger, or the one that a name stands for, takes values of a kind."""
     made = LOGGERS[spec] if isinstance(spec, str) else spec
     # What a function makes is not known before.
-    return hasattr(made, "log_histograms") or (isinstance(spec, str) and not isinstance(made, type))
+    return kind in getattr(made, "takes", ()) or (isinstance(spec, str) and not isinstance(made, type))
 
 
 def build_loggers(spec: LoggerSpec, run_dir: Path | None) -> list[Logger]:

@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from drivetrain.core.files import lines_of
-from drivetrain.core.types import Histogram
 from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import FileLogger, naming, to_json
+from drivetrain.loggers.media import Histogram, Kind, Media
 
 HISTOGRAMS = "histograms"
 """The name of a log point's histograms."""
@@ -24,7 +24,7 @@ class JSONLinesLogger(FileLogger):
     """Writes one JSON object per log point: ``{"step": 50, "train/loss": 0.512}``.
 
     Histograms of a log point are an object of their own: ``{"step": 50, "histograms": {name: {"edges": [...],
-    "counts": [...], ...}}}``, with the fields of `drivetrain.loggers.Histogram`.
+    "counts": [...], ...}}}``, with the fields of `drivetrain.loggers.BinCounts`.
 
     The JSON is strict. Non-finite numbers become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
     which Python's ``float`` and most other parsers of numbers accept. Finite numbers have all their digits,
@@ -40,6 +40,8 @@ class JSONLinesLogger(FileLogger):
         filename: The file's name.
     """
 
+    takes: ClassVar[frozenset[Kind]] = frozenset({"histogram"})
+
     def __init__(self, directory: str | Path, filename: str = "metrics.jsonl") -> None:
         super().__init__(Path(directory) / filename)
         self._lines = 0
@@ -48,9 +50,10 @@ class JSONLinesLogger(FileLogger):
         """Write one line; `step` is the number of steps made."""
         self._write({"step": step, **{name: to_json(float(value)) for name, value in metrics.items()}})
 
-    def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Write one line; `step` is the number of steps made."""
-        named = {name: to_json(asdict(each)) for name, each in histograms.items()}
+    def log_media(self, values: Mapping[str, Media], step: int) -> None:
+        """Write one line with the histograms; `step` is the number of steps made."""
+        found = {name: each.counts for name, each in values.items() if isinstance(each, Histogram)}
+        named = {name: to_json(asdict(each)) for name, each in found.items()}
         self._write({"step": step, HISTOGRAMS: named})
 
     def _write(self, row: Mapping[str, Any]) -> None:

@@ -6,17 +6,19 @@ import hashlib
 import json
 import os
 import socket
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import make_directory
 from drivetrain.core.messages import logger
-from drivetrain.core.types import Histogram, Json
+from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import Appended, flat, to_json
+from drivetrain.loggers.media import Audio, BinCounts, Histogram, Kind, Media, Table, Text
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -29,8 +31,8 @@ _PATTERN = "events.out.tfevents.*"
 
 @by_name
 class TensorBoardLogger:
-    """Writes scalars and histograms, and the configuration as a text and for the tab HParams, to an event
-    file for TensorBoard.
+    """Writes scalars, pictures and other values to an event file for TensorBoard, and the configuration as a
+    text and for the tab HParams.
 
     The tab shows a row for each run, with its configuration and the last value of each of its metrics.
 
@@ -48,6 +50,10 @@ class TensorBoardLogger:
     Raises:
         ConfigError: Both a directory and a writer are given, or neither, or `writer` is no `SummaryWriter`.
     """
+
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "histogram", "image", "table", "text", "video"}
+    )
 
     # Why neither torch's SummaryWriter nor tensorboard's EventFileWriter, measured per scalar with 10 in a
     # log point: SummaryWriter.add_scalar, one event each, 24 us; EventFileWriter, one event for all, 5 us;
@@ -84,11 +90,10 @@ class TensorBoardLogger:
         self._write(step=step, summary={"value": values})
         self._step = max(self._step, step)
 
-    def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Write the histograms as one event; `step` is the number of steps made."""
+    def log_media(self, values: Mapping[str, Media], step: int) -> None:
+        """Write pictures, histograms and the like as one event; `step` is the number of steps made."""
         self._write_config()
-        values = [{"tag": name, "histo": _histogram_value(each)} for name, each in histograms.items()]
-        self._write(step=step, summary={"value": values})
+        self._write(step=step, summary={"value": [{"tag": n, **_value(each)} for n, each in values.items()]})
         self._step = max(self._step, step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -140,15 +145,7 @@ class TensorBoardLogger:
             return
         # Markdown shows lines that are indented by four spaces verbatim.
         text = "".join(f"    {line}\n" for line in self._config.splitlines())
-        value = {
-            "tag": "config/text_summary",
-            "metadata": {"plugin_data": {"plugin_name": "text"}},
-            "tensor": {
-                "dtype": "DT_STRING",
-                "string_val": [text.encode()],
-                "tensor_shape": {"dim": [{"size": 1}]},
-            },
-        }
+        value = {"tag": "config/text_summary", **_text_value(text)}
         hparams = _hparams_value(json.loads(self._config))
         self._write(step=max(self._step, 0), summary={"value": [value, hparams]})
         self._written_config = self._config
@@ -207,7 +204,30 @@ class TensorBoardLogger:
         return writer
 
 
-def _histogram_value(histogram: Histogram) -> dict[str, Any]:
+def _value(value: Media) -> dict[str, Any]:
+    """Return the part of an event that shows a value."""
+    if isinstance(value, Histogram):
+        return {"histo": _histogram_value(value.counts)}
+    if isinstance(value, (Text, Table)):
+        return _text_value(value.text if isinstance(value, Text) else value.markdown())
+    data = value.data
+    if isinstance(value, Audio):
+        sound: dict[str, Any] = {"sample_rate": value.sample_rate, "num_channels": value.channels}
+        sound |= {"length_frames": value.length, "content_type": "audio/wav"}
+        return {"audio": {**sound, "encoded_audio_string": data}}
+    # The sizes stand in the headers of PNG and GIF.
+    width, height = (
+        struct.unpack_from("<HH", data, 6) if data[:3] == b"GIF" else struct.unpack_from(">II", data, 16)
+    )
+    return {"image": {"width": width, "height": height, "colorspace": 4, "encoded_image_string": data}}
+
+
+def _text_value(text: str) -> dict[str, Any]:
+    content = {"string_val": [text.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
+    return {"metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": {"dtype": "DT_STRING", **content}}
+
+
+def _histogram_value(histogram: BinCounts) -> dict[str, Any]:
     """Return the value of an event that shows a histogram, as `SummaryWriter.add_histogram` of torch does."""
     return {
         "min": histogram.minimum,

@@ -283,6 +283,7 @@ def check_validation(run: Run, batches: int) -> None:
         )
         raise
     run.evaluation = Evaluation()
+    run.drop_pending()
     run.metrics.clear()
     run.metrics.update(before)
     run.names.stages = stages

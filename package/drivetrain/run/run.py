@@ -19,7 +19,7 @@ from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.random_streams import load_host_state, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
-from drivetrain.core.types import CheckpointLogger, Histogram, HistogramLogger, Logger
+from drivetrain.core.types import CheckpointLogger, Logger
 from drivetrain.data import Feed
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.engine import Engine
@@ -27,6 +27,8 @@ from drivetrain.engine.metrics.declared import DeclaredMetrics, joined
 from drivetrain.engine.updater import check_trained
 from drivetrain.engine.weighting import StepResult
 from drivetrain.loggers.base import LOGGERS
+from drivetrain.loggers.media import Media, advice
+from drivetrain.loggers.pending import PendingMedia
 from drivetrain.run.hooks import Hooks
 from drivetrain.run.ledger import Ledger
 from drivetrain.run.nonfinite import NonFinitePolicy
@@ -132,7 +134,7 @@ class Run(RunState):
             self.totals.max_seconds is not None or self.triggers.log.by_time or self.triggers.validate.by_time
         )
         self._values: dict[str, float] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._pending = PendingMedia(self.loggers)
         self._logging = False
         self._assets: list[Assets] | None = []
         self.origin = perf_counter()
@@ -240,16 +242,24 @@ class Run(RunState):
         if self.stopping.shared:
             self.stopping.want_meeting()
 
-    def log(self, name: str, value: float | Tensor) -> None:
+    def log(self, name: str, value: float | Tensor | Media) -> None:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
 
-        The name stays as it is given. During an evaluation, such as in `on_evaluation_end`, the value becomes
-        one of the evaluation's.
+        The name stays as it is given. During an evaluation, such as in `on_evaluation_end`, the number
+        becomes one of the evaluation's.
+
+        A value of `drivetrain.loggers`, such as an `Image` or a `Figure`, goes to the loggers that take its
+        kind. That of rank 0 counts, and of several under one name the last before the log point. It stays on
+        its device until then, and is not part of a checkpoint.
 
         Raises:
-            ConfigError: A tensor with more than one number, or the name of a value of the task.
+            ConfigError: A tensor with more than one number, another object, or the name of a value of the
+                task.
         """
         self.names.check_logged(name)
+        if isinstance(value, Media):
+            self._pending.add(name, value)
+            return
         if isinstance(value, Tensor):
             value = self.engine.strategy.full_tensor(value).detach()
             if value.numel() != 1:
@@ -257,17 +267,18 @@ class Run(RunState):
                     f"run.log({name!r}, ...) takes one number, not a tensor of shape {tuple(value.shape)}."
                     " Log its mean, or each of its numbers under a name of its own"
                 )
-        (self.logged if self._logging else self._values)[name] = float(value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"run.log({name!r}, ...) takes a number or a value of drivetrain.loggers, not a"
+                f" {type(value).__name__}. {advice(value)}"
+            ) from None
+        (self.logged if self._logging else self._values)[name] = number
 
-    def log_histogram(self, name: str, histogram: Histogram) -> None:
-        """Give the loggers that take histograms one at this log point; for `on_log`. Rank 0's counts.
-
-        Raises:
-            ConfigError: There is no log point now.
-        """
-        if not self._logging:
-            raise ConfigError(f"run.log_histogram({name!r}, ...) is for on_log: there is no log point now")
-        self._histograms[name] = histogram
+    def drop_pending(self) -> None:
+        """Forget the images and other such values that wait for a log point."""
+        self._pending.clear()
 
     @contextmanager
     def collecting(self) -> Iterator[dict[str, float]]:
@@ -373,6 +384,9 @@ class Run(RunState):
         values = self.names.named(means, "train")
         if means or self._values:
             self.log_point(values, agreed=True)
+        elif self._pending:  # rank 0 may have some alone, so that no hook is called
+            with shielded():
+                self._log_pending()
 
     @named_place("at a log point")
     def log_point(self, values: Mapping[str, float], agreed: bool = False) -> None:
@@ -402,7 +416,6 @@ class Run(RunState):
         self.latest.update(self.logged)
 
     def _publish(self) -> None:
-        self._histograms = {}
         with shielded():
             self.call(self.hooks.on_log)
             if self.hooks.on_log:  # the same on all ranks, unlike loggers
@@ -411,8 +424,14 @@ class Run(RunState):
             for logger in self.loggers if self.is_main else ():
                 with self.logging_to(logger, f"what {type(logger).__name__} logs at step"):
                     logger.log_metrics(self.logged, self.progress.steps)
-                    if self._histograms and isinstance(logger, HistogramLogger):
-                        logger.log_histograms(self._histograms, self.progress.steps)
+            if self._pending:
+                self._log_pending()
+
+    def _log_pending(self) -> None:
+        for logger in self.loggers:
+            with self.logging_to(logger, f"what {type(logger).__name__} logs at step"):
+                self._pending.log_to(logger, self.progress.steps)
+        self._pending.clear()
 
     @contextmanager
     def logging_to(self, logger: Logger, lost: str) -> Iterator[None]:

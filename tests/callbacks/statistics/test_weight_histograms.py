@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from drivetrain import Callback, Run
 from drivetrain.callbacks import WeightHistograms
 from drivetrain.core.registry import is_installed
-from drivetrain.loggers import Histogram
+from drivetrain.loggers import BinCounts
 from drivetrain.testing import run_distributed
 
 
 class Kept:  # a logger that keeps what it is given
+    takes = ("histogram",)
+
     def __init__(self) -> None:
-        self.points: list[tuple[int, dict[str, Histogram]]] = []
+        self.points: list[tuple[int, dict[str, BinCounts]]] = []
         self.log_metrics = self.log_config = self.close = lambda *given: None
 
-    def log_histograms(self, histograms: Any, step: int) -> None:
-        self.points.append((step, dict(histograms)))
+    def log_media(self, values: Any, step: int) -> None:
+        self.points.append((step, {name: each.counts for name, each in values.items()}))
 
 
 class ByHand(Callback):  # the whole weights at each log point, and the whole gradients before each step
@@ -43,14 +45,14 @@ class ByHand(Callback):  # the whole weights at each log point, and the whole gr
         self.tensors.append({**{f"weights/{name}": each for name, each in whole.items()}, **self._gradients})
 
 
-def kept_of(task: Any, data: Any, histograms: Any, **options: Any) -> list[tuple[int, dict[str, Histogram]]]:
+def kept_of(task: Any, data: Any, histograms: Any, **options: Any) -> list[tuple[int, dict[str, BinCounts]]]:
     """The histograms of a fit, with their steps."""
     kept, callback = Kept(), WeightHistograms(**histograms)
     quiet(**{"max_steps": 1, **options}, loggers=kept, callbacks=[callback]).fit(task, data)
     return kept.points
 
 
-def assert_of(histogram: Histogram, tensor: Tensor) -> None:
+def assert_of(histogram: BinCounts, tensor: Tensor) -> None:
     """Assert that a histogram has torch's counts of a tensor, and its other numbers."""
     flat = tensor.double().flatten()
     by_torch = torch.histogram(tensor.flatten().float(), len(histogram.counts))
@@ -96,8 +98,8 @@ def test_values_that_are_no_numbers_are_counted_apart() -> None:
     task = parameters(odd=odd, same=torch.full((5,), 2.0), none=torch.empty(0))
     histograms = {"bins": 2, "patterns": ["odd", "same", "none"]}
     assert kept_of(task, pairs(), histograms)[0][1] == {
-        "weights/odd": Histogram([1.0, 2.0, 3.0], [1, 2], 1.0, 3.0, 6.0, 14.0, nonfinite=3),
-        "weights/same": Histogram([1.5, 2.0, 2.5], [0, 5], 2.0, 2.0, 10.0, 20.0),
+        "weights/odd": BinCounts([1.0, 2.0, 3.0], [1, 2], 1.0, 3.0, 6.0, 14.0, nonfinite=3),
+        "weights/same": BinCounts([1.5, 2.0, 2.5], [0, 5], 2.0, 2.0, 10.0, 20.0),
     }
     for dtype in (torch.bfloat16, torch.float64):  # without rounding
         values = (torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
@@ -118,7 +120,7 @@ class Ungathered(WeightHistograms):  # fails where anything is gathered from sha
             super().on_log(run)
 
 
-def on_ranks(strategy: str, gradients: bool) -> list[tuple[int, dict[str, Histogram]]]:
+def on_ranks(strategy: str, gradients: bool) -> list[tuple[int, dict[str, BinCounts]]]:
     kept, by_hand = Kept(), ByHand()
     callbacks = [Ungathered(bins=5, gradients=gradients), by_hand]
     options: Any = {"devices": 2, "max_steps": 3, "log_every": "1 step", "loggers": kept}

@@ -11,18 +11,15 @@ from torch import Tensor, nn
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.statistics.log_points import LogPoints
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.messages import logger
-from drivetrain.core.types import Histogram, HistogramLogger
 from drivetrain.core.validation import by_name, count, flag, globs
-from drivetrain.loggers.base import check_loggers, takes_histograms
+from drivetrain.loggers.base import check_loggers, takes
+from drivetrain.loggers.media import BinCounts, Histogram
 from drivetrain.task.optim.groups import select_parameters
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
     from drivetrain.run.settings import Interval, RunSettings
     from drivetrain.strategies import Strategy
-
-_LOG = logger(__name__)
 
 _CHUNK = 1 << 20
 """The number of values that are counted at once: what is computed from them stays in a CPU's cache."""
@@ -41,8 +38,8 @@ class WeightHistograms(Callback):
     interval. Counts stay on the device until the log point, except on XLA, whose `bincount` runs on the host.
     With gradients, a log point of a validation alone gets no histograms.
 
-    The loggers "tensorboard" and "jsonl" take histograms, and any with
-    `log_histograms(histograms, step)`; see `drivetrain.loggers.HistogramLogger`.
+    The loggers "tensorboard" and "jsonl" take histograms, most experiment trackers do, and so does any logger
+    with "histogram" in `takes`; see `drivetrain.loggers.MediaLogger`.
 
     Args:
         every: The least interval between two log points with histograms, in steps or whole epochs; None takes
@@ -85,10 +82,11 @@ class WeightHistograms(Callback):
         """
         given = check_loggers(trainer.loggers)
         # A trial that writes nothing has no loggers.
-        if trainer.dry_run in (None, "overfit") and not any(map(takes_histograms, given)):
+        if trainer.dry_run in (None, "overfit") and not any(takes(each, "histogram") for each in given):
             raise ConfigError(
                 f"WeightHistograms with loggers={trainer.loggers!r}, none of which takes histograms. Add"
-                " 'tensorboard' or 'jsonl', or a logger with log_histograms(histograms, step)"
+                " 'tensorboard' or 'jsonl', or a logger with log_media(values, step) and 'histogram' in its"
+                " `takes`"
             )
         if reason := strategy.refuses("local_parts"):
             raise StrategyError(
@@ -117,9 +115,6 @@ class WeightHistograms(Callback):
                     f"WeightHistograms: {name!r} is complex, and complex numbers have no order. Leave it out,"
                     " by patterns"
                 )
-        without = [type(each).__name__ for each in run.loggers if not isinstance(each, HistogramLogger)]
-        if without:  # of rank 0, the only one with loggers
-            _LOG.info(f"WeightHistograms: {' and '.join(without)} takes no histograms, and gets none")
 
     def on_before_optimizer_step(self, run: Run) -> None:
         """Count the gradients, on the device, if they may be logged."""
@@ -147,8 +142,8 @@ class WeightHistograms(Callback):
         of_weights = [_Counts(run, parts, self.bins)] if parts else []
         for kind, found in (("weights", of_weights), ("gradients", of_gradients)):
             for counts in found:
-                for name, histogram in counts.read():
-                    run.log_histogram(f"{kind}/{name}", histogram)
+                for name, counted in counts.read():
+                    run.log(f"{kind}/{name}", Histogram(counted))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last log point with histograms."""
@@ -194,7 +189,7 @@ class _Counts:
         ]
         self._table = torch.cat([torch.stack([low, high], 1), outer, ranks.add(torch.stack(rows))], 1)
 
-    def read(self) -> Iterator[tuple[str, Histogram]]:
+    def read(self) -> Iterator[tuple[str, BinCounts]]:
         """Yield each histogram, without those of nothing; waits for the device."""
         for name, row in zip(self._names, self._table.tolist(), strict=True):
             low, high, first, last, nonfinite, total, squares, *counts = row
@@ -204,7 +199,7 @@ class _Counts:
             edges = [first + (last - first) * number / bins for number in range(bins)]
             # Rounded, because a share of a third does not add up to the last bit.
             numbers = [round(each) for each in counts]
-            yield name, Histogram([*edges, last], numbers, low, high, total, squares, round(nonfinite))
+            yield name, BinCounts([*edges, last], numbers, low, high, total, squares, round(nonfinite))
 
 
 def _chunks(part: Tensor) -> Iterator[Tensor]:

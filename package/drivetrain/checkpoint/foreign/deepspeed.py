@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.foreign.deepspeed_folder import Files, Table, find_files
+from drivetrain.checkpoint.foreign.deepspeed_folder import Files, TypedEntries, find_files
 from drivetrain.checkpoint.foreign.deepspeed_shards import Joined, Shapes, join_shards
 from drivetrain.checkpoint.foreign.torch_archive import StoredTensor, TorchArchive
 from drivetrain.checkpoint.format.manifest import Snapshot
@@ -119,7 +119,7 @@ class _Model:
     def __init__(self, files: Files) -> None:
         self._files = files
         with TorchArchive(self._path(0)) as archive:
-            self._table = Table(archive.content, repr(archive.path))
+            self._table = TypedEntries(archive.content, repr(archive.path))
         self.shapes = self._shapes("param_shapes", list)
 
     def _path(self, rank: int) -> str:
@@ -137,7 +137,7 @@ class _Model:
     def progress(self) -> Progress:
         """Return the run's progress; DeepSpeed's files do not have its position in the epoch."""
         steps, skipped = (self._table.get(key, int, 0) for key in ("global_steps", "skipped_steps"))
-        config = Table(self._table.get("ds_config", dict, {}), self._table.where)
+        config = TypedEntries(self._table.get("ds_config", dict, {}), self._table.where)
         told = config.values.get("gradient_accumulation_steps")
         accumulated = told if isinstance(told, int) and told > 0 else 1  # it may also be "auto"
         progress = Progress(
@@ -190,7 +190,7 @@ class _Model:
         parts: dict[str, list[Tensor]] = {name: [] for name in shapes}
         for rank in range(len(self._files.model) if shapes else 0):
             with TorchArchive(self._path(rank)) as archive:
-                own = Table(archive.content, repr(archive.path)).table("frozen_param_fragments")
+                own = TypedEntries(archive.content, repr(archive.path)).table("frozen_param_fragments")
                 for name, kept in parts.items():
                     kept.append(archive.read(self._stored(name, own.values.get(name))).reshape(-1))
         joined = {name: torch.cat(kept) for name, kept in parts.items()}

@@ -133,7 +133,7 @@ def _in_order(found: Mapping[tuple[int, int], str], kind: str, where: str) -> li
     return [name for _, name in sorted(found.items())]
 
 
-class Table:
+class TypedEntries:
     """A mapping in one of the files. Its entries must have the types that DeepSpeed writes.
 
     Args:
@@ -174,9 +174,9 @@ class Table:
             )
         return value
 
-    def table(self, key: str) -> Table:
+    def table(self, key: str) -> TypedEntries:
         """Return an entry that must exist and be a mapping."""
-        return Table(self.need(key, dict), f"{self.where}: {key!r}")
+        return TypedEntries(self.need(key, dict), f"{self.where}: {key!r}")
 
     def version(self) -> str:
         """Return the DeepSpeed version in brackets after a blank, or "" if it is unknown."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.foreign.deepspeed_folder import Files, Table
+from drivetrain.checkpoint.foreign.deepspeed_folder import Files, TypedEntries
 from drivetrain.checkpoint.foreign.torch_archive import Foreign, StoredTensor, TorchArchive
 from drivetrain.core.errors import CheckpointError
 
@@ -134,7 +134,7 @@ class _RankShard:
 
     def __init__(self, archive: TorchArchive, shapes: Shapes, size: int) -> None:
         self._archive = archive
-        top = Table(archive.content, repr(archive.path))
+        top = TypedEntries(archive.content, repr(archive.path))
         self._state = state = top.table("optimizer_state_dict")
         self.version = str(top.get("ds_version", str) or state.get("ds_version", str, ""))
         state.values.setdefault("ds_version", self.version or None)
@@ -176,7 +176,7 @@ class _RankShard:
         return [float(each) for each in counts if isinstance(each, (int, float))]
 
 
-def _stage(state: Table) -> int:
+def _stage(state: TypedEntries) -> int:
     """Return the stage of ZeRO in a file."""
     told = state.get("zero_stage", (Foreign, int))
     number = told.args[0] if isinstance(told, Foreign) and told.args else told
@@ -189,7 +189,7 @@ def _stage(state: Table) -> int:
     return int(number)
 
 
-def _check_processes(state: Table, there: int) -> None:
+def _check_processes(state: TypedEntries, there: int) -> None:
     told = state.get("partition_count", (int, list), there)
     counts = told if isinstance(told, list) else [told]
     if counts != [there] * len(counts):

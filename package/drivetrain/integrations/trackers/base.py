@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from drivetrain.core.errors import ConfigError, DrivetrainError, MissingDependencyError
 from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
-from drivetrain.core.types import Histogram, Json
+from drivetrain.core.types import Json
 from drivetrain.core.validation import one_of
 from drivetrain.loggers.files import set_aside, to_json
+from drivetrain.loggers.media import BinCounts, Histogram, Kind, Media
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -40,27 +41,28 @@ class StepRecord:
         time: When the first of them was logged, in seconds since the epoch. A second attempt to send
             a record has the same time, so that a server can drop a duplicate.
         values: The scalars by name.
-        histograms: The histograms by name.
+        media: The values beside numbers by name, such as images, already on the host.
         sent: When it was sent, on `time.monotonic`'s clock; None before.
     """
 
     step: int
     time: float = field(default_factory=time.time)
     values: dict[str, float] = field(default_factory=dict)
-    histograms: dict[str, Histogram] = field(default_factory=dict)
+    media: dict[str, Media] = field(default_factory=dict)
     sent: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return its content."""
-        histograms = {name: to_json(asdict(each)) for name, each in self.histograms.items()}
+        """Return its content; of the media the histograms alone."""
+        counted = {name: each.counts for name, each in self.media.items() if isinstance(each, Histogram)}
+        histograms = {name: to_json(asdict(each)) for name, each in counted.items()}
         return {"step": self.step, "time": self.time, "values": dict(self.values), "histograms": histograms}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StepRecord:
         """Return a record with the content that `to_json` gave."""
         values = {name: float(each) for name, each in content["values"].items()}
-        histograms = {name: Histogram(**each) for name, each in content["histograms"].items()}
-        return cls(int(content["step"]), float(content["time"]), values, histograms)
+        media = {name: Histogram(BinCounts(**each)) for name, each in content["histograms"].items()}
+        return cls(int(content["step"]), float(content["time"]), values, {**media})
 
 
 class Tracker(ABC):
@@ -73,8 +75,9 @@ class Tracker(ABC):
     still not sent when the run ends are in ``unsent-<tracker>.jsonl`` in the directory. Before the first
     step a failure is an error, because its cause is a missing key or a wrong address.
 
-    A checkpoint has the id of the tracker's run and the records that a kill could still lose. A resumed fit
-    continues that run: records up to the last step that the tracker has are not sent again.
+    A checkpoint has the id of the tracker's run and the records that a kill could still lose, without images
+    and other files. A resumed fit continues that run: records up to the last step that the tracker has are
+    not sent again.
 
     Args:
         directory: Where the tracker's local files go. Default: the run directory.
@@ -85,6 +88,7 @@ class Tracker(ABC):
         title: The tracker's name in messages.
         package: The package that it needs.
         extra: The extra of drivetrain that brings the package; also the logger's name.
+        takes: The kinds of values beside numbers that it takes; see `drivetrain.loggers.Media`.
         advice: What a user can do if the tracker cannot be opened; the end of a message.
         waits: Whether sending waits for a server, so that a thread of ours does it. Most trackers' packages
             have a queue of their own.
@@ -95,6 +99,7 @@ class Tracker(ABC):
     title: ClassVar[str]
     package: ClassVar[str]
     extra: ClassVar[str]
+    takes: ClassVar[frozenset[Kind]] = frozenset()
     advice: ClassVar[str]
     waits: ClassVar[bool] = False
     settles: ClassVar[float] = 0.0
@@ -224,7 +229,11 @@ class Tracker(ABC):
         """Add values to the record of a step; the step before is sent."""
         self._add(step, {name: float(value) for name, value in metrics.items()}, {})
 
-    def _add(self, step: int, values: Mapping[str, float], histograms: Mapping[str, Histogram]) -> None:
+    def log_media(self, values: Mapping[str, Media], step: int) -> None:
+        """Add values of the kinds that it takes to the record of a step."""
+        self._add(step, {}, values)
+
+    def _add(self, step: int, values: Mapping[str, float], media: Mapping[str, Media]) -> None:
         if not self._is_open:
             self.log_config({})
         if step <= self._last_step:
@@ -233,7 +242,7 @@ class Tracker(ABC):
             if not self._records or self._records[-1].step != step or self._records[-1].sent is not None:
                 self._records.append(StepRecord(step))
             self._records[-1].values.update(values)
-            self._records[-1].histograms.update(histograms)
+            self._records[-1].media.update(media)
         if self._thread is None:
             self._send_due()
         else:
@@ -340,6 +349,8 @@ class Tracker(ABC):
         lines = [json.dumps(to_json(each.to_json()), allow_nan=False) for each in left]
         self._unsent.parent.mkdir(parents=True, exist_ok=True)
         self._unsent.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for each in left:
+            write_media(each, self._unsent.with_suffix(""))
         _LOG.warning(
             f"{self.title} lacks the values of steps {left[0].step} to {left[-1].step}"
             f" ({self._failure or 'it did not answer in time'}). They are in {self._unsent}"
@@ -370,3 +381,20 @@ class Tracker(ABC):
             self._store(Path(address), name, [*aliases, Path(address).name])
         except Exception as error:
             _LOG.warning(f"{self.title} has not stored {address}: {error}. Training goes on")
+
+
+def write_media(record: StepRecord, folder: Path) -> dict[str, Path]:
+    """Write the values beside numbers to files, by the names of the values; histograms are no files.
+
+    Args:
+        record: The record.
+        folder: The folder, with a folder for each part of a name; made if there is anything to write.
+    """
+    written: dict[str, Path] = {}
+    for name, value in record.media.items():
+        if not isinstance(value, Histogram):
+            place = folder.joinpath(*(part for part in name.split("/") if part not in ("", ".", "..")))
+            place.mkdir(parents=True, exist_ok=True)
+            written[name] = place / f"step-{record.step:08d}{value.suffix}"
+            written[name].write_bytes(value.data)
+    return written

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, final
 
 from drivetrain.core.files import read_json
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
-from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
+from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, write_media
 from drivetrain.loggers.files import flat
+from drivetrain.loggers.media import Kind
 
 
 @by_name
@@ -32,6 +34,7 @@ class DVCLiveLogger(Tracker):
     title = "DVCLive"
     package = "dvclive"
     extra = "dvclive"
+    takes: ClassVar[frozenset[Kind]] = frozenset({"figure", "image"})
     advice = "Give a directory that can be written to"
 
     def __init__(
@@ -63,6 +66,9 @@ class DVCLiveLogger(Tracker):
         self._live.step = record.step
         for name, value in record.values.items():
             self._live.log_metric(name, value)
+        with TemporaryDirectory() as folder:
+            for name, path in write_media(record, Path(folder)).items():
+                self._live.log_image(f"{name}/{record.step}.png", path)
         self._live.make_summary()
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:

@@ -6,13 +6,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
-from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
+from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, write_media
 from drivetrain.loggers.files import flat
+from drivetrain.loggers.media import Kind
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,6 +37,9 @@ class MLflowTracker(Tracker):
 
     package = "mlflow"
     waits = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "file", "image", "plotly figure", "table", "text", "video"}
+    )
     longest: ClassVar[int] = 6000
 
     def __init__(
@@ -134,6 +139,10 @@ class MLflowTracker(Tracker):
         metrics = [Metric(_name(name), value, at, record.step) for name, value in record.values.items()]
         for some in _parts(metrics, _METRICS):
             self.experiment.log_batch(str(self._id), metrics=some)
+        if record.media:  # a file that is sent again replaces itself
+            with TemporaryDirectory() as folder:
+                write_media(record, Path(folder))
+                self.experiment.log_artifacts(str(self._id), folder)
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
         self._check_answers()
@@ -181,7 +190,8 @@ class MLflowLogger(MLflowTracker):
     """Sends values and the configuration to MLflow, and checkpoints by choice.
 
     A run that the program has opened by `mlflow.start_run`, or that `MLFLOW_RUN_ID` names, is used, and stays
-    open afterwards. A thread sends, because MLflow's client waits for its server.
+    open afterwards. A thread sends, because MLflow's client waits for its server. Images and the
+    like are artifacts under the name of the value: ``<name>/step-<step>.png``.
 
     Args:
         directory: Where the values go that could not be sent. Default: the run directory.

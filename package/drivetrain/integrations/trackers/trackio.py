@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, final
 
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
-from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
+from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, write_media
+from drivetrain.loggers.media import Histogram, Kind, Media, Table, Text
 
 
 @by_name
@@ -38,6 +40,9 @@ class TrackioLogger(Tracker):
     title = "Trackio"
     package = "trackio"
     extra = "trackio"
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "histogram", "image", "table", "text", "video"}
+    )
     advice = "Check project and space_id, and log in to the Hub by `hf auth login` for a Space"
     settles = 60.0  # a thread of its own writes to its database, or sends to a Space
 
@@ -82,7 +87,10 @@ class TrackioLogger(Tracker):
         return -1 if last is None else int(last)
 
     def _send(self, record: StepRecord) -> None:
-        self._trackio_run.log(dict(record.values), step=record.step)
+        with TemporaryDirectory() as folder:  # trackio copies the files as they are logged
+            files = write_media(record, Path(folder))
+            media = {name: _media(value, files.get(name)) for name, value in record.media.items()}
+            self._trackio_run.log({**record.values, **media}, step=record.step)
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
         import trackio
@@ -107,3 +115,15 @@ class TrackioLogger(Tracker):
         if not self._is_open:
             self.log_config({})
         return self._trackio_run
+
+
+def _media(value: Media, path: Path | None) -> Any:
+    import trackio
+
+    if isinstance(value, Histogram):
+        return trackio.Histogram(np_histogram=(list(value.counts.counts), list(value.counts.edges)))
+    if isinstance(value, Table):
+        return trackio.Table(columns=value.columns, data=value.rows)
+    if isinstance(value, Text):
+        return trackio.Markdown(value.text)
+    return {"audio": trackio.Audio, "video": trackio.Video}.get(value.kind, trackio.Image)(str(path))

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Literal, final
 
 from drivetrain.core.files import make_directory
-from drivetrain.core.types import Histogram, Json
+from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name, one_of
-from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
+from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, write_media
 from drivetrain.integrations.trackers.wandb_file import read_history
+from drivetrain.loggers.media import Histogram, Kind, Media, Table, Text
 
 STEP = "step"
 """The name of the number of steps, which W&B's charts have as their x-axis."""
+
+_FORBIDDEN = re.compile(r"[^\w\-.]", re.ASCII)
+"""Characters that no artifact may have in its name."""
 
 
 @by_name
 @final
 class WandbLogger(Tracker):
-    """Sends values, histograms and the configuration to Weights & Biases, and checkpoints by choice.
+    """Sends values of all kinds and the configuration to Weights & Biases, and checkpoints by choice.
 
     A run that the program has opened by `wandb.init` is used, and stays open afterwards. W&B's measurements
     of the machine stay on.
@@ -48,6 +54,9 @@ class WandbLogger(Tracker):
 
     title = "W&B"
     package = "wandb"
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "file", "histogram", "image", "plotly figure", "table", "text", "video"}
+    )
     extra = "wandb"
     advice = (
         "Log in by `wandb login`, or set WANDB_API_KEY; check project, entity and WANDB_BASE_URL; or write"
@@ -122,23 +131,34 @@ class WandbLogger(Tracker):
         files = self.directory.glob(f"wandb/*-{self._id}/run-{self._id}.wandb")
         return max((int(row.get(STEP, -1)) for each in files for row in read_history(each)), default=-1)
 
-    def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
-        """Add histograms to the record of a step."""
-        self._add(step, {}, histograms)
-
     def _send(self, record: StepRecord) -> None:
+        with TemporaryDirectory() as folder:  # wandb copies the files as they are logged
+            files = write_media(record, Path(folder))
+            media = {name: self._media(name, value, files) for name, value in record.media.items()}
+            shown = {name: each for name, each in media.items() if each is not None}
+            self._wandb_run.log({STEP: record.step, **record.values, **shown})
+
+    def _media(self, name: str, value: Media, files: Mapping[str, Path]) -> Any:
         import wandb
 
-        histograms = {
-            name: wandb.Histogram(np_histogram=(list(each.counts), list(each.edges)))
-            for name, each in record.histograms.items()
-        }
-        self._wandb_run.log({STEP: record.step, **record.values, **histograms})
+        if isinstance(value, Histogram):
+            return wandb.Histogram(np_histogram=(list(value.counts.counts), list(value.counts.edges)))
+        if isinstance(value, Table):
+            return wandb.Table(columns=value.columns, data=value.rows, allow_mixed_types=True)
+        if isinstance(value, Text):
+            return wandb.Table(columns=["text"], data=[[value.text]])
+        path = str(files[name])
+        if value.kind == "file":
+            self._store(files[name], _FORBIDDEN.sub("-", name), ["latest"], "file")
+            return None
+        if value.kind == "plotly figure":
+            return wandb.Html(path, inject=False)
+        return {"audio": wandb.Audio, "video": wandb.Video}.get(value.kind, wandb.Image)(path)
 
-    def _store(self, path: Path, name: str, aliases: list[str]) -> None:
+    def _store(self, path: Path, name: str, aliases: list[str], kind: str = "model") -> None:
         import wandb
 
-        artifact = wandb.Artifact(f"{name}-{self._id}", type="model")
+        artifact = wandb.Artifact(f"{name}-{self._id}", type=kind)
         if path.is_dir():
             artifact.add_dir(str(path))
         else:

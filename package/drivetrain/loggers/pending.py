@@ -1,0 +1,60 @@
+"""The values, beside numbers, that wait for the next log point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drivetrain.core.messages import logger
+from drivetrain.core.types import Logger
+from drivetrain.loggers.media import Media, MediaLogger
+
+_LOG = logger(__name__)
+
+
+class PendingMedia:
+    """Keeps values until a log point, and gives each logger those of the kinds that it takes.
+
+    Nothing is kept, drawn or copied to the host if no logger takes it.
+
+    Args:
+        loggers: The loggers of a run; none on ranks other than 0.
+    """
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._taken = {kind for each in loggers if isinstance(each, MediaLogger) for kind in each.takes}
+        self._loggers = loggers
+        self._values: dict[str, Media] = {}
+        self._said: set[tuple[int | str, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def add(self, name: str, value: Media) -> None:
+        """Keep a value, in place of an earlier one of that name."""
+        for place, each in enumerate(self._loggers):
+            takes = each.takes if isinstance(each, MediaLogger) else ()
+            if value.kind not in takes and (place, value.kind) not in self._said:
+                self._said.add((place, value.kind))
+                _LOG.warning(
+                    f"{type(each).__name__} takes no values of the kind {value.kind!r}: it gets neither"
+                    f" {name!r} nor others"
+                )
+        if value.kind in self._taken:
+            self._values[name] = value.snapshot()
+
+    def log_to(self, logger: Logger, step: int) -> None:
+        """Give a logger what it takes."""
+        if not isinstance(logger, MediaLogger):
+            return
+        taken = {name: each for name, each in self._values.items() if each.kind in logger.takes}
+        for name, each in taken.items():
+            each.to_host()
+            if each.problem and (name, each.kind) not in self._said:
+                self._said.add((name, each.kind))
+                _LOG.warning(f"{each.kind} {name!r}: {each.problem}")
+        if taken:
+            logger.log_media(taken, step)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._values = {}

@@ -1,0 +1,148 @@
+"""Images, figures and the other values beside numbers, from `run.log` to the files of loggers."""
+
+import io
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.support.messages import warned
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import LambdaCallback, Run
+from drivetrain.core.errors import ConfigError
+from drivetrain.loggers import Audio, Figure, File, Histogram, Image, Table, Text, Video
+
+pillow = pytest.importorskip("PIL.Image")
+
+
+class Drawing:  # as matplotlib's Figure
+    def savefig(self, file: Any, **options: Any) -> None:
+        file.write(Image(torch.ones(1, 2, 3)).data)
+
+
+class Watched(torch.Tensor):  # counts its copies to the host
+    copies = 0
+
+    def cpu(self) -> torch.Tensor:
+        Watched.copies += 1
+        return self.as_subclass(torch.Tensor)
+
+
+def fit(directory: Path, loggers: Any = "tensorboard", **hooks: Any) -> None:
+    callbacks = [LambdaCallback(**hooks)]
+    options = {"max_steps": 4, "log_every": 2, "loggers": loggers, "callbacks": callbacks}
+    quiet(**options, run_dir=directory).fit(Regression(), pairs(20))
+
+
+def pixels(data: bytes) -> Any:
+    return np.asarray(pillow.open(io.BytesIO(data)))
+
+
+def test_tensorboard_has_what_a_fit_has_logged(tmp_path: Path) -> None:
+    colours = torch.rand(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    wrong = torch.tensor([[0.0, 1.5], [0.5, float("nan")]])
+
+    def log(run: Run) -> None:
+        run.log("of/colours", Image(colours))
+        run.log("clipped", Image(wrong))
+        run.log("drawn", Figure(Drawing()))
+        run.log("film", Video(torch.rand(3, 1, 8, 6)))
+        run.log("sound", Audio(torch.tensor([[0.0, 1.0, -1.0], [0.5, 0.0, 0.0]]), 8000))
+        run.log("counts", Histogram(torch.tensor([1.0, 2.0, 2.0, float("inf")]), bins=2))
+        run.log("text", Text("**bold**"))
+        run.log("table", Table(["a", "b"], [[1, "x|y"], [torch.tensor(2.5), None]]))
+
+    with warned("'clipped': its numbers are from nan to nan and were clipped to 0 to 1") as said:
+        fit(tmp_path, on_log=log)
+    assert len(said) == 1
+    reader = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
+    reader.Reload()
+    found = {tag: reader.Images(tag) for tag in reader.Tags()["images"]}
+    assert {tag: [each.step for each in events] for tag, events in found.items()} == {
+        tag: [2, 4] for tag in ("of/colours", "clipped", "drawn", "film")
+    }
+    last = {tag: events[-1].encoded_image_string for tag, events in found.items()}
+    assert (pixels(last["of/colours"]) == (colours.permute(1, 2, 0) * 255 + 0.5).byte().numpy()).all()
+    assert pixels(last["clipped"]).tolist() == [[0, 255], [128, 0]]
+    assert pixels(last["drawn"]).tolist() == [[255] * 3] * 2
+    film = pillow.open(io.BytesIO(last["film"]))
+    assert (film.n_frames, film.size, film.info["duration"]) == (3, (6, 8), 250)
+    sizes = {tag: (events[0].width, events[0].height) for tag, events in found.items()}
+    assert sizes == {"of/colours": (5, 4), "clipped": (2, 2), "drawn": (3, 2), "film": (6, 8)}
+    with wave.open(io.BytesIO(reader.Audio("sound")[0].encoded_audio_string)) as sound:
+        assert (sound.getnchannels(), sound.getframerate()) == (2, 8000)
+        assert np.frombuffer(sound.readframes(3), "<i2").tolist() == [0, 16383, 32767, 0, -32767, 0]
+    histogram = reader.Histograms("counts")[0].histogram_value
+    assert (histogram.num, list(histogram.bucket)) == (3, [0, 1, 2])
+    texts = {tag: reader.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in ("text", "table")}
+    assert texts == {"text": "**bold**", "table": "| a | b |\n| --- | --- |\n| 1 | x\\|y |\n| 2.5 | None |"}
+
+
+def test_between_log_points_nothing_is_copied_to_the_host_and_later_changes_do_not_count(
+    tmp_path: Path,
+) -> None:
+    changing = torch.zeros(1, 2, 2)
+    copies = []
+
+    def log(run: Run) -> None:
+        run.log("watched", Image(torch.ones(1, 2, 2).as_subclass(Watched)))
+        if run.progress.steps == 1:
+            run.log("changing", Image(changing))
+            changing.fill_(1.0)
+        copies.append(Watched.copies)
+
+    Watched.copies = 0
+    late = LambdaCallback(on_epoch_end=lambda run: run.log("late", Text("after the last log point")))
+    options = {"max_steps": 4, "log_every": 2, "callbacks": [LambdaCallback(on_step_end=log), late]}
+    quiet(**options, loggers="tensorboard", run_dir=tmp_path).fit(Regression(), pairs(8))
+    assert copies == [0, 0, 1, 1]
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert not pixels(reader.Images("changing")[0].encoded_image_string).any()
+    assert [each.step for each in reader.Tensors("late")] == [4]
+    quiet(**options).fit(Regression(), pairs(8))  # without loggers
+    assert Watched.copies == 2
+
+
+def test_a_logger_that_does_not_take_a_kind_says_so_once(tmp_path: Path) -> None:
+    def log(run: Run) -> None:
+        run.log("first", Image(torch.zeros(2, 2)))
+        run.log("second", Image(torch.zeros(2, 2)))
+        run.log("counts", Histogram([1, 2]))
+
+    with warned() as said:
+        fit(tmp_path, ("tensorboard", "csv", "jsonl"), on_step_end=log)
+    assert [each.partition(":")[0] for each in said] == [
+        "CSVLogger takes no values of the kind 'image'",
+        "JSONLinesLogger takes no values of the kind 'image'",
+        "CSVLogger takes no values of the kind 'histogram'",
+    ]
+
+
+def test_values_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
+    def logged(name: str, value: Any) -> Any:
+        return lambda: fit(tmp_path, on_step_end=lambda run: run.log(name, value))
+
+    assert_refused(
+        ConfigError,
+        {
+            "a batch": (lambda: Image(torch.zeros(2, 3, 4, 4)), "one picture at a time", "[2, 3, 4, 4]"),
+            "channels last": (lambda: Image(torch.zeros(5, 6, 3)), "layout='HWC'"),
+            "a layout": (lambda: Image(torch.zeros(3, 4, 4), layout="hwc"), "'HWC'"),  # type: ignore[arg-type]
+            "axes": (lambda: Figure(type("Axes", (), {"figure": 1})()), "axes.figure"),
+            "a row": (lambda: Table(["a", "b"], [[1, 2], [3]]), "row 1 has 1 cells", "a, b"),
+            "a file": (lambda: File("absent"), "no such file"),
+            "samples last": (lambda: Audio(torch.zeros(800, 2), 8000), "[channels, samples]"),
+            "no rate": (lambda: Audio(torch.zeros(8), 0), "sample_rate"),
+            "one picture": (lambda: Video(torch.zeros(3, 4, 4)), "frames"),
+            "complex": (lambda: Histogram([1j]).counts, "complex128"),
+            "an array": (logged("x", np.zeros((2, 2))), "Write Image(...)"),
+            "a text": (logged("x", "some"), "Write Text(...)"),
+            "a taken name": (logged("train/loss", Text("x")), "both named 'train/loss'"),
+        },
+    )
