@@ -1,5 +1,6 @@
 """Data modules of Lightning as data: their life, their loaders, and each sample once on any ranks."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,19 @@ def test_several_training_loaders_resume_within_an_epoch_and_have_one_order_on_r
     whole = _together(1, False, 0, 6, "")
     ranks = on_two_ranks(_together, 2, False, 0, 3, "")
     assert [each for pair in zip(*ranks, strict=True) for each in pair] == whole
+
+
+class Cycled(DataLoader[Any]):  # as scvi-tools has it; asked for more than its length, zip raises
+    def __iter__(self) -> Any:
+        return zip(itertools.cycle([[torch.arange(2)]]), super().__iter__(), strict=True)
+
+
+def test_a_loader_that_iterates_by_itself_is_read_to_its_length() -> None:
+    loader = Cycled(TensorDataset(torch.arange(10)), batch_size=2)
+    task = Numbers()
+    assert quiet(max_epochs=2).fit(task, as_data(data_of(train=loader))).progress.steps == 10
+    assert len(task.batches) == 10
+    assert type(loader) is Cycled
 
 
 def test_a_module_with_loaders_of_its_own_is_data() -> None:

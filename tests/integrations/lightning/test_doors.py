@@ -127,6 +127,7 @@ def test_what_libraries_read_of_the_trainer_is_lightnings() -> None:
             ),
             (loop.epoch_progress.current.processed, loop.epoch_loop.batch_idx, loop.max_epochs),
             (at.limit_train_batches, at.limit_val_batches, at.val_check_interval, at.check_val_every_n_epoch),
+            loop.epoch_loop.val_loop._data_source.is_defined(),
             ([len(each.dataset) for each in feeds if each], at.checkpoint_callback, at.world_size),
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -208,7 +209,11 @@ def _counting_once(loader: Any, source: str) -> Any:
     """
     if isinstance(loader, Iterator) and hasattr(loader, "__len__"):  # a generator has none
         return _Again(loader)
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader):
+        return loader
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return _read_to_its_length(loader)
+    if isinstance(loader.dataset, IterableDataset):
         return loader
     batches = loader.batch_sampler
     described: Any = batches if type(batches) is BatchSampler else loader
@@ -225,6 +230,22 @@ def _counting_once(loader: Any, source: str) -> Any:
     if batches is not None:
         changes["batch_sampler"] = BatchSampler(sampler, described.batch_size, described.drop_last)
     vars(found).update(changes)
+    return found
+
+
+def _read_to_its_length(loader: DataLoader[Any]) -> Any:
+    """Return a loader with an iteration of its own that is asked for as many batches as its length says.
+
+    Lightning reads no further, and what such a loader does then may be an error: it may cycle one of several.
+    """
+    kind = type(loader)
+    try:
+        len(loader)
+    except TypeError:
+        return loader
+    found = copy.copy(loader)
+    ends = {"__iter__": lambda self: itertools.islice(kind.__iter__(self), len(self))}
+    found.__class__ = type(kind.__name__, (kind,), {**ends, "__module__": kind.__module__})
     return found
 
 

@@ -234,10 +234,24 @@ class FitLoop(TrainerPart):
             global_step=self._state.steps,
             _batches_that_stepped=self._state.steps,
         )
+        vars(part)["val_loop"] = ValidationLoop(self._state, "self.trainer.fit_loop.epoch_loop.val_loop")
         return part
 
     def setup_data(self) -> None:
         """Do nothing: the data is set up before the run begins."""
+
+
+class ValidationLoop(TrainerPart):
+    """`trainer.fit_loop.epoch_loop.val_loop`: whether the fit validates."""
+
+    @property
+    def _data_source(self) -> ValidationLoop:
+        return self
+
+    def is_defined(self) -> bool:
+        """Return whether the fit has validation data."""
+        run = self._state.run
+        return run is not None and bool(run.evaluation_feeds)
 
 
 class ResultsPart:
