@@ -3,8 +3,7 @@
 PYTHONPATH=package:. python benchmarks/lightning_libraries.py [LIBRARY ...]
 
 Libraries that are not installed are left out. Both Trainers read the data in its order, and torch is seeded
-before each step, so that modules that draw random numbers draw the same ones. -v shows values that differ, and
-errors.
+before each step, so that modules that draw random numbers draw the same ones. -v shows which values differ.
 """
 
 from __future__ import annotations
