@@ -109,6 +109,16 @@ def job(alone: Job) -> Job:
     return alone
 
 
+def test_a_rank_that_joins_after_the_failure_of_another_is_told_of_it(alone: Job) -> None:
+    alone.join(0)
+    alone.say(0, "cause", cause=Cause("error", 0, "step 0", "ConfigError: no").to_json())
+    assert not alone.hub._is_over()
+    alone.join(1)
+    assert Cause.from_json(alone.hears(1, "cause")["cause"]).what == "ConfigError: no"
+    alone.say(1, "bye")
+    assert alone.hub._is_over()
+
+
 @contextlib.contextmanager
 def joined(limit: float | None = None) -> Iterator[Job]:
     job = Job(limit)

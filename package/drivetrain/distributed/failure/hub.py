@@ -204,10 +204,16 @@ class Hub:
             time.sleep(0.01)
 
     def _is_over(self) -> bool:
-        """Return whether all ranks have said goodbye, or only rank 0 is left after a failure."""
-        if self.cause is not None:
-            return all(each.state != "here" for each in self._peers.values() if each.rank)
-        return len(self._peers) == self._world_size and all(p.state == "left" for p in self._peers.values())
+        """Return whether all ranks have said goodbye, or only rank 0 is left after a failure.
+
+        A rank that has not joined yet, because it is slower than the one that failed, is still to be told.
+        """
+        peers = self._peers.values()
+        if self.cause is None:
+            return len(peers) == self._world_size and all(each.state == "left" for each in peers)
+        never_came = self.cause.rank not in self._peers
+        have_ended = all(each.state != "here" for each in peers if each.rank)
+        return len(peers) + never_came == self._world_size and have_ended
 
     def _accept(self) -> None:
         try:
