@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.weighting import Weighted
 
 
@@ -72,28 +73,25 @@ class Skipped:
                 lost += 0.0 if keeps else float(micro_batch.weight)
         return [lost, total]
 
-    def leave_out(self, parameters: Sequence[Tensor]) -> bool:
+    def left(self, rows: list[Row], parameters: Sequence[Tensor]) -> list[Row] | None:
         """Make the gradients those of a step without the skipped micro-batches.
 
         Args:
+            rows: The scalars of all micro-batches.
             parameters: The trained parameters.
 
         Returns:
-            Whether any micro-batch of any rank is left.
+            The scalars of those that were not skipped; None if no rank has any.
         """
         if self._sums is None and all(self._keeps):
-            return True
+            return rows
         if self._sums is not None:
             self._work.wait()
         lost, total = self._own() if self._sums is None else self._sums.tolist()
         if lost < total:
             if lost:
                 self._strategy.scale_gradients(parameters, total / (total - lost))
-            return True
+            return [row for row, keeps in zip(rows, self._keeps, strict=True) if keeps]
         for parameter in parameters:  # of zeros
             parameter.grad = None
-        return False
-
-    def kept(self, rows: Sequence[Any]) -> list[Any]:
-        """Return the scalars of the micro-batches that were not skipped."""
-        return [row for row, keeps in zip(rows, self._keeps, strict=True) if keeps]
+        return None

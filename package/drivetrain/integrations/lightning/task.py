@@ -127,9 +127,8 @@ class LightningTask(TaskModule):
             return super().optimize(engine, pairs)
         skipped = self.hooks.skipped = Skipped(engine, pairs)
         rows, seen = engine.accumulate(pairs)
-        if not skipped.leave_out(engine.parameters):
+        if (rows := skipped.left(rows, engine.parameters)) is None:
             return Optimized([], applied=False)
-        rows = skipped.kept(rows)
         applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
         return Optimized(rows, applied, norm, seen)
 
