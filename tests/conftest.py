@@ -91,7 +91,8 @@ def _open_files() -> set[str]:
             target = os.readlink(descriptors / each)
         except OSError:  # the descriptor of the listing itself
             continue
-        if target.startswith("/") and os.path.isfile(target) and not target.startswith(("/proc", "/dev")):
+        kept = target.startswith(("/proc", "/dev")) or "/mpl-data/fonts/" in target  # matplotlib keeps fonts
+        if target.startswith("/") and os.path.isfile(target) and not kept:
             found.add(target)
     return found
 

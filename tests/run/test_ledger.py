@@ -17,6 +17,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import CheckpointConfig, LambdaCallback, LossSpike
+from drivetrain.core.messages import logger
 from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, read_ledger
 
 OFTEN = CheckpointConfig(every="1 step", by=None, keep_last=9)
@@ -70,6 +71,21 @@ def test_a_run_that_is_killed_and_resumed_has_the_ledger_of_both_attempts() -> N
     assert all(ledger.seconds[kind] > 0 for kind in spent)
     assert ledger.steps == 10
     assert ledger.goodput == ledger.seconds["compute"] / ledger.wall
+
+
+def test_warnings_and_the_error_that_ends_an_attempt_are_kept_once(tmp_path: Path) -> None:
+    def fails(run: Any) -> None:
+        for text in ("twice", "twice", "x" * 3000):
+            logger("drivetrain.tests").warning(text)
+        raise ValueError("why")
+
+    with warned("twice"), warned("xxx"), pytest.raises(ValueError, match="why"):
+        fit(tmp_path, LambdaCallback(on_step_end=fails))
+    with warned("after the fit"):
+        logger("drivetrain.tests").warning("after the fit")
+    (attempt,) = read(tmp_path).attempts
+    assert list(attempt.warnings) == ["twice", "x" * 2000]
+    assert (attempt.ended, attempt.error) == ("ValueError", "why")
 
 
 class Batches(list[Any]):  # batches that take a while to come

@@ -17,6 +17,7 @@ from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 
 from drivetrain import (
     CheckpointConfig,
+    ConfigError,
     EarlyStopping,
     LambdaCallback,
     MemoryConfig,
@@ -149,3 +150,19 @@ def test_every_argument_is_in_one_group_of_the_docstring_with_its_default_and_an
         assert example.startswith(f"{name}="), name
         given = eval(f"dict({example})", known)
         assert getattr(Trainer(**given), name) != fields[name], name
+
+
+def test_a_result_is_plotted_and_a_fit_ends_with_how_to_see_its_curves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "drivetrain"):
+        result = quiet(max_epochs=2, loggers="csv", run_dir=tmp_path).fit(Regression(), pairs(), pairs(2))
+    assert f"curves: drivetrain runs report {tmp_path}" in caplog.messages
+    shared, *others = result.plot().axes
+    assert not others
+    lines = {each.get_label(): list(zip(*each.get_data(), strict=True)) for each in shared.get_lines()}
+    for name, points in lines.items():
+        assert points == [(row["step"], row[name]) for row in result.history if name in row]
+    assert lines.keys() == {"train/loss", "validation/loss"}
+    with pytest.raises(ConfigError, match=r"no value 'train/los' was logged.*train/loss"):
+        result.plot("train/los")

@@ -1,13 +1,18 @@
-"""`drivetrain runs`: list runs, and show how one spent its time."""
+"""`drivetrain runs`: list runs, show how one spent its time, compare some, and draw their curves."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from drivetrain.cli.printing import any_text, line, print_json, section, span, table
+from drivetrain.cli.printing import any_text, line, print_json, section, shortened, span, table
+from drivetrain.cli.report import make_report
+from drivetrain.cli.run_record import differences, read_runs
 from drivetrain.core.errors import ConfigError, DataError, nearest
+from drivetrain.core.messages import sized
 from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
 
 _ABOUT = {
@@ -16,8 +21,13 @@ _ABOUT = {
     "show": "Show how a run spent its time, over all its restarts. Goodput is the share of the wall time"
     " spent on steps that count. Set-up, waiting for data, evaluation, saving, restoring, repeated steps"
     " and waiting for a restart do not count.",
+    "compare": "Compare runs: the settings in which they differ, and the last value of each name.",
+    "report": "Write one HTML file with the curves of runs, their time, warnings, failures and settings. It"
+    " needs no network.",
 }
 _PATHS = {"list": "a directory of runs, such as runs", "show": "a run directory, or its ledger.jsonl"}
+_RUNS = "a run directory"
+_OUTPUT = "the file to write; report.html if not given"
 
 
 def run(words: Sequence[str]) -> int:
@@ -32,24 +42,30 @@ def run(words: Sequence[str]) -> int:
     if unknown:
         raise ConfigError(
             f"drivetrain runs {parsed.action}: unknown argument {unknown[0]}."
-            f" {nearest(unknown[0], ['--json', '--debug'])}"
+            f" {nearest(unknown[0], ['--output' if parsed.action == 'report' else '--json', '--debug'])}"
         )
     with any_text():
-        return _list(parsed) if parsed.action == "list" else _show(parsed)
+        return _ACTIONS[parsed.action](parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="drivetrain runs",
-        description="List runs, and show how one spent its time.",
+        description="List runs, show how one spent its time, compare runs, and draw their curves.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, about in _ABOUT.items():
         purpose = about.partition(",")[0].lower()
         command = commands.add_parser(name, help=purpose, description=about, allow_abbrev=False)
-        command.add_argument("path", metavar="PATH", help=_PATHS[name])
-        command.add_argument("--json", action="store_true", help="print one JSON object")
+        if name in _PATHS:
+            command.add_argument("path", metavar="PATH", help=_PATHS[name])
+        else:
+            command.add_argument("paths", metavar="RUN", nargs="+", help=_RUNS)
+        if name == "report":
+            command.add_argument("--output", default="report.html", metavar="FILE", help=_OUTPUT)
+        else:
+            command.add_argument("--json", action="store_true", help="print one JSON object")
         command.add_argument("--debug", action="store_true", help="show the traceback of every error")
     return parser
 
@@ -133,6 +149,45 @@ def _show(parsed: argparse.Namespace) -> int:
         line()
         line(f"unreadable lines: {ledger.unreadable}; a process that is killed may leave half a line")
     return 0
+
+
+def _compare(parsed: argparse.Namespace) -> int:
+    if len(parsed.paths) < 2:
+        raise ConfigError("drivetrain runs compare: give two runs or more")
+    runs = read_runs(parsed.paths)
+    differing = differences(runs)
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    last = {name: [run.last(name) for run in runs] for name in names}
+    if parsed.json:
+        print_json({"runs": [str(run.ledger.directory) for run in runs], "settings": differing, "last": last})
+        return 0
+    head = ["", *(run.name for run in runs)]
+    table(head, [[name, *map(shortened, row)] for name, row in differing.items()])
+    if not differing:
+        line("the settings are the same")
+    line()
+    rows = [
+        [name, *("" if math.isnan(each) else f"{each:.6g}" for each in row)] for name, row in last.items()
+    ]
+    steps = ["step", *(f"{run.ledger.steps}" for run in runs)]
+    table(head, [steps, *rows], numbers=range(1, len(head)))
+    return 0
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    path = Path(parsed.output)
+    if path.is_dir():
+        raise ConfigError(f"--output {parsed.output!r} is a directory; give a file, such as report.html")
+    runs = read_runs(parsed.paths)
+    page = make_report(runs).encode("utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(page)
+    curves = len({name for run in runs for name in run.curves})
+    line(f"{path}: {len(runs)} runs, {curves} curves, {sized(len(page))}; open it in a browser")
+    return 0
+
+
+_ACTIONS = {"list": _list, "show": _show, "compare": _compare, "report": _report}
 
 
 def _ended(attempt: Attempt) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from drivetrain.core.errors import ConfigError, nearest
@@ -40,6 +40,24 @@ class _DefaultHandler(logging.Handler):
         text = super().format(record)
         is_table = record.levelno < logging.WARNING and "\n" in text
         return text if is_table else f"{NAME}: {text}"
+
+
+class Listener(logging.NullHandler):
+    """Passes messages to a function, beside whatever shows them.
+
+    Args:
+        level: Of the least message that is passed.
+        hear: Called with the text of each.
+    """
+
+    def __init__(self, level: int, hear: Callable[[str], None]) -> None:
+        super().__init__(level)
+        self._hear = hear
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Pass a message."""
+        self._hear(record.getMessage())
+        return True
 
 
 def _has_other_handlers(name: str, own: logging.Handler) -> bool:
@@ -88,7 +106,7 @@ def set_rank(rank: int) -> None:
 
 @contextmanager
 def handled_by(handler: logging.Handler) -> Iterator[None]:
-    """Have a handler receive the messages inside the block, in place of stderr."""
+    """Have a handler receive the messages inside the block: in place of stderr, unless it is a `Listener`."""
     root = logging.getLogger(NAME)
     root.addHandler(handler)
     try:

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from drivetrain.core.files import open_file
+from drivetrain.core.messages import Listener, handled_by
 from drivetrain.distributed.launch.process_start import process_age
 from drivetrain.run.ledger_report import NAME, VERSION
 from drivetrain.run.state import RunState
@@ -26,6 +28,9 @@ SPENT = ("set-up", "data", "compute", "evaluation", "save", "restore")
 
 _BETWEEN = 1.0
 """Seconds between two lines that only show that the attempt is alive."""
+
+_MESSAGES, _LONGEST = 100, 2000
+"""The most warnings of an attempt that are kept, and the most characters of each."""
 
 _began_with_process: int | None = None
 """The id of the process whose first fit has begun; a forked copy has another."""
@@ -48,9 +53,9 @@ def fit_began() -> float:
 class Ledger:
     """Writes the time of one attempt by kind, once `keep` has given it a directory.
 
-    It writes a line at the start, when training begins, after each save and each roll back, at log points a
-    second apart, and at the end. So a step costs nothing. Each line has the totals of the attempt, so that
-    the next line replaces one that could not be written.
+    It writes a line at the start, when training begins, after each save and each roll back, with each
+    warning of the package, at log points a second apart, and at the end. So a step costs nothing. Each line
+    has the totals of the attempt, so that the next line replaces one that could not be written.
 
     Args:
         run: The run.
@@ -66,6 +71,8 @@ class Ledger:
         self._over: float | None = None
         self._written = self._since
         self._trouble: OSError | None = None
+        self._heard: set[str] = set()
+        self._listening = ExitStack()
 
     def keep(self, directory: Path, since: float) -> None:
         """Start writing into a directory.
@@ -81,13 +88,18 @@ class Ledger:
         if self._file is not None:
             self._attempt = os.urandom(6).hex()
             self.note("start")
+            self._listening.enter_context(handled_by(Listener(logging.WARNING, self._hear)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        self._listening.close()
         in_order = error is None or isinstance(error, GeneratorExit)
-        self.note("end", ended="finished" if in_order else type(error).__name__)
+        if in_order:
+            self.note("end", ended="finished")
+        else:
+            self.note("end", ended=type(error).__name__, error=str(error)[:_LONGEST])
         if self._trouble is None:
             return
         run, lost = self._run, f"the end of {NAME}"
@@ -131,6 +143,12 @@ class Ledger:
                 self._run.timing[kind] += seconds
             if kind == "save":
                 self.note("save")
+
+    def _hear(self, message: str) -> None:
+        message = message[:_LONGEST]
+        if message not in self._heard and len(self._heard) < _MESSAGES:
+            self._heard.add(message)
+            self.note("warning", message=message)
 
     def note_alive(self) -> None:
         """Write a line if the last one is more than a second old."""

@@ -43,6 +43,8 @@ class Attempt:
         steps: The last step that it recorded.
         ended: "finished", or the name of the error that ended it. None if it has no last line: it was killed,
             or is running.
+        error: The error's text; None without an error.
+        warnings: The messages of the package's warnings, each once.
     """
 
     began: float
@@ -52,6 +54,8 @@ class Attempt:
     resumed: int | None
     steps: int
     ended: str | None
+    error: str | None = None
+    warnings: Sequence[str] = ()
 
     @property
     def wall(self) -> float:
@@ -171,6 +175,8 @@ class _ReportRow(NamedTuple):
     is_fresh: bool
     spent: Mapping[str, float]
     ended: str | None
+    error: str | None
+    message: str | None
 
 
 def _parsed(line: bytes) -> _ReportRow | None:
@@ -187,6 +193,8 @@ def _parsed(line: bytes) -> _ReportRow | None:
             is_fresh=given.get("fresh") is True,
             spent={kind: float(seconds) for kind, seconds in given["spent"].items()},
             ended=given.get("ended"),
+            error=given.get("error"),
+            message=given.get("message"),
         )
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
@@ -230,6 +238,8 @@ def _attempt(rows: Sequence[_ReportRow], before: Sequence[_ReportRow], limit: fl
         resumed=last.resumed,
         steps=last.steps,
         ended=last.ended,
+        error=last.error,
+        warnings=[str(each.message) for each in rows if each.event == "warning"],
     )
     return attempt, limit
 

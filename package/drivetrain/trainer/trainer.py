@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
 from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import missing
 from drivetrain.core.validation import by_name, flag, local_path
@@ -22,6 +23,7 @@ from drivetrain.engine.split_batch import join_batches
 from drivetrain.engine.weighting import StepResult
 from drivetrain.loggers.files import prepare_results_file, write_results
 from drivetrain.loggers.history import read_history, table_of
+from drivetrain.run.ledger_report import NAME as LEDGER
 from drivetrain.run.loop import evaluate, predict, train_steps
 from drivetrain.run.messages import as_given, is_resumable
 from drivetrain.run.preemption import Preemption
@@ -31,12 +33,17 @@ from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.given import KEEP
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import build_evaluation, build_fit, start_from
+from drivetrain.trainer.curves import plot
 from drivetrain.trainer.dry_run import as_tried, writes_nothing
 from drivetrain.trainer.observer import observed, observed_loop
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from drivetrain.callbacks.checkpoint import CheckpointSaver
     from drivetrain.trainer.plan.plan import Plan
+
+_LOG = logger(__name__)
 
 T = TypeVar("T")
 
@@ -85,6 +92,19 @@ class FitResult:
                 " fit had neither. Give the Trainer loggers='csv'"
             )
         return read_history(Path(self.history_path))
+
+    def plot(self, *names: str) -> Figure:
+        """Return the logged values as a figure of matplotlib, which a notebook shows.
+
+        `figure.savefig("curves.png")` writes it. "train/loss" and "validation/loss" share a plot.
+
+        Args:
+            *names: Of the values, such as "train/loss"; without any, all of them.
+
+        Raises:
+            ConfigError: There is no `history`, no value has the name, or matplotlib is not installed.
+        """
+        return plot(self.history, names)
 
 
 @dataclass(frozen=True)
@@ -301,6 +321,8 @@ class Trainer(RunSettings):
             for path in (run.last_checkpoint, weights, None if table is None else str(table))
         )
         best = {by: as_given(trainer, path) or path for by, path in best.items()}
+        if history is not None and directory is not None and (directory / LEDGER).exists():
+            _LOG.info("curves: drivetrain runs report %s", as_given(trainer, str(directory)))
         return FitResult(
             dict(run.metrics),
             run.progress,

@@ -1,0 +1,136 @@
+"""What a run directory says about its run: the values it logged, its settings and its ledger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.files import loads, read_text
+from drivetrain.run.ledger_report import RunLedger, read_ledger
+
+_LARGEST_CONFIG = 1 << 26
+_ABSENT = "not given"
+_UNKNOWN = "unknown"  # of a run without config.json
+
+Curve = tuple[list[float], list[float]]
+"""Steps and values."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its directory tells of it.
+
+    Attributes:
+        name: The directory's name; with its parents where two runs would have the same.
+        ledger: Its time, warnings and failures.
+        curves: The logged values by name.
+        settings: `config.json`, flattened: "trainer.precision" and so on. Empty if no logger has written it.
+    """
+
+    name: str
+    ledger: RunLedger
+    curves: Mapping[str, Curve]
+    settings: Mapping[str, Any]
+
+    def last(self, name: str) -> float:
+        """Return the last value of a name; NaN if it has none."""
+        return self.curves[name][1][-1] if name in self.curves else math.nan
+
+
+def read_runs(paths: Sequence[str]) -> list[RunRecord]:
+    """Return the records of runs.
+
+    Args:
+        paths: Run directories, or their ledgers.
+
+    Raises:
+        ConfigError: A run is given twice, or its settings or values cannot be read.
+        DataError: There is no run at a path.
+    """
+    ledgers = [read_ledger(each) for each in paths]
+    places = [each.directory.resolve() for each in ledgers]
+    for place in places:
+        if places.count(place) > 1:
+            raise ConfigError(f"the run {str(place)!r} is given twice")
+    return [
+        RunRecord(name, ledger, _curves(ledger.directory), _flat(_settings(ledger.directory)))
+        for name, ledger in zip(_names(places), ledgers, strict=True)
+    ]
+
+
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
+    """Return the settings in which runs differ: by name, the value of each run as a text."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    found = {}
+    for name in names:
+        row = [_text(run.settings.get(name, _ABSENT)) if run.settings else _UNKNOWN for run in runs]
+        if len(set(row) - {_UNKNOWN}) > 1:
+            found[name] = row
+    return found
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of paths that differ from one another."""
+    for length in range(1, max(len(each.parts) for each in places) + 1):
+        names = ["/".join(each.parts[-length:]) for each in places]
+        if len(set(names)) == len(names):
+            return names
+    return [str(each) for each in places]
+
+
+def _curves(directory: Path) -> dict[str, Curve]:
+    from drivetrain.loggers.history import TABLES, read_history
+
+    for name in TABLES.values():
+        if (directory / name).is_file():
+            found: dict[str, Curve] = {}
+            for row in read_history(directory / name):
+                for key, value in row.items():
+                    if key != "step":
+                        steps, values = found.setdefault(key, ([], []))
+                        steps.append(row["step"])
+                        values.append(value)
+            return found
+    return _events(directory)
+
+
+def _events(directory: Path) -> dict[str, Curve]:
+    """Return the scalars of TensorBoard's event files, where there is no table."""
+    if not any(directory.glob("events.out.tfevents.*")):
+        return {}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    found = {}
+    for name in events.Tags()["scalars"]:
+        points = {each.step: each.value for each in events.Scalars(name)}  # of equal steps the last
+        found[name] = ([float(each) for each in points], list(points.values()))
+    return found
+
+
+def _settings(directory: Path) -> Any:
+    file = directory / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        return loads(read_text(file, _LARGEST_CONFIG))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(file)!r} cannot be read: {error}") from error
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value} if prefix else {}
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        found |= _flat(each, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
