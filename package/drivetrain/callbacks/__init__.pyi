@@ -9,6 +9,7 @@ from drivetrain.callbacks.learning_rate import LearningRateMonitor as LearningRa
 from drivetrain.callbacks.loss_spike import LossSpike as LossSpike
 from drivetrain.callbacks.memory_report import MemoryReport as MemoryReport
 from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector as NonFiniteDetector
+from drivetrain.callbacks.plot_metrics import PlotMetrics as PlotMetrics
 from drivetrain.callbacks.profile import Profile as Profile
 from drivetrain.callbacks.progress_bar import ProgressBar as ProgressBar
 from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLength

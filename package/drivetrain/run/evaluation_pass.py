@@ -34,6 +34,7 @@ class EvaluationPass:
         self._ranks = engine.data_ranks
         self._buffer = MetricBuffer(self._ranks)
         self.add = self._buffer.add
+        self._evaluation = run.evaluation
         self._metric_inputs = run.task.metric_inputs
         self._whole = whole
         self._declared = declared
@@ -83,6 +84,7 @@ class EvaluationPass:
         values = self._buffer.means(refuse_nonfinite=False)
         if self._declared:
             values = joined(values, self._declared.compute(self._whole))
+            self._evaluation.results = self._declared.results
         for reader in self._readers:
             values = joined(values, self._ranks.first(lambda reader=reader: dict(reader.compute())))  # type: ignore[misc]
         return values

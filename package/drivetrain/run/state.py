@@ -27,6 +27,8 @@ class Evaluation:
         values: The result, by full name, once it has ended.
         samples: The samples that this rank has read so far.
         seconds: The time that the loader's pass took, once it has ended.
+        results: What each declared metric has returned, by its name in `metrics()`, once a loader's pass has
+            ended; on rank 0.
         passes: The passes over the loaders, once all have ended; each has the values of its loader.
         is_placeholder: Whether this rank has no samples left, and runs a step on another rank's because the
             model is sharded. The result of that step is dropped.
@@ -39,6 +41,7 @@ class Evaluation:
     values: Mapping[str, float] = field(default_factory=dict)
     samples: int = 0
     seconds: float = 0.0
+    results: Mapping[str, Any] = field(default_factory=dict)
     passes: Sequence[Evaluation] = ()
     is_placeholder: bool = False
     is_sanity_check: bool = False

@@ -143,6 +143,20 @@ def test_whatever_a_metric_computes_becomes_floats_by_name() -> None:
         assert all(type(each) is float for each in metrics.compute().values())
 
 
+def test_entries_are_named_by_labels_where_a_dimension_has_as_many() -> None:
+    class Matrix(Largest):
+        labels = ("cat", "dog")
+
+        def compute(self) -> Any:
+            return {"of": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])}
+
+    metrics = DeclaredMetrics({"m": Matrix()}, CPU)
+    metrics.update((torch.zeros(1), torch.zeros(1)))
+    assert list(metrics.compute()) == [
+        f"m/of/{row}/{column}" for row in ("cat", "dog") for column in range(3)
+    ]
+
+
 def test_refusals_of_metrics() -> None:
     one, stored = Forgetful(), make("sums").state_dict()
 

@@ -7,7 +7,7 @@ pay, so nothing here does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,11 @@ class DeclaredMetrics:
         device: Where they are updated.
         ranks: The processes that update them; what is computed is of all of them together.
 
+    Attributes:
+        results: What each metric returned when they were computed last, by name; that of an `EpochMetric` on
+            rank 0 alone.
+        drawn: The metrics that are drawn: a matrix or a curve that they compute gives no numbers.
+
     Raises:
         ConfigError: A value that is no metric or has two names, or, with several processes, one that cannot
             be joined.
@@ -107,9 +112,15 @@ class DeclaredMetrics:
         if not ranks.alone:
             check_joinable(self._added_up)
         self.updated = False
+        self.results: dict[str, Any] = {}
+        self.drawn: Collection[str] = ()
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
+
+    def with_plot(self) -> dict[str, Any]:
+        """Return the metrics that have a method `plot`, as torchmetrics' have."""
+        return {name: each for name, each in self._metrics.items() if callable(getattr(each, "plot", None))}
 
     def directions(self) -> dict[str, str]:
         """Return "max" or "min" for each metric that has `higher_is_better`, as torchmetrics' have."""
@@ -157,11 +168,13 @@ class DeclaredMetrics:
 
     def compute(self, whole: bool = True) -> dict[str, float]:
         """Return all values as floats: a mapping or a vector gives one for each entry, `name/key` or
-        `name/0`.
+        `name/0`. If the metric has `labels`, as many texts as a dimension has entries, they replace the
+        numbers: `name/cat`.
 
         Args:
             whole: Whether to compute each `EpochMetric` too.
         """
+        self.results = {}
         if self._ranks.alone:
             values = self._values() if self.updated else {}
         else:
@@ -174,7 +187,9 @@ class DeclaredMetrics:
     def _values(self) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, metric in self._added_up.items():
-            values.update(_floats(name, metric.compute()))
+            result = self.results[name] = metric.compute()
+            if name not in self.drawn or is_flat(result):
+                values.update(_floats(name, result, _labels(metric)))
         return values
 
     def _values_of_epoch(self) -> dict[str, float]:
@@ -186,7 +201,8 @@ class DeclaredMetrics:
                 self._of_epoch.items(), zip(*gathered or (), strict=True), strict=True
             ):
                 if records := [each for of_rank in of_ranks for each in of_rank]:
-                    found.update(_floats(name, metric.result(records)))
+                    self.results[name] = metric.result(records)
+                    found.update(_floats(name, self.results[name]))
             return found
 
         return self._ranks.first(values)
@@ -251,14 +267,31 @@ def _moved(metric: Any, device: torch.device) -> Any:
     return metric if moved is None else moved  # in place, as some do
 
 
-def _floats(name: str, value: Any) -> dict[str, float]:
+def is_flat(result: Any) -> bool:
+    """Return whether a metric's result is a number, a vector or a mapping, and no matrix and no curve."""
+    if isinstance(result, (list, tuple)):
+        return all(isinstance(each, (int, float)) or getattr(each, "ndim", 1) == 0 for each in result)
+    return getattr(result, "ndim", 0) < 2
+
+
+def _labels(metric: Any) -> Sequence[str]:
+    labels = getattr(metric, "labels", None)
+    is_texts = isinstance(labels, (list, tuple)) and all(isinstance(each, str) for each in labels)
+    return labels if is_texts else ()  # type: ignore[return-value]
+
+
+def _floats(name: str, value: Any, labels: Sequence[str] = ()) -> dict[str, float]:
     if isinstance(value, Mapping):
-        return {k: v for key, each in value.items() for k, v in _floats(f"{name}/{key}", each).items()}
+        return {
+            k: v for key, each in value.items() for k, v in _floats(f"{name}/{key}", each, labels).items()
+        }
     if isinstance(value, Tensor):
         value = value.detach()
     listed = value.tolist() if hasattr(value, "tolist") else value  # tensors, and what is like numpy's arrays
     if isinstance(listed, (list, tuple)):
-        return {k: v for i, each in enumerate(listed) for k, v in _floats(f"{name}/{i}", each).items()}
+        keys = labels if len(labels) == len(listed) else range(len(listed))
+        named = zip(keys, listed, strict=True)
+        return {k: v for key, each in named for k, v in _floats(f"{name}/{key}", each, labels).items()}
     try:
         return {name: float(listed)}
     except (TypeError, ValueError):

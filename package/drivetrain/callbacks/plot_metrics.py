@@ -1,0 +1,109 @@
+"""Metrics as figures: confusion matrices, curves, and whatever else has a `plot`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
+from drivetrain.core.registry import is_installed
+from drivetrain.core.validation import by_name
+from drivetrain.data import to_host
+from drivetrain.engine.metrics.declared import is_flat
+from drivetrain.loggers.base import check_loggers, takes
+from drivetrain.loggers.media import Figure
+
+if TYPE_CHECKING:
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
+
+
+@by_name
+class PlotMetrics(Callback):
+    """Draws declared metrics that have a `plot`, as torchmetrics' have, at the end of a fit's validations.
+
+    The figure of the metric "confusion" is logged as "validation/confusion/plot". It needs matplotlib. A
+    metric with `labels`, a list of texts, is drawn with them where its `plot` takes labels.
+
+    A matrix or a curve that is drawn gives no numbers: a curve of all thresholds would have thousands. A
+    number or a vector is logged too.
+
+    Args:
+        metrics: The names in the task's `metrics()`. None draws those that compute a matrix or a curve.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        ConfigError: When a Trainer is made: no logger takes figures; at the start of a fit: it has no
+            validation, or a name is unknown or that of a metric without a `plot`.
+    """
+
+    def __init__(self, metrics: Sequence[str] | None = None) -> None:
+        if not is_installed("matplotlib"):
+            raise MissingDependencyError("matplotlib", "plots", "PlotMetrics")
+        if isinstance(metrics, str):
+            metrics = (metrics,)
+        self.metrics = None if metrics is None else tuple(metrics)
+        self._drawn: dict[str, Any] = {}
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that a logger takes figures.
+
+        Raises:
+            ConfigError: None does.
+        """
+        given = check_loggers(trainer.loggers)
+        if trainer.dry_run in (None, "overfit") and not any(takes(each, "figure") for each in given):
+            raise ConfigError(
+                f"PlotMetrics with loggers={trainer.loggers!r}, none of which takes figures. Add"
+                " 'tensorboard', or another that does"
+            )
+
+    def on_fit_start(self, run: Run) -> None:
+        """Look up the metrics.
+
+        Raises:
+            ConfigError: There is no validation, or no such metric with a `plot`.
+        """
+        declared = run.evaluation_metrics
+        if declared is None:
+            raise ConfigError(
+                "PlotMetrics draws metrics of validations, and this fit has no validation data, or its task"
+                " no metrics()"
+            )
+        able = declared.with_plot()
+        for name in self.metrics or ():
+            if name not in able:
+                raise ConfigError(
+                    f"PlotMetrics(metrics=): {name!r} is no metric of the task's metrics() with a method"
+                    f" plot. {nearest(name, able)}"
+                )
+        if not able:
+            raise ConfigError("PlotMetrics: no metric of the task's metrics() has a method plot")
+        self._drawn = {name: each for name, each in able.items() if name in (self.metrics or able)}
+        declared.drawn = self._drawn
+
+    def on_evaluation_end(self, run: Run) -> None:
+        """Draw what the metrics have computed."""
+        if run.train_feed is None or not run.loggers or run.evaluation.is_sanity_check:
+            return
+        for each in run.evaluation.passes:
+            for name, metric in self._drawn.items():
+                full = run.task.metric_name(run.stage, each.loader, name)
+                result = each.results.get(name)
+                if result is None or full is None or (self.metrics is None and is_flat(result)):
+                    continue
+                run.log(f"{full}/plot", Figure(_plot(metric, result)))
+
+
+def _plot(metric: Any, result: Any) -> Any:
+    from matplotlib import pyplot
+
+    labels = getattr(metric, "labels", None)
+    takes_labels = "labels" in inspect.signature(metric.plot).parameters
+    drawn = metric.plot(to_host(result), **({"labels": labels} if labels and takes_labels else {}))
+    figure = drawn[0] if isinstance(drawn, tuple) else drawn
+    pyplot.close(figure)  # which keeps each figure otherwise
+    return figure
