@@ -36,6 +36,8 @@ OPTIONAL_OR_HEAVY |= {
     "huggingface_hub",
     "transformers",
     "peft",
+    "optuna",
+    "plotly",
 }
 
 # Private attributes of other packages, where nothing public serves. None of ours is here: no object of
@@ -371,6 +373,7 @@ def test_lazy_packages_export_what_type_checkers_see() -> None:
         "callbacks",
         "checkpoint",
         "integrations.hub",
+        "integrations.optuna",
         "integrations.trackers",
         "loggers",
         "testing",

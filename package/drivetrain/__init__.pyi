@@ -29,6 +29,7 @@ from drivetrain.distributed.processes import world_size as world_size
 from drivetrain.engine.engine import Engine as Engine
 from drivetrain.engine.memory import MemoryConfig as MemoryConfig
 from drivetrain.engine.metrics.epoch_metric import EpochMetric as EpochMetric
+from drivetrain.integrations.optuna.searching import search as search
 from drivetrain.loggers import CSVLogger as CSVLogger
 from drivetrain.loggers import JSONLinesLogger as JSONLinesLogger
 from drivetrain.loggers import TensorBoardLogger as TensorBoardLogger

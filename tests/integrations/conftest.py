@@ -36,7 +36,15 @@ def lightning_library() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
+@pytest.fixture(scope="session")
+def optuna_library() -> None:
+    import optuna
+    import sklearn.ensemble  # noqa: F401 - sets variables of the environment
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def library(request: pytest.FixtureRequest) -> None:  # before a test's own state is noted
-    if (folder := request.path.parent.name) in ("lightning", "transformers"):
+    if (folder := request.path.parent.name) in ("lightning", "optuna", "transformers"):
         request.getfixturevalue(f"{folder}_library")

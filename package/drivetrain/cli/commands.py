@@ -1,7 +1,8 @@
-"""The commands `fit`, `validate`, `test`, `predict`, `plan` and `summary`, given their settings."""
+"""The commands `fit`, `validate`, `test`, `predict`, `plan`, `summary` and `search`, given their settings."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ def fit(settings: Settings, as_json: bool) -> None:
     override = settings.option("override")
     result = trainer.fit(
         task,
-        *_fit_data(settings),
+        *fit_data(settings),
         resume=settings.option("resume"),
         override=() if override is None else (override,),
     )
@@ -94,7 +95,7 @@ def predict(settings: Settings, as_json: bool) -> None:
 def plan(settings: Settings, as_json: bool) -> None:
     """Print the plan of a fit."""
     trainer, task = _trainer_and_task(settings, without_values=True)
-    found = make_plan(trainer, task, *_fit_data(settings))
+    found = make_plan(trainer, task, *fit_data(settings))
     if as_json:
         print_json(found.to_json())
     else:
@@ -108,12 +109,17 @@ def summary(settings: Settings, as_json: bool) -> None:
     if not depth.isdecimal():
         raise ConfigError(f"--depth must be a whole number, at least 0, not {depth!r}")
     has_data = settings.option("data") is not None or settings.option("train_data") is not None
-    batch = first_batch(trainer, task, *_fit_data(settings)) if has_data else None
+    batch = first_batch(trainer, task, *fit_data(settings)) if has_data else None
     found = summarize(task, int(depth), batch=batch)
     if as_json:
         print_json(found.to_json())
     else:
         print(found)
+
+
+def search(settings: Settings, as_json: bool) -> None:
+    """Search hyper-parameters, then print the best."""
+    importlib.import_module("drivetrain.integrations.optuna.command").search_command(settings, as_json)
 
 
 COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
@@ -123,6 +129,7 @@ COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
     "predict": predict,
     "plan": plan,
     "summary": summary,
+    "search": search,
 }
 """The function for each command. It takes the settings, and whether to print JSON."""
 
@@ -135,8 +142,7 @@ def _trainer_and_task(settings: Settings, without_values: bool = False) -> tuple
         without_values: Whether the weights may be on the meta device, which takes neither memory nor time.
     """
     trainer = settings.trainer()
-    if settings.option("task") is None:
-        raise ConfigError("which task? Give --task module.Class or --task path/to/file.py:Class")
+    check_task_given(settings)
     seed_host(trainer.seed)
     if without_values:
         try:
@@ -148,8 +154,22 @@ def _trainer_and_task(settings: Settings, without_values: bool = False) -> tuple
     return trainer, settings.make("task")
 
 
-def _fit_data(settings: Settings) -> tuple[Any, Any]:
-    """Return the training data and the validation data."""
+def check_task_given(settings: Settings) -> None:
+    """Check that the settings name a task.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    if settings.option("task") is None:
+        raise ConfigError("which task? Give --task module.Class or --task path/to/file.py:Class")
+
+
+def fit_data(settings: Settings) -> tuple[Any, Any]:
+    """Return the training data and the validation data.
+
+    Raises:
+        ConfigError: There is no training data, or it is given twice.
+    """
     data, train = settings.make("data"), settings.make("train_data")
     if data is not None and train is not None:
         raise ConfigError("--data and --train-data both give training data; give one of them")

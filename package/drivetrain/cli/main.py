@@ -27,6 +27,7 @@ _RUNS = {
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
     "summary": "show a task's parameters, shapes and operations by module",
+    "search": "search hyper-parameters; `search show DIR` shows the trials",
 }
 _LISTS = {
     "env": "say what is installed and which devices there are",
@@ -88,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     # Imports are late: help must not wait for torch.
     command = words[0] if words else ""
+    if words[:2] == ["search", "show"]:
+        return int(importlib.import_module("drivetrain.integrations.optuna.command").show(words[2:]))
     if command in _RUNS:
         return _run_task(command, words[1:])
     if command in _MODULES:

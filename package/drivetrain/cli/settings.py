@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -26,7 +27,17 @@ from jsonargparse import ArgumentParser, set_loader
 from drivetrain.callbacks import HOOKS
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import load
-from drivetrain.cli.settings_tree import NAMED, OBJECTS, TEXTS, Tree, dotted, lay_over, read_file, read_value
+from drivetrain.cli.settings_tree import (
+    NAMED,
+    OBJECTS,
+    SEARCH,
+    TEXTS,
+    Tree,
+    dotted,
+    lay_over,
+    read_file,
+    read_value,
+)
 from drivetrain.core.errors import ConfigError, DrivetrainError, nearest
 from drivetrain.core.intervals import Every
 from drivetrain.core.synonyms import help_with
@@ -34,7 +45,7 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import config_type, configure
 from drivetrain.trainer.trainer import Trainer
 
-_ALL = ("fit", "validate", "test", "predict", "plan", "summary")
+_ALL = ("fit", "validate", "test", "predict", "plan", "summary", "search")
 
 
 class _Option(NamedTuple):
@@ -51,9 +62,11 @@ _OPTIONS = {
         "NAME", "an object with train_data() and so on, its class, or a function that returns one"
     ),
     "--train-data": _Option(
-        "NAME", "a loader, dataset or function, for training alone", ("fit", "plan", "summary")
+        "NAME", "a loader, dataset or function, for training alone", ("fit", "plan", "summary", "search")
     ),
-    "--validation-data": _Option("NAME", "the same, for validation alone", ("fit", "plan", "validate")),
+    "--validation-data": _Option(
+        "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
+    ),
     "--resume": _Option("auto|PATH", "resume from run_dir's newest checkpoint, or from a path", ("fit",)),
     "--override": _Option(
         "optimizer|keep-optimizer",
@@ -71,8 +84,19 @@ _OPTIONS = {
         None, "compute the values of a validation too; the data needs targets", ("predict",)
     ),
     "--depth": _Option("NUMBER", "the levels of modules to show, 1 by default", ("summary",)),
+    "--trials": _Option("NUMBER", "trials of the search, those of earlier starts included", ("search",)),
+    "--objective": _Option("NAMES", "logged names to optimise; default: validation/loss", ("search",)),
+    "--direction": _Option(
+        "minimize|maximize", "one for each objective; default: by well-known names", ("search",)
+    ),
+    "--storage": _Option("URL|PATH", "sqlite:///FILE or a journal; default: in run_dir", ("search",)),
+    "--sampler": _Option("NAME", "tpe, random, grid, gp or nsga2; default: tpe", ("search",)),
+    "--pruner": _Option("NAME", "median, halving or hyperband; default: none", ("search",)),
+    "--parallel": _Option("NUMBER", "trials that run at a time; default: 1", ("search",)),
     "--mps-fallback": _Option(
-        None, "on a Mac: run operations that MPS lacks on the CPU", ("fit", "validate", "test", "predict")
+        None,
+        "on a Mac: run operations that MPS lacks on the CPU",
+        ("fit", "validate", "test", "predict", "search"),
     ),
     "--config": _Option("FILE", "a YAML or JSON file with the same settings; the command line wins"),
     "--print-config": _Option(None, "print the settings as a configuration file, and stop"),
@@ -101,7 +125,7 @@ class Settings:
     """The settings of one command, checked and typed, and the objects that they describe.
 
     Args:
-        command: "fit", "validate", "test", "predict", "plan" or "summary".
+        command: "fit", "validate", "test", "predict", "plan", "summary" or "search".
         purpose: The command's purpose, for its help.
         words: The words after the command.
 
@@ -112,6 +136,18 @@ class Settings:
 
     def __init__(self, command: str, purpose: str, words: Sequence[str]) -> None:
         self._options, self._tree = _read(command, words)
+        self._build(command, purpose)
+
+    def changed(self, values: Mapping[str, str]) -> Settings:
+        """Return these settings with other values, as texts of a command line: {"task.width": "64"}."""
+        changed = copy.copy(self)
+        changed._tree = copy.deepcopy(self._tree)
+        for option, value in values.items():
+            lay_over(changed._tree, option, value)
+        Settings._build(changed, "", "")
+        return changed
+
+    def _build(self, command: str, purpose: str) -> None:
         self._found = _objects(self._tree)
         if self._options.get("help"):
             _full_parser(command, purpose, self._tree, self._found).print_help()
@@ -166,7 +202,7 @@ class Settings:
         for name in {*NAMED} & {*self._kinds}:
             trainer[name] = {"name": self._tree["trainer"][name]["class_path"], **trainer[name]}
         config |= {"trainer": trainer} if trainer else {}
-        config |= {name: self._options[name] for name in TEXTS if name in self._options}
+        config |= {name: self._options[name] for name in (*TEXTS, *SEARCH) if name in self._options}
         return str(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
     def _section(self, name: str) -> dict[str, Any]:
@@ -250,12 +286,16 @@ def _read(command: str, words: Sequence[str]) -> tuple[dict[str, Any], Tree]:
     files = [word for word in others if word.partition("=")[0] == "--config"]
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times; give one file")
-    tree = read_file(options["config"]) if files else {"trainer": {}}
+    is_search = command == "search"
+    tree = read_file(options["config"], SEARCH if is_search else ()) if files else {"trainer": {}}
     for name in OBJECTS:
         if name in options:
             lay_over(tree, name, options[name])
     for option, value in pairs:
-        lay_over(tree, option, value)
+        if is_search and option.startswith("space."):
+            tree["space"] = {**tree.get("space", {}), option.removeprefix("space."): value}
+        else:
+            lay_over(tree, option, value)
     return {**tree, **options}, tree
 
 

@@ -20,6 +20,9 @@ OBJECTS = ("task", "data", "train_data", "validation_data")
 TEXTS = ("resume", "override", "checkpoint", "save_to")
 """Settings that are passed to the Trainer's verbs unchanged."""
 
+SEARCH = ("space", "trials", "objective", "direction", "storage", "sampler", "pruner", "parallel")
+"""Settings of `drivetrain search` alone."""
+
 NAMED = ("strategy", "precision")
 """The Trainer's arguments that are a name with options."""
 
@@ -156,8 +159,12 @@ def _listed(value: Any) -> list[Any]:
 # Files.
 
 
-def read_file(path: str) -> Tree:
+def read_file(path: str, also: Sequence[str] = ()) -> Tree:
     """Return a file's settings.
+
+    Args:
+        path: The file.
+        also: Settings of one command alone, which are returned as they are.
 
     Raises:
         ConfigError: No such file, invalid YAML or JSON, or an unknown name (lists the nearest).
@@ -170,7 +177,7 @@ def read_file(path: str) -> Tree:
             content = loads(text, object_pairs_hook=_unique)
         else:
             content = _parsed(text, _Loader)
-        return _tree(content)
+        return _tree(content, also)
     except ConfigError as error:
         raise ConfigError(f"--config {path}: {error}") from error
     except OSError as error:
@@ -199,8 +206,8 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     return dict(pairs)
 
 
-def _tree(content: Any) -> Tree:
-    _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS))
+def _tree(content: Any, also: Sequence[str]) -> Tree:
+    _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS, *also))
     tree = {name: value for name, value in content.items() if value is not None}
     for name, value in tree.items():
         if name in OBJECTS:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
@@ -78,7 +78,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
         with _changed({**environment_of(0, world_size, port, threads=1), **place}):
             for rank in range(1, world_size):
                 own = environment_of(rank, world_size, port, threads=1)
-                child, pipe = _fork(function, own, pipes)
+                child, pipe = fork_copy(function, rank, own, pipes)
                 children.append(child)
                 pipes.append(pipe)
                 started[rank] = child
@@ -143,26 +143,43 @@ def _explains_more(first: Cause, error: Exception) -> bool:
 def _first_cause(children: Sequence[Child], pipes: Sequence[int]) -> Cause | None:
     causes = []
     for child, pipe in zip(children, pipes, strict=True):
-        code = child.poll()
-        text = _sent(pipe)
-        if text:
-            causes.append(Cause.from_json(json.loads(text)))
-        elif code:
-            causes.append(Cause("lost", child.rank, "", f"it {ending(code)}"))
+        if (cause := cause_of_end(child, pipe)) is not None:
+            causes.append(cause)
     order = ("error", "lost", "consequence")
     return min(causes, key=lambda each: order.index(each.kind), default=None)
 
 
-def _sent(pipe: int) -> bytes:
+def cause_of_end(child: Child, pipe: int) -> Cause | None:
+    """Return why a fork has failed: the error that it raised, or how its process ended; None if it has not.
+
+    Args:
+        child: The fork.
+        pipe: What `fork_copy` returned with it.
+    """
+    code = child.poll()
     try:
-        return os.read(pipe, 1 << 16)
+        text = os.read(pipe, 1 << 16)
     except BlockingIOError:  # empty, and a worker of the fork still holds the other end
-        return b""
+        text = b""
+    if text:
+        return Cause.from_json(json.loads(text))
+    return Cause("lost", child.rank, "", f"it {ending(code)}") if code else None
 
 
-def _fork(
-    function: Callable[[], Any], environment: dict[str, str], others: Sequence[int]
+def fork_copy(
+    function: Callable[[], Any], rank: int, environment: Mapping[str, str], others: Sequence[int]
 ) -> tuple[Child, int]:
+    """Call a function in a fork of this process, which ends with it, and with this process.
+
+    Args:
+        function: Takes no arguments; its result is dropped.
+        rank: The number of the fork.
+        environment: Variables to set in it.
+        others: Pipes of other forks, which it closes.
+
+    Returns:
+        The fork, and a pipe for `cause_of_end`, which the caller closes.
+    """
     mark = parent_mark()
     receiver, sender = os.pipe()
     os.set_blocking(receiver, False)
@@ -174,9 +191,9 @@ def _fork(
             if pid == 0:
                 gc.freeze()
     if pid == 0:
-        _run_copy(function, environment, sender, (*others, receiver), mark)
+        _run_copy(function, rank, environment, sender, (*others, receiver), mark)
     os.close(sender)
-    return Child(int(environment["RANK"]), pid, _poll(pid)), receiver
+    return Child(rank, pid, _poll(pid)), receiver
 
 
 @contextmanager
@@ -202,7 +219,12 @@ def resume_garbage_collection() -> None:
 
 
 def _run_copy(
-    function: Callable[[], Any], environment: dict[str, str], sender: int, closed: Sequence[int], mark: str
+    function: Callable[[], Any],
+    rank: int,
+    environment: Mapping[str, str],
+    sender: int,
+    closed: Sequence[int],
+    mark: str,
 ) -> NoReturn:
     # The fork ends here, whatever happens: the rest of the program is for the original.
     code = 1
@@ -222,7 +244,7 @@ def _run_copy(
         if isinstance(error, SystemExit) and error.code in (None, 0):
             code = 0
         else:
-            cause = Cause.of_error(int(environment["RANK"]), "", error)
+            cause = Cause.of_error(rank, "", error)
             cause = replace(cause, what=cause.what[:_LONGEST], frames=cause.frames[-_LONGEST:])
             os.write(sender, json.dumps(cause.to_json()).encode())
     finally:

@@ -1,0 +1,187 @@
+"""`drivetrain search` and `drivetrain search show`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.cli.commands import check_task_given, fit_data
+from drivetrain.cli.parser import Parser
+from drivetrain.cli.printing import any_text, line, print_json, shortened, table
+from drivetrain.cli.settings import Settings
+from drivetrain.core.errors import ConfigError, MissingDependencyError
+from drivetrain.core.registry import is_installed
+from drivetrain.integrations.optuna.result import SearchResult, TrialResult
+from drivetrain.integrations.optuna.searching import search
+
+_PLACES = ("task", "trainer", "data", "train_data", "validation_data")
+_LISTED = ("objective", "direction")
+
+
+def search_command(settings: Settings, as_json: bool) -> None:
+    """Run `drivetrain search`, and print the best trials.
+
+    Raises:
+        ConfigError: An argument is missing or wrong.
+        MissingDependencyError: Optuna is not installed.
+    """
+    if not is_installed("optuna"):
+        raise MissingDependencyError("optuna", "search", "drivetrain search")
+    check_task_given(settings)
+    space = _space(settings)
+    trainer = settings.trainer()
+
+    def changed(parameters: Mapping[str, Any]) -> Settings:
+        return settings.changed({name: _text(each) for name, each in parameters.items()})
+
+    def make_task(parameters: dict[str, Any]) -> Any:
+        own = changed(parameters)
+        names = {name.split(".")[1] for name in parameters if name.startswith("trainer.")}
+        other = own.trainer() if names else trainer
+        return own.make("task"), {name: getattr(other, name) for name in names}
+
+    changed({name: each[0] for name, each in space.items()})  # a wrong name ends the search before it begins
+    given = {name: found for name in _LISTED if (found := settings.option(name)) is not None}
+    lists = {name: each.split(",") if isinstance(each, str) else each for name, each in given.items()}
+    texts = {name: found for name in ("storage", "sampler", "pruner") if (found := settings.option(name))}
+    result = search(
+        make_task,
+        lambda parameters: fit_data(changed(parameters)),
+        space,
+        trainer=trainer,
+        trials=_number(settings, "trials"),
+        parallel=1 if settings.option("parallel") is None else _number(settings, "parallel"),
+        **lists,
+        **texts,
+    )
+    if as_json:
+        print_json(_json(result.trials, [each.number for each in result.pareto], str(result.run_dir)))
+        return
+    with any_text():
+        print_trials(result.pareto, result.objectives)
+        line(f"run dir: {result.run_dir}")
+        line(f"all trials: drivetrain search show {result.run_dir}")
+
+
+def _space(settings: Settings) -> dict[str, Any]:
+    from drivetrain.integrations.optuna.space import read_range
+
+    given = settings.option("space")
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError("which space? Give a range or choices, such as --space.task.lr 1e-5:1e-2:log")
+    space: dict[str, Any] = {}
+    for name, each in _flat(given).items():
+        if name.split(".")[0] not in _PLACES or "." not in name:
+            raise ConfigError(
+                f"--space.{name} names no argument: write --space.task.NAME for one of the task, or"
+                f" {', '.join(f'--space.{place}.NAME' for place in _PLACES[1:])}"
+            )
+        space[name] = read_range(each) if isinstance(each, str) else each
+        if not isinstance(space[name], (list, tuple)) or not space[name]:
+            raise ConfigError(
+                f"--space.{name} must be a range LOW:HIGH[:log|:STEP] or choices A,B,C, not {each!r}"
+            )
+    return space
+
+
+def _flat(given: Mapping[Any, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, each in given.items():
+        inner = _flat(each) if isinstance(each, Mapping) else {"": each}
+        found |= {f"{name}.{key}".rstrip("."): value for key, value in inner.items()}
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return a value as a command line gives it."""
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _number(settings: Settings, name: str) -> int:
+    given = settings.option(name)
+    if given is None:
+        raise ConfigError(f"how many {name}? Give --{name} NUMBER")
+    if not str(given).isdecimal():
+        raise ConfigError(f"--{name} must be a whole number, not {given!r}")
+    return int(given)
+
+
+def show(words: Sequence[str]) -> int:
+    """Run `drivetrain search show` with the words after it, and return the exit code.
+
+    Raises:
+        ConfigError: The directory is not one of a search.
+        MissingDependencyError: Optuna is not installed.
+    """
+    parser = Parser(
+        prog="drivetrain search show",
+        description="Print the trials of a search and which parameters matter, and write Optuna's plots as"
+        " one HTML page.",
+    )
+    parser.add_argument("directory", metavar="DIR", help="the run_dir of a search")
+    parser.add_argument("--html", metavar="FILE", help="the page to write; default: DIR/search.html")
+    parser.add_common()
+    parsed = parser.parse_args(words)
+    if not is_installed("optuna"):
+        raise MissingDependencyError("optuna", "search", "drivetrain search show")
+    from drivetrain.integrations.optuna.report import importances, objectives_of, write_page
+    from drivetrain.integrations.optuna.result import best_numbers, trials_of
+    from drivetrain.integrations.optuna.study import recorded_study
+
+    directory = Path(parsed.directory)
+    study = recorded_study(directory)
+    objectives = objectives_of(study)
+    trials, best = trials_of(study, objectives, directory), best_numbers(study)
+    important = importances(study, objectives)
+    if parsed.json:
+        print_json({**_json(trials, best, str(directory)), "importances": important})
+        return 0
+    with any_text():
+        print_trials(trials, objectives, best)
+        for name, found in important.items():
+            line()
+            line(f"importance for {name}")
+            rows = [(each, f"{value:.1%}") for each, value in found.items()]
+            table((), rows or [("unknown: too few trials are complete", "")], numbers=(1,))
+        line()
+        if is_installed("plotly"):
+            page = Path(parsed.html or directory / "search.html")
+            write_page(study, objectives, page)
+            line(f"plots: {page}")
+        else:
+            line("plots need the package plotly: pip install 'drivetrain[search]'")
+    return 0
+
+
+def print_trials(trials: Sequence[TrialResult], objectives: Sequence[str], best: Sequence[int] = ()) -> None:
+    """Print a table of trials; the best ones have a star."""
+    names = list(dict.fromkeys(name for each in trials for name in each.parameters))
+    rows = [
+        (
+            f"{'* ' if each.number in best else ''}{each.number}",
+            each.state,
+            *(f"{each.values[name]:.6g}" if name in each.values else "" for name in objectives),
+            *(_shown(each.parameters.get(name, "")) for name in names),
+            "" if each.seconds is None else f"{each.seconds:.1f}",
+            shortened(each.failure or ""),
+        )
+        for each in trials
+    ]
+    head = ("trial", "state", *objectives, *names, "seconds", "failure")
+    table(head, rows, numbers=(0, *range(2, 2 + len(objectives)), len(head) - 2))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _json(trials: Sequence[TrialResult], best: Sequence[int], directory: str) -> dict[str, Any]:
+    rows = []
+    for each in trials:
+        row = {name: getattr(each, name) for name in each.__dataclass_fields__}
+        rows.append({name: str(value) if isinstance(value, Path) else value for name, value in row.items()})
+    return {"run_dir": directory, "best": list(best), "trials": rows}
+
+
+__all__ = ["SearchResult", "print_trials", "search_command", "show"]

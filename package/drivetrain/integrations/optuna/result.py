@@ -1,0 +1,197 @@
+"""The result of a search: its trials, and the best one with its weights and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.errors import ConfigError, DrivetrainError
+
+if TYPE_CHECKING:
+    import optuna
+
+    from drivetrain.integrations.optuna.space import Space
+    from drivetrain.task.task import TaskModule
+    from drivetrain.trainer.trainer import Trainer
+
+
+class SearchMistake(ConfigError):  # noqa: N818 - as `Preempted`, it says what has happened
+    """An argument of the search that no trial can work with; it ends the search."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One trial of a search.
+
+    Attributes:
+        number: Its number, from 0.
+        state: "complete", "pruned", "failed" or "running".
+        parameters: Its values by the names of the space.
+        values: The objectives by name, once it is complete; of a pruned trial the last that it reported.
+        run_dir: The directory of its fit.
+        steps: The steps of its fit; None if it failed.
+        stop_reason: Why its fit ended; None if it failed.
+        failure: Why it failed; None if it did not.
+        seconds: From its first start to its end; None while it runs.
+        model_path: Its finished weights, or None.
+        last_checkpoint: Its newest checkpoint, or None.
+        best_checkpoint: Its best checkpoint, or None.
+    """
+
+    number: int
+    state: str
+    parameters: dict[str, Any]
+    values: dict[str, float]
+    run_dir: Path
+    steps: int | None = None
+    stop_reason: str | None = None
+    failure: str | None = None
+    seconds: float | None = None
+    model_path: Path | None = None
+    last_checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class RestoredTrial:
+    """A trial with what it trained.
+
+    Attributes:
+        trial: Its parameters, values and files.
+        task: The task with the trained weights.
+        trainer: The configuration that it was trained with.
+    """
+
+    trial: TrialResult
+    task: TaskModule
+    trainer: Trainer
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of `drivetrain.search`.
+
+    Attributes:
+        trials: All trials, by number.
+        objectives: The optimised names.
+        run_dir: The directory of the search.
+        pareto: The trials that no other one beats in all objectives, by number; with one objective the best.
+    """
+
+    trials: tuple[TrialResult, ...]
+    objectives: tuple[str, ...]
+    run_dir: Path
+    pareto: tuple[TrialResult, ...]
+    _restore: Callable[[TrialResult], RestoredTrial] = field(repr=False, compare=False)
+
+    @property
+    def best(self) -> RestoredTrial:
+        """The best trial: its task with the trained weights, its Trainer, its parameters and its values.
+
+        Raises:
+            ConfigError: There are several objectives, or the weights were not kept.
+        """
+        if len(self.objectives) > 1:
+            raise ConfigError(
+                f"a search of {len(self.objectives)} objectives has no single best trial: choose one of"
+                " result.pareto, and give its number to result.restore(number)"
+            )
+        return self._restore(self.pareto[0])
+
+    def restore(self, number: int) -> RestoredTrial:
+        """Return a trial's task with its trained weights, and its Trainer.
+
+        Raises:
+            ConfigError: There is no such trial, or its weights were not kept.
+        """
+        if not 0 <= number < len(self.trials):
+            raise ConfigError(f"there is no trial {number}: this search has {len(self.trials)}, from 0")
+        return self._restore(self.trials[number])
+
+
+def trials_of(
+    study: optuna.Study, objectives: tuple[str, ...], directory: Path, space: Space | None = None
+) -> tuple[TrialResult, ...]:
+    """Return the trials of a study.
+
+    Args:
+        study: The study.
+        objectives: The optimised names.
+        directory: The directory of the search.
+        space: The space, whose function may return more than the study has.
+    """
+    from optuna.trial import TrialState
+
+    from drivetrain.integrations.optuna.study import trial_directory
+
+    states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+    found = []
+    for each in study.get_trials():
+        own, has_ended = each.user_attrs, each.state in (TrialState.COMPLETE, TrialState.PRUNED)
+        path = {
+            name: None if own.get(name) is None else directory / own[name]
+            for name in ("model_path", "last_checkpoint", "best_checkpoint")
+        }
+        found.append(
+            TrialResult(
+                each.number,
+                states.get(each.state, "running"),
+                each.params if space is None or not has_ended else space.suggest(each),
+                dict(zip(objectives, each.values or (), strict=False)),
+                trial_directory(directory, each.number),
+                own.get("steps"),
+                own.get("stop_reason"),
+                own.get("failure"),
+                None if each.duration is None else each.duration.total_seconds(),
+                **path,
+            )
+        )
+    return tuple(found)
+
+
+def best_numbers(study: optuna.Study) -> list[int]:
+    """Return the numbers of the trials that no other one beats; of one objective the first best."""
+    if len(study.directions) > 1:
+        return sorted(each.number for each in study.best_trials)
+    try:
+        return [study.best_trial.number]
+    except ValueError:  # none is complete
+        return []
+
+
+def check_complete(trials: tuple[TrialResult, ...], best: list[int]) -> None:
+    """Check that a search has found something.
+
+    Raises:
+        DrivetrainError: No trial is complete; says why the first failed.
+    """
+    if not best:
+        failed = [each for each in trials if each.failure is not None]
+        first = f" Trial {failed[0].number}: {failed[0].failure}" if failed else ""
+        raise DrivetrainError(f"none of the {len(trials)} trials of the search is complete.{first}")
+
+
+def restorer(
+    make: Callable[[dict[str, Any], int], tuple[TaskModule, Trainer]],
+) -> Callable[[TrialResult], RestoredTrial]:
+    """Return the function that makes a trial's task and Trainer again.
+
+    Args:
+        make: Returns both for the parameters and the number of a trial.
+    """
+
+    def restore(trial: TrialResult) -> RestoredTrial:
+        if trial.model_path is None or not trial.model_path.exists():
+            why = (
+                trial.failure or "checkpoint=False keeps no weights"
+                if trial.state != "running"
+                else "it runs"
+            )
+            raise ConfigError(f"trial {trial.number} has no trained weights: {why}")
+        task, trainer = make(trial.parameters, trial.number)
+        task.load_weights(str(trial.model_path))
+        return RestoredTrial(trial, task, trainer)
+
+    return restore

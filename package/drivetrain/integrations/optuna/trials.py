@@ -1,0 +1,266 @@
+"""One trial of a search: a fit, what it reports to the study, and how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.watched import Watched
+from drivetrain.core.errors import ConfigError, NonFiniteError
+from drivetrain.core.messages import logger
+from drivetrain.core.out_of_memory import clear_frames, free_caches
+from drivetrain.core.random_streams import preserved, seed_host
+from drivetrain.distributed.failure.messages import shortened
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.integrations.optuna.result import SearchMistake
+from drivetrain.integrations.optuna.space import Parameters, Space
+from drivetrain.integrations.optuna.study import Claim, claim_trial, fail, id_of, trial_directory
+from drivetrain.task.task import TaskModule
+from drivetrain.trainer.trainer import FitResult, Trainer
+
+if TYPE_CHECKING:
+    from drivetrain.run.run import Run
+
+_LOG = logger(__name__)
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """The arguments of a search.
+
+    Attributes:
+        make_task: Returns the task for the parameters, or the task and changes of the Trainer.
+        data: As for `fit`; a pair of training and validation data; or a function of the parameters.
+        space: The space.
+        trainer: The Trainer of all trials.
+        objectives: The logged names to optimise.
+        trials: The number of trials.
+        directory: The directory of the search.
+        prunes: Whether there is a pruner.
+    """
+
+    make_task: Callable[[Parameters], Any]
+    data: Any
+    space: Space
+    trainer: Trainer
+    objectives: tuple[str, ...]
+    trials: int
+    directory: Path
+    prunes: bool
+
+    def task_and_trainer(self, parameters: Parameters, number: int) -> tuple[TaskModule, Trainer]:
+        """Return the task and the Trainer of a trial. The task's weights are a function of the seed.
+
+        Raises:
+            SearchMistake: `make_task` returned something else.
+            ConfigError: The Trainer does not take the changes.
+        """
+        with preserved():
+            seed_host(self.trainer.seed)
+            made = self.make_task(dict(parameters))
+        task, changes = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        if not isinstance(task, TaskModule) or not isinstance(changes, Mapping):
+            raise SearchMistake(
+                "make_task must return a TaskModule, or a pair of one and a mapping of arguments of the"
+                f" Trainer such as {{'batch_size': 64}}; not {made!r}"
+            )
+        if "run_dir" in changes:
+            raise SearchMistake(
+                "make_task returned run_dir, and the search gives each trial a directory itself"
+            )
+        own = trial_directory(self.directory, number)
+        return task, dataclasses.replace(self.trainer, **changes, run_dir=own)
+
+    def data_of(self, parameters: Parameters) -> tuple[Any, Any]:
+        """Return the training data and the validation data of a trial."""
+        data = self.data(dict(parameters)) if callable(self.data) else self.data
+        return data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+
+    def fit(self, number: int, parameters: Parameters, resume: bool, report: TrialReport) -> FitResult:
+        """Train a trial's task, on the rank that this is."""
+        task, trainer = self.task_and_trainer(parameters, number)
+        # An error that is raised would end the ranks that a launcher has started, and with them the search.
+        ends = "stop" if trainer.on_nonfinite == "raise" else trainer.on_nonfinite
+        trainer = dataclasses.replace(trainer, callbacks=(*trainer.callbacks, report), on_nonfinite=ends)
+        return trainer.fit(task, *self.data_of(parameters), resume="auto" if resume else None)
+
+
+class TrialReport(Callback):
+    """Reports the objective to the study at each of its values, and stops a fit that the pruner gives up.
+
+    All ranks decide together: rank 0 asks the pruner, and all stop after the same step.
+
+    Args:
+        objectives: The names.
+        judge: Reports a value with its step, or None for a value that was reported already, and returns
+            whether to prune. None on ranks that have no study, and without a pruner.
+        prunes: Whether there is a pruner.
+    """
+
+    def __init__(
+        self, objectives: tuple[str, ...], judge: Callable[[float | None, int], bool] | None, prunes: bool
+    ) -> None:
+        self._watched = [Watched(each, "the search optimises") for each in objectives]
+        self._judge = judge
+        self._prunes = prunes
+        self.mistake: Exception | None = None
+        self.nonfinite: NonFiniteError | None = None
+        self.pruned = False
+
+    def on_fit_start(self, run: Run) -> None:
+        """Check that the fit can give the objectives, and prune a resumed trial that was to be pruned."""
+        try:
+            for each in self._watched:
+                each.begin(run)
+        except ConfigError as error:
+            self.mistake = error
+            raise
+        if self._prunes and run.last_checkpoint is not None:
+            self._decide(run, None)
+
+    def on_log(self, run: Run) -> None:
+        """Report the objective if this log point has it."""
+        before = run.failure
+        for each in self._watched:
+            if each.has_new_value(run) and self._prunes:
+                self._decide(run, run.metrics[each.name])
+        self.mistake = self.mistake if run.failure is before else run.failure
+
+    def on_fit_end(self, run: Run) -> None:
+        """Check that the objectives have come, unless a NaN or an infinity has ended the fit."""
+        self.nonfinite = run.nonfinite.spoiled
+        if self.nonfinite is not None:
+            return
+        before = run.failure
+        for each in self._watched:
+            each.end(run)
+        self.mistake = self.mistake if run.failure is before else run.failure
+
+    def _decide(self, run: Run, value: float | None) -> None:
+        judge, step = self._judge, run.progress.steps
+        if run.engine.ranks.first(lambda: judge is not None and judge(value, step)):
+            self.pruned = True
+            run.stop(f"pruned after step {step}")
+
+
+def run_trial(
+    plan: SearchPlan,
+    study: optuna.Study | None,
+    storage: BaseStorage | None,
+    ranks: Ranks,
+    fit: Callable[[Callable[[], FitResult]], FitResult] = lambda act: act(),
+) -> bool:
+    """Run the next trial, on all ranks; return whether there was one.
+
+    An error of the trial is recorded. One that not all ranks have raised ends the processes, and is raised.
+
+    Args:
+        plan: The search.
+        study: The study; None on all ranks but the first.
+        storage: Its storage.
+        ranks: The ranks that a launcher has started.
+        fit: Calls the function that it is given, which trains, on the ranks of the trial.
+
+    Raises:
+        SearchMistake: No trial can work.
+    """
+    claim: Claim | None = None
+
+    def begin() -> tuple[int, Parameters, bool] | None:
+        nonlocal claim
+        claim = claim_trial(study, storage, plan.directory, plan.trials)
+        if claim is None:
+            return None
+        return claim.trial.number, plan.space.suggest(claim.trial), claim.has_begun
+
+    try:
+        begun = ranks.first(begin)
+        if begun is None:
+            return False
+        number, parameters, has_begun = begun
+        judge = None if claim is None else _judge(claim.trial, storage)
+        report = TrialReport(plan.objectives, judge, plan.prunes)
+        resume = has_begun and plan.trainer.checkpoint is not False
+        try:
+            result = fit(lambda: plan.fit(number, parameters, resume, report))
+        except Exception as error:
+            if isinstance(error, SearchMistake) or error is report.mistake:
+                raise SearchMistake(str(error)) from error
+            if claim is not None:
+                fail(study, storage, number, reason_of(error))
+            if ranks.size > 1:
+                raise  # the others may wait for this rank in a collective
+            clear_frames(error)
+        else:
+            if claim is not None:
+                if report.nonfinite is None:
+                    _finish(plan, study, storage, claim.trial, result, report.pruned)
+                else:
+                    fail(study, storage, number, reason_of(report.nonfinite))
+        free_caches()
+        return True
+    finally:
+        if claim is not None:
+            claim.lock.release()
+
+
+def _judge(trial: optuna.Trial, storage: BaseStorage) -> Callable[[float | None, int], bool]:
+    number = id_of(trial.study, storage, trial.number)
+
+    def judge(value: float | None, step: int) -> bool:
+        reported = storage.get_trial(number).intermediate_values
+        if value is not None and step not in reported:
+            trial.report(value, step)
+        return (value is not None or max(reported, default=-1) == step) and trial.should_prune()
+
+    return judge
+
+
+def _finish(
+    plan: SearchPlan,
+    study: optuna.Study,
+    storage: BaseStorage,
+    trial: optuna.Trial,
+    result: FitResult,
+    pruned: bool,
+) -> None:
+    trial.set_user_attr("stop_reason", result.stop_reason)
+    trial.set_user_attr("steps", result.progress.steps)
+    for name in ("model_path", "last_checkpoint", "best_checkpoint"):
+        path = getattr(result, name)
+        trial.set_user_attr(name, None if path is None else os.path.relpath(path, plan.directory))
+    values = [result.metrics[each] for each in plan.objectives]
+    odd = [each for each, value in zip(plan.objectives, values, strict=True) if not math.isfinite(value)]
+    if pruned:
+        study.tell(trial, state=TrialState.PRUNED)
+        _LOG.info(f"trial {trial.number} {result.stop_reason}: {_shown(trial.params)}")
+    elif odd:
+        fail(study, storage, trial.number, f"{odd[0]} is {result.metrics[odd[0]]}")
+    else:
+        study.tell(trial, values)
+        found = zip(plan.objectives, values, strict=True)
+        told = ", ".join(f"{name} {value:.6g}" for name, value in found)
+        _LOG.info(f"trial {trial.number}: {told}, with {_shown(trial.params)}")
+
+
+def _shown(parameters: Parameters) -> str:
+    return ", ".join(f"{name}={each!r}" for name, each in parameters.items())
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error as one text, with the place where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    what = error.what if isinstance(error, NonFiniteError) else error
+    return shortened(f"{type(error).__name__}: {what}{place}")

@@ -1,0 +1,208 @@
+"""`drivetrain.search`: its space, its result, trials that fail or are pruned, and what it refuses."""
+
+import json
+
+import pytest
+from tests.support.messages import warned
+from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet, variant
+
+import drivetrain
+from drivetrain import ConfigError, DrivetrainError, LambdaCallback, OptimizerConfig
+from drivetrain.cli.main import main
+
+optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
+
+from drivetrain.integrations.optuna.sampling import SeededSampler  # noqa: E402
+from drivetrain.integrations.optuna.space import Space, read_range  # noqa: E402
+
+DATA = (pairs(8), pairs(8))
+RATES = {"lr": (1e-3, 0.5, "log")}
+
+
+def line(parameters):
+    return Regression(OptimizerConfig("sgd", lr=parameters["lr"]))
+
+
+def search(make_task, space, run_dir, trials=3, checkpoint=True, trainer=(), **options):
+    made = quiet(max_epochs=1, run_dir=run_dir, checkpoint=checkpoint, **dict(trainer))
+    return drivetrain.search(make_task, DATA, space, trainer=made, trials=trials, **options)
+
+
+def test_the_best_trial_comes_back_with_its_weights_and_its_trainer_and_a_search_goes_on(tmp_path):
+    made = []
+
+    def make_task(parameters):
+        made.append(parameters)
+        return line(parameters), {"max_grad_norm": parameters["clip"]}
+
+    space = {**RATES, "clip": [0.5, 5.0]}
+    result = search(make_task, space, tmp_path, trials=2)
+    result = search(make_task, space, tmp_path, trials=4, storage=tmp_path / "journal.log")
+    assert len(made) == 4
+    best = result.best
+    assert best.trial.values["validation/loss"] == min(
+        each.values["validation/loss"] for each in result.trials
+    )
+    assert quiet().validate(best.task, pairs(8)) == best.trial.values
+    assert best.trainer.max_grad_norm == best.trial.parameters["clip"]
+    assert best.task.optimizer.lr == best.trial.parameters["lr"]
+    assert result.restore(3).trial.run_dir == tmp_path / "trial-0003"
+    with open(tmp_path / "journal.log", "ab") as journal:  # a process was killed while it wrote a line
+        journal.write(b'{"op_code":')
+    assert len(search(make_task, space, tmp_path, trials=5).trials) == 5
+    with pytest.raises(ConfigError, match="began with space="):
+        search(make_task, RATES, tmp_path)
+
+
+def test_a_space_has_ranges_choices_distributions_or_is_a_function_of_the_trial(tmp_path):
+    given = {"a": (1, 9, "log"), "b": (0, 100, 10), "c": (0.0, 1), "d": ["x", None]}
+    given["e"] = optuna.distributions.FloatDistribution(0.0, 1.0, step=0.5)
+    found = {name: json.loads(each) for name, each in Space(given).to_json().items()}
+    assert [each["name"][:3] for each in found.values()] == ["Int", "Int", "Flo", "Cat", "Flo"]
+    assert (found["a"]["attributes"]["log"], found["b"]["attributes"]["step"]) == (True, 10)
+    assert read_range("1e-5:1:log") == (1e-5, 1, "log")
+    assert read_range("64,true,a") == [64, True, "a"]
+
+    def space(trial):
+        return {"lr": 10.0 ** -trial.suggest_int("exponent", 1, 2)}
+
+    result = search(line, space, tmp_path, trials=5, sampler="grid")
+    assert sorted(each.parameters["lr"] for each in result.trials) == [0.01, 0.1]  # then all are tried
+    assert result.best.task.optimizer.lr == result.best.trial.parameters["lr"]
+
+
+def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(tmp_path):
+    def make_task(parameters):
+        if parameters["kind"] == "raises":
+            raise MemoryError("no room")
+        kind = variant(loss=lambda self, outputs, batch: outputs.sum() * float("nan"))
+        return kind() if parameters["kind"] == "nan" else Regression()
+
+    with warned("trial . failed: MemoryError"):
+        result = search(make_task, {"kind": ["raises", "nan", "good"]}, tmp_path, sampler="grid")
+    found = {each.parameters["kind"]: each for each in result.trials}
+    assert found["raises"].failure.startswith("MemoryError: no room (test_search.py:")
+    assert "NaN or infinite at step 0" in found["nan"].failure
+    assert result.best.trial is found["good"]
+    with warned(), pytest.raises(DrivetrainError, match=r"none of the 1 trials.*no room"):
+        search(make_task, {"kind": ["raises"]}, tmp_path / "other", trials=1)
+
+
+def test_several_objectives_have_a_pareto_front(tmp_path):
+    names = ["validation/loss", "train/loss"]
+    result = search(line, RATES, tmp_path, objective=names, trainer={"log_every": 1}, checkpoint=False)
+    assert [*result.pareto[0].values] == names
+    with pytest.raises(ConfigError, match=r"choose one of result\.pareto"):
+        _ = result.best
+    with pytest.raises(ConfigError, match="checkpoint=False keeps no weights"):
+        result.restore(0)
+
+
+def prune(run_dir):
+    ends = []
+    watch = LambdaCallback(on_fit_end=lambda run: ends.append((run.progress.steps, run.stop_reason)))
+    settings = {"validate_every": "1 step", "callbacks": [watch], "strategy": "ddp", "devices": 2}
+    options = {"pruner": optuna.pruners.ThresholdPruner(upper=5.0, n_warmup_steps=2), "sampler": "grid"}
+    found = search(line, {"lr": [1e-6, 0.1]}, run_dir, 2, trainer=settings, **options)
+    return ends, [(each.state, each.steps) for each in found.trials]
+
+
+def test_a_pruned_trial_ends_on_both_ranks_in_the_same_step(tmp_path):
+    first, second = on_two_ranks(prune, tmp_path)
+    assert first == second
+    assert sorted(first[0]) == [(2, "max_epochs=1 reached"), (2, "pruned after step 2")]
+
+
+def test_a_draw_depends_on_the_seed_the_trial_and_the_name_alone():
+    space = Space({"a": (0.0, 1.0), "b": (0.0, 1.0)})
+
+    def study(storage):
+        sampler = SeededSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed), 3)
+        return optuna.create_study(study_name="s", storage=storage, sampler=sampler, load_if_exists=True)
+
+    whole = study(None)
+    both = [space.suggest(whole.ask()) for _ in range(2)]
+    storage = optuna.storages.InMemoryStorage()
+    study(storage).ask()
+    study(storage).ask().suggest_float("a", 0.0, 1.0)  # and is killed
+    again = study(storage)
+    number = storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name("s"), 1)
+    assert space.suggest(optuna.Trial(again, number)) == both[1]
+    assert both[0]["a"] != both[0]["b"] != both[1]["a"]
+
+
+def test_mistakes_are_refused_before_a_trial_or_end_the_search(tmp_path):
+    def run(make_task=line, space=RATES, **options):
+        return lambda: search(make_task, space, tmp_path / str(id(options)), **options)
+
+    memory, in_one = optuna.storages.InMemoryStorage(), drivetrain.CheckpointConfig(directory=tmp_path)
+    several = ["validation/loss", "train/loss"]
+    rows = {
+        "an empty space": (run(space={}), "name at least one parameter"),
+        "a value": (run(space={"lr": 0.1}), "must be a range", "[0.1]"),
+        "a logarithm of zero": (run(space={"lr": (0.0, 1.0, "log")}), "is not possible"),
+        "an object": (run(space={"lr": [object()]}), "Give their names"),
+        "no task": (run(lambda parameters: 3), "must return a TaskModule"),
+        "a directory": (run(lambda parameters: (line(parameters), {"run_dir": "x"})), "directory itself"),
+        "a wrong name": (run(objective="test/loss"), "the search optimises 'test/loss'", "validation/loss"),
+        "an unknown direction": (run(objective="validation/score"), "give direction='maximize'"),
+        "two directions": (run(direction=["min", "max"]), "have 2 directions"),
+        "a wrong sampler": (run(sampler="tpee"), "Did you mean 'tpe'"),
+        "a wrong pruner": (run(pruner="medan"), "Did you mean 'median'"),
+        "a pruner of two": (run(pruner="median", objective=several), "Optuna prunes by one"),
+        "a trial": (run(trainer={"dry_run": True}), "dry_run, which writes nothing"),
+        "one directory": (run(checkpoint=in_one), "would hold the checkpoints of all"),
+        "a storage of one process": (run(parallel=2, storage=memory), "each of them can open"),
+        "an unknown storage": (run(storage="nothing://here"), "cannot be opened"),
+    }
+    assert_refused(ConfigError, rows)
+
+
+PROGRAM = """
+from tests.support.tasks import Regression, pairs
+from drivetrain import OptimizerConfig
+
+class Line(Regression):
+    def __init__(self, lr: float = 0.1, dropout: float = 0.0) -> None:
+        super().__init__(OptimizerConfig("sgd", lr=lr), dropout)
+
+class Data:
+    def __init__(self, count: int = 8) -> None:
+        self.count = count
+    def train_data(self):
+        return pairs(self.count)
+    def validation_data(self):
+        return pairs(8)
+"""
+CONFIG = """
+task: searched_line.Line
+data: searched_line.Data
+trainer: {max_epochs: 1, progress_bar: false, loggers: [], strategy: cpu, run_dir: found}
+space: {task: {lr: "1e-3:0.5:log", dropout: [0.0, 0.1]}, data.count: "4,8"}
+trials: 2
+"""
+
+
+def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "searched_line.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "search.yaml").write_text(CONFIG, encoding="utf-8")
+    words = ["search", "--config", "search.yaml", "--space.trainer.max_grad_norm", "0.5:2.0"]
+    assert main([*words, "--trials", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["trials"]) == 3
+    names = {"task.lr", "task.dropout", "data.count", "trainer.max_grad_norm"}
+    assert found["trials"][0]["parameters"].keys() == names
+    assert main(["search", "show", "found"]) == 0
+    out = capsys.readouterr().out
+    assert f"* {found['best'][0]}" in out
+    assert "importance for validation/loss" in out
+    page = (tmp_path / "found" / "search.html").read_text(encoding="utf-8")
+    assert page.count("<h2>") >= 5
+    assert "<script src=" not in page
+    assert main([*words, "--space.task.drop", "1,2"]) == 2
+    assert "Did you mean 'dropout'" in capsys.readouterr().err
+    assert main(["search", "show", "."]) == 2
+    assert "is not the directory of a search" in capsys.readouterr().err
