@@ -146,7 +146,8 @@ class TensorBoardLogger:
         # Markdown shows lines that are indented by four spaces verbatim.
         text = "".join(f"    {line}\n" for line in self._config.splitlines())
         value = {"tag": "config/text_summary", **_text_value(text)}
-        hparams = _hparams_value(json.loads(self._config))
+        shown = {name: each for name, each in json.loads(self._config).items() if name != "run"}
+        hparams = _hparams_value(shown)  # without the machine and the like, by which no runs are compared
         self._write(step=max(self._step, 0), summary={"value": [value, hparams]})
         self._written_config = self._config
 

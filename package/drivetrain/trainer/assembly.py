@@ -37,6 +37,7 @@ from drivetrain.engine.updater import check_watched, warn_of_long_warmup
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
+from drivetrain.run.record import record_of, with_resumes
 from drivetrain.run.run import Run
 from drivetrain.run.settings import RunSettings, check_strategy_settings, has_run_dir, same_on_all_ranks
 from drivetrain.run.state import Triggers
@@ -511,12 +512,18 @@ def start_from(
     run.triggers.validate.start(run.progress)
     if found is None and run.triggers.validate.every is not None:
         run.sanity_batches = sanity_batches(settings, run)
-    config: dict[str, Json] = {"trainer": settings.to_json(), "task": describe_task(run.task)}
+    if not run.loggers:  # of other ranks too
+        return
     updaters = run.engine.updaters
+    config: dict[str, Json] = {"trainer": settings.to_json(), "task": describe_task(run.task)}
+    config |= {"optimizers": {name: dict(each.given) for name, each in updaters.items()}}
+    config["run"] = {**record_of(run)}
     kept: dict[str, Json] = {name: dict(each.kept) for name, each in updaters.items() if each.kept}
     if kept:  # the arguments of the task say otherwise
         config["kept_of_checkpoint"] = kept
-    for logger in run.loggers if run.is_main else ():
+    if found is not None:
+        config = with_resumes(config, run, override)
+    for logger in run.loggers:
         with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at step"):
             logger.log_config(config)
 
