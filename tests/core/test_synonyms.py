@@ -391,6 +391,6 @@ def test_objects_of_other_libraries_are_known_without_importing_them() -> None:
         "renamed": (lambda: trainer.fit(task, renamed), "train_dataloader()", "called train_data() here"),
         "options": (lambda: Trainer(task, options), "TrainingArguments of", "the arguments of Trainer"),
         "callback": (lambda: quiet(callbacks=[callback]), "Here it is drivetrain's class of that name"),
-        "logger": (lambda: quiet(loggers=[logger]), "Here it is an object with log_metrics"),
+        "logger": (lambda: quiet(loggers=[logger]), 'Here it is Trainer(loggers="comet")'),
     }
     assert_refused(ConfigError, table)

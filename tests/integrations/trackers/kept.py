@@ -24,10 +24,11 @@ def run_program(name: str, *arguments: str, **environment: str) -> str:
 
 
 def killed_twice(
-    name: str, options: Mapping[str, Any], prompt: Mapping[str, Any], **environment: str
+    name: str, options: Mapping[str, Any], prompt: Mapping[str, Any] | None = None, **environment: str
 ) -> None:
     """Two kills: as soon as it has logged, and with the options `prompt` once the tracker has stored that."""
-    for given, killed_after, waits in ((options, 5, False), (prompt, 9, True), (options, None, False)):
+    second = (options, 9, False) if prompt is None else (prompt, 9, True)
+    for given, killed_after, waits in ((options, 5, False), second, (options, None, False)):
         words = [name, json.dumps(given), json.dumps(killed_after), json.dumps(waits)]
         run_program("tracked.py", *words, **environment)
 

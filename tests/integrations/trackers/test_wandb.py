@@ -6,7 +6,7 @@ import pytest
 from tests.integrations.trackers.kept import assert_each_value_once, killed_twice, run_program
 
 from drivetrain.core.registry import is_installed
-from drivetrain.integrations.trackers.wandb_file import _records, read_history
+from drivetrain.integrations.trackers.wandb_file import read_history, read_records
 
 pytest.importorskip("wandb", reason="the extra wandb is not installed")
 
@@ -41,7 +41,7 @@ def test_a_run_of_the_programs_own_gets_everything_and_stays_open():
     assert "validation/loss" in rows[1]
     assert "afterwards" in rows[2]
     (path,) = Path().glob("wandb/offline*/*.wandb")
-    records = [wandb_internal_pb2.Record.FromString(each) for each in _records(path.read_bytes())]
+    records = [wandb_internal_pb2.Record.FromString(each) for each in read_records(path)]
     artifacts = [each.request.log_artifact.artifact for each in records]
     artifacts += [each.artifact for each in records]
     names = {each.name: list(each.aliases) for each in artifacts if each.name}

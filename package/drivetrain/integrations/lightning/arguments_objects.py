@@ -270,6 +270,16 @@ def _wandb(given: Any, options: Mapping[str, Any]) -> Any:
     return made(directory, **named, artifacts=_artifacts(options["_log_model"]), options=further)
 
 
+def _comet(given: Any, options: Mapping[str, Any]) -> Any:
+    made: Any = OUR_LOGGERS["comet"]
+    return made(
+        project=options["_project_name"],
+        workspace=options["_workspace"],
+        online=options["_online"],
+        options=options["_kwargs"],
+    )
+
+
 def _mlflow(given: Any, options: Mapping[str, Any]) -> Any:
     if options["_log_batch_kwargs"].get("synchronous"):
         raise ConfigError(
@@ -289,6 +299,7 @@ def _mlflow(given: Any, options: Mapping[str, Any]) -> Any:
 
 _LOGGERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "CSVLogger": lambda given, _: CSVLogger(given.log_dir),
+    "CometLogger": _comet,
     "MLFlowLogger": _mlflow,
     "TensorBoardLogger": lambda given, _: TensorBoardLogger(given.log_dir),
     "WandbLogger": _wandb,

@@ -283,8 +283,9 @@ CALLBACKS: Mapping[str, LightningRow] = {
 """The callbacks, by the names of their classes."""
 
 _TRACKED = (
-    "give MLFlowLogger or WandbLogger of Lightning, a logger of drivetrain by dataclasses.replace(trainer,"
-    ' loggers="trackio"), or an object with log_metrics(metrics, step), log_config(config) and close() as'
+    "give CometLogger, MLFlowLogger or WandbLogger of Lightning, a logger of drivetrain by"
+    ' dataclasses.replace(trainer, loggers="trackio"), or an object with log_metrics(metrics, step),'
+    " log_config(config) and close() as"
     " `logger`; see docs/how-to/loggers.md"
 )
 
@@ -309,13 +310,17 @@ LOGGERS: Mapping[str, LightningRow] = {
             None,
             _MODELS,
         ),
-        _refused("CometLogger", _TRACKED),
+        _mapped(
+            "CometLogger",
+            "`CometLogger` of `drivetrain.integrations.trackers`, which uses the experiment that is open",
+            None,
+        ),
         _refused("LitLogger", _TRACKED),
         _refused("Logger", _TRACKED),
         _refused(
             "NeptuneLogger",
-            "the service has ended, and the newest Lightning has no such logger either. Give MLFlowLogger or"
-            " WandbLogger of Lightning",
+            "the service has ended, and the newest Lightning has no such logger either. For a Neptune server"
+            ' of your own, give dataclasses.replace(trainer, loggers="neptune")',
         ),
     )
 }

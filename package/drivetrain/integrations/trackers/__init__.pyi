@@ -1,7 +1,12 @@
+from drivetrain.integrations.trackers.aim import AimLogger as AimLogger
 from drivetrain.integrations.trackers.base import Tracker as Tracker
+from drivetrain.integrations.trackers.clearml import ClearMLLogger as ClearMLLogger
 from drivetrain.integrations.trackers.codecarbon import CodeCarbon as CodeCarbon
+from drivetrain.integrations.trackers.comet import CometLogger as CometLogger
 from drivetrain.integrations.trackers.dvclive import DVCLiveLogger as DVCLiveLogger
 from drivetrain.integrations.trackers.mlflow import AzureMLLogger as AzureMLLogger
 from drivetrain.integrations.trackers.mlflow import MLflowLogger as MLflowLogger
+from drivetrain.integrations.trackers.neptune import NeptuneLogger as NeptuneLogger
+from drivetrain.integrations.trackers.swanlab import SwanLabLogger as SwanLabLogger
 from drivetrain.integrations.trackers.trackio import TrackioLogger as TrackioLogger
 from drivetrain.integrations.trackers.wandb import WandbLogger as WandbLogger

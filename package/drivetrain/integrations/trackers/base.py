@@ -7,7 +7,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -30,6 +31,27 @@ Artifacts = Literal["none", "best", "all"]
 
 _RETRY = 5.0
 """Seconds until a background thread tries again to reach a server, if no new values wake it before."""
+
+
+def check_server(address: str) -> None:
+    """Check that a server answers, for a package that alone would try again for minutes.
+
+    Raises:
+        ConnectionError: It does not.
+    """
+    import requests
+
+    try:
+        requests.get(address, timeout=10)
+    except requests.RequestException as error:
+        raise ConnectionError(f"no server answers at {address} ({error})") from error
+
+
+def read_lines(text: str) -> Iterator[Any]:
+    """Yield what each line has in JSON, without a last line that was cut short by a kill."""
+    for line in text.splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 @dataclass
@@ -93,6 +115,7 @@ class Tracker(ABC):
         waits: Whether sending waits for a server, so that a thread of ours does it. Most trackers' packages
             have a queue of their own.
         settles: The seconds after which a kill of this process can no longer lose what was sent.
+        buffered: The number of log points whose values a kill can lose however long ago they were sent.
         patience: The seconds that the end of a run waits for a server that does not answer.
     """
 
@@ -103,6 +126,7 @@ class Tracker(ABC):
     advice: ClassVar[str]
     waits: ClassVar[bool] = False
     settles: ClassVar[float] = 0.0
+    buffered: ClassVar[int] = 0
     patience: ClassVar[float] = 30.0
 
     def __init__(self, directory: str | Path | None = None, *, artifacts: Artifacts = "none") -> None:
@@ -114,6 +138,7 @@ class Tracker(ABC):
         self._run: Run | None = None
         self._id: str | None = None
         self._is_open = False
+        self._trainer_run_name: Any = None
         self._last_step = -1  # of the tracker, when the run was resumed
         self._restored: list[StepRecord] = []
         self._records: deque[StepRecord] = deque()  # the last one may still get values
@@ -194,6 +219,8 @@ class Tracker(ABC):
         resumed = self._id
         tree = to_json(config)
         assert isinstance(tree, dict)
+        trainer = tree.get("trainer")
+        self._trainer_run_name = trainer.get("run_name") if isinstance(trainer, dict) else None
         try:
             self._id = self._open(resumed, tree)
             self._is_open = True
@@ -290,15 +317,16 @@ class Tracker(ABC):
 
     @property
     def _run_name(self) -> str | None:
-        """The name of the run directory, which contains `Trainer(run_name=)` if it is given."""
-        run_dir = None if self._run is None else self._run.run_dir
-        return None if run_dir is None else run_dir.name
+        """`Trainer(run_name=)` where a `run_dir` is given too, else the name of the run directory."""
+        directory = None if self._run is None or self._run.run_dir is None else self._run.run_dir.name
+        name = self._trainer_run_name
+        return name if directory is None or not directory.startswith(name or directory) else directory
 
     # Sending.
 
     def _forget_settled(self) -> None:
         now = time.monotonic()
-        while self._records and self._records[0].sent is not None:
+        while len(self._records) > self.buffered and self._records[0].sent is not None:
             if now - self._records[0].sent < self.settles:
                 return
             self._records.popleft()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
-from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, write_media
+from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, check_server, write_media
 from drivetrain.loggers.files import flat
 from drivetrain.loggers.media import Kind
 
@@ -88,12 +88,7 @@ class MLflowTracker(Tracker):
     def _check_answers(self) -> None:
         """Check that a server answers. MLflow's client alone would try again for minutes."""
         if str(self._address).startswith(("http:", "https:")):
-            import requests
-
-            try:
-                requests.get(f"{self._address}/health", timeout=10)
-            except requests.RequestException as error:
-                raise ConnectionError(f"no server answers at {self._address} ({error})") from error
+            check_server(f"{self._address}/health")
 
     def _create(self, parent: str | None) -> str:
         from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID

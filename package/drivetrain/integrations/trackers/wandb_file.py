@@ -1,7 +1,7 @@
 """The file of a run of Weights & Biases, ``run-<id>.wandb``, which a killed process leaves behind.
 
 After a header of 7 bytes it is a log of LevelDB: blocks of 32 KiB with pieces of records, which are protocol
-buffers. wandb writes it in Go and has no reader in Python.
+buffers. wandb writes it in Go and has no reader in Python. SwanLab's files have the same form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ _LARGEST = 1 << 32
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
-def _records(content: bytes) -> Iterator[bytes]:
+def read_records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a file, without an end that was cut short.
+
+    Raises:
+        NotAFileError: The path leads to no regular file.
+        OSError: It cannot be read.
+    """
+    content = read_file(path, _LARGEST)
     place, record = _HEADER, b""
     while place + _PIECE.size <= len(content):
         if _BLOCK - place % _BLOCK < _PIECE.size:
@@ -50,7 +57,7 @@ def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    for each in _records(read_file(path, _LARGEST)):
+    for each in read_records(path):
         record = wandb_internal_pb2.Record.FromString(each)
         if record.HasField("history"):
             items = record.history.item

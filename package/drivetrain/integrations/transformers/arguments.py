@@ -314,11 +314,22 @@ def _logs(values: Values, loggers: Any) -> dict[str, Any]:
     return made if loggers is not None else {**made, "loggers": own}
 
 
+_OUR_LOGGERS = {"azure_ml": "azureml", "comet_ml": "comet", "dagshub": "mlflow"}
+"""Names in `report_to` that are others here."""
+
+
 def _loggers(values: Values) -> tuple[Any, ...]:
-    names = ["azureml" if each == "azure_ml" else each for each in values["report_to"]]
+    names = [_OUR_LOGGERS.get(each, each) for each in values["report_to"]]
     if "all" in names:
-        names = ["tensorboard"]
+        found = transformers.integrations.get_available_reporting_integrations()
+        names = [name for each in found if (name := _OUR_LOGGERS.get(each, each)) in LOGGERS]
     for name in names:
+        if name == "codecarbon":
+            raise ConfigError(
+                "report_to has 'codecarbon', which is a callback here: leave it out, and give"
+                " from_training_arguments(args, callbacks=[CodeCarbon('DEU')]) with the country's code and"
+                " CodeCarbon of drivetrain.integrations.trackers"
+            )
         if name not in LOGGERS:
             raise ConfigError(
                 f"report_to has {name!r}, for which there is no logger here. Write one with"
@@ -326,10 +337,21 @@ def _loggers(values: Values) -> tuple[Any, ...]:
                 " from_training_arguments(args, loggers=[...]). Or leave it out:"
                 f" report_to={[each for each in names if each in LOGGERS]}"
             )
-    directory = values["logging_dir"]
-    return tuple(
-        TensorBoardLogger(directory) if name == "tensorboard" and directory else name for name in names
-    )
+    return tuple(_logger(values, name) for name in dict.fromkeys(names))
+
+
+def _logger(values: Values, name: str) -> Any:
+    if name == "tensorboard" and (directory := values["logging_dir"]):
+        return TensorBoardLogger(directory)
+    if name == "trackio":
+        made: Any = LOGGERS[name]
+        options = {"bucket_id": values["trackio_bucket_id"], "private": values["hub_private_repo"]}
+        return made(
+            project=values["project"],
+            space_id=values["trackio_space_id"],
+            options={key: value for key, value in options.items() if value is not None},
+        )
+    return name
 
 
 def _checkpoint(values: Values) -> bool | CheckpointConfig:

@@ -85,7 +85,7 @@ _EVALUATION: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 10}
 _GENERATION: dict[str, Any] = {"predict_with_generate": True}
 _HUB: dict[str, Any] = {"push_to_hub": True}
 _FSDP: dict[str, Any] = {"fsdp": "full_shard"}
-_TRACKIO = "for Trackio, which is refused in `report_to`; without it transformers does not read it either"
+_TRACKIO: dict[str, Any] = {"report_to": "trackio"}
 
 _RUN = (
     _mapped("output_dir", "`Trainer(run_dir=)`", "runs/example"),
@@ -211,15 +211,19 @@ _LOGS = (
     _mapped("disable_tqdm", "`Trainer(progress_bar=False)`", True),
     _mapped(
         "report_to",
-        '`Trainer(loggers=)`: "tensorboard", "none", or a registered name. Another is refused: write it with'
-        " the three methods of `drivetrain.loggers.Logger`, and pass it as"
+        "`Trainer(loggers=)`, with the logger of that name; `codecarbon` is the callback `CodeCarbon`."
+        " Another is refused: write it with the three methods of `drivetrain.loggers.Logger`, and pass it as"
         " `from_training_arguments(args, loggers=[...])`",
         "tensorboard",
     ),
-    _ignored("project", _TRACKIO),
-    _ignored("trackio_space_id", _TRACKIO),
-    _ignored("trackio_bucket_id", _TRACKIO),
-    _ignored("trackio_static_space_id", _TRACKIO),
+    _mapped("project", '`TrackioLogger(project=)`, if `report_to` has "trackio"', "digits", **_TRACKIO),
+    _mapped(
+        "trackio_space_id", '`TrackioLogger(space_id=)`, if `report_to` has "trackio"', "me/a", **_TRACKIO
+    ),
+    _mapped(
+        "trackio_bucket_id", '`TrackioLogger(options=)`, if `report_to` has "trackio"', "me/b", **_TRACKIO
+    ),
+    _ignored("trackio_static_space_id", "no static copy of a Space of Trackio is made after the training"),
     _mapped(
         "skip_memory_metrics",
         "`MemoryReport()`, if it is False; a script's metrics have the memory by stage",

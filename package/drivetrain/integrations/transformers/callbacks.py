@@ -61,16 +61,7 @@ EVENTS: Mapping[str, str | None] = {
 """The events that are served, each with the hook that is in use for it alone."""
 
 _FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
-_OUTSIDE = (
-    "ClearMLCallback",
-    "CodeCarbonCallback",
-    "CometCallback",
-    "DagsHubCallback",
-    "FlyteCallback",
-    "KubeflowCallback",
-    "NeptuneCallback",
-    "SwanLabCallback",
-)
+_OUTSIDE = ("FlyteCallback", "KubeflowCallback")
 _OURS = {
     **dict.fromkeys(
         _OUTSIDE,
@@ -78,7 +69,14 @@ _OURS = {
         " log_config and close instead; see docs/how-to/loggers.md",
     ),
     "AzureMLCallback": "Trainer(loggers='azureml') does that",
+    "ClearMLCallback": "Trainer(loggers='clearml') does that",
+    "CodeCarbonCallback": "Trainer(callbacks=[CodeCarbon('DEU')]) does that, with the country's code and"
+    " CodeCarbon of drivetrain.integrations.trackers",
+    "CometCallback": "Trainer(loggers='comet') does that",
+    "DagsHubCallback": "Trainer(loggers='mlflow') does that, with DagsHub's MLFLOW_TRACKING_URI",
     "MLflowCallback": "Trainer(loggers='mlflow') does that",
+    "NeptuneCallback": "Trainer(loggers='neptune') does that",
+    "SwanLabCallback": "Trainer(loggers='swanlab') does that",
     "DVCLiveCallback": "Trainer(loggers='dvclive') does that",
     "TrackioCallback": "Trainer(loggers='trackio') does that",
     "WandbCallback": "Trainer(loggers='wandb') does that",

@@ -1,0 +1,16 @@
+"""Prints the values, name, experiment and configuration of the only run of a repository of Aim."""
+
+import json
+
+from aim import Repo, Run
+
+(run_hash,) = Repo("run").list_all_runs()
+run = Run(run_hash, repo="run")
+rows = []
+for metric in run.metrics():
+    if not metric.name.startswith("__"):
+        table = metric.dataframe()
+        name = f"{metric.context['subset']}/{metric.name}"
+        rows += [(step, name, value) for step, value in zip(table["step"], table["value"], strict=True)]
+print(json.dumps([rows, run.name, run.experiment, run["config"]]))
+run.close()
