@@ -57,3 +57,13 @@ def test_a_server_that_dies_in_the_middle_gets_each_value_in_the_end():
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
 def test_the_logger_of_lightning_becomes_ours_with_its_arguments():
     assert run_program("mlflow_of_lightning.py") == "digits small 1 {'loss': 1.0} all\n"
+
+
+@pytest.mark.nightly
+def test_a_registered_model_is_loaded_by_another_process_without_its_module_and_has_a_signature():
+    run_program("mlflow_registered.py")
+    found = run_program("mlflow_registered.py", "load").splitlines()
+    assert found[-3:] == ["True False", "(-1, 4) (-1, 1) Regression", "(3, 1)"]
+    assert rows("here.db", "select name, version, run_id from model_versions") == [
+        ("lines", 1, rows("here.db", "select run_uuid from runs")[0][0])
+    ]

@@ -22,6 +22,7 @@ from drivetrain.loggers.files import set_aside, to_json
 from drivetrain.loggers.media import BinCounts, Histogram, Kind, Media
 
 if TYPE_CHECKING:
+    from drivetrain.callbacks.checkpoint import CheckpointSaver
     from drivetrain.run.run import Run
 
 _LOG = logger(__name__)
@@ -389,9 +390,7 @@ class Tracker(ABC):
     def _store_the_end(self) -> None:
         if self.artifacts == "none" or self._run is None:
             return
-        from drivetrain.callbacks.checkpoint import CheckpointSaver
-
-        saver = next((each for each in self._run.callbacks if isinstance(each, CheckpointSaver)), None)
+        saver = self._saver()
         if saver is None:
             _LOG.warning(
                 f"{type(self).__name__}(artifacts={self.artifacts!r}): this fit saves no checkpoints"
@@ -401,6 +400,12 @@ class Tracker(ABC):
             self._try_to_store(best, "checkpoint", ["best"])
         if saver.weights is not None:
             self._try_to_store(saver.weights, "weights", ["latest"])
+
+    def _saver(self) -> CheckpointSaver | None:
+        from drivetrain.callbacks.checkpoint import CheckpointSaver
+
+        callbacks = () if self._run is None else self._run.callbacks
+        return next((each for each in callbacks if isinstance(each, CheckpointSaver)), None)
 
     def _try_to_store(self, address: str, name: str, aliases: list[str]) -> None:
         try:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, check_server, write_media
@@ -18,6 +19,8 @@ from drivetrain.loggers.media import Kind
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+_LOG = logger(__name__)
 
 T = TypeVar("T")
 
@@ -53,8 +56,14 @@ class MLflowTracker(Tracker):
         tags: Mapping[str, str] | None = None,
         id: str | None = None,
         artifacts: Artifacts = "none",
+        register: str | None = None,
     ) -> None:
         super().__init__(directory, artifacts=artifacts)
+        if register is not None and (not isinstance(register, str) or not register or "/" in register):
+            raise ConfigError(
+                f"register must be the name of a model in MLflow's registry, without '/', not {register!r}"
+            )
+        self._model_name = register
         self._address = tracking_uri
         self._experiment = experiment
         self._name = run_name
@@ -150,9 +159,25 @@ class MLflowTracker(Tracker):
             client.set_tag(run_id, f"{name}.{alias}", path.name)
 
     def _close(self, failed: bool) -> None:
+        if self._model_name is not None and not failed:
+            self._register(self._model_name)
         if self._is_ours:
             self._check_answers()
             self.experiment.set_terminated(str(self._id), "FAILED" if failed else "FINISHED")
+
+    def _register(self, name: str) -> None:
+        from drivetrain.integrations.trackers.mlflow_model import register_model
+
+        run = self._run
+        if run is None or run.nonfinite.spoiled is not None:
+            return
+        try:
+            self._check_answers()
+            saver = self._saver()
+            weights = None if saver is None else saver.weights
+            register_model(self.experiment, str(self._id), name, run, weights)
+        except Exception as error:
+            _LOG.warning(f"{self.title} has not registered the model {name!r}: {error}")
 
     @property
     def experiment(self) -> Any:
@@ -200,9 +225,12 @@ class MLflowLogger(MLflowTracker):
         id: The id of a run to continue. A resumed fit has it from the checkpoint.
         artifacts: "all" stores each checkpoint and the finished weights as artifacts, "best" the best
             checkpoint and the finished weights.
+        register: A name in MLflow's registry: the finished task becomes a version of this model, with a
+            signature, which `mlflow.pytorch.load_model` loads. Default: none.
 
     Raises:
         MissingDependencyError: mlflow is not installed.
+        ConfigError: `register` is no name.
     """
 
     title = "MLflow"
@@ -230,6 +258,7 @@ class AzureMLLogger(MLflowTracker):
         tags: Tags of the run.
         id: The id of a run to continue.
         artifacts: The checkpoints that are stored.
+        register: The name of the model in the registry.
 
     Raises:
         MissingDependencyError: mlflow is not installed.
