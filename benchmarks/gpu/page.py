@@ -142,7 +142,7 @@ def _part(part: dict[str, Any]) -> list[str]:
     for row in kinds.get("plan", []):
         sizes = ", ".join(f"{name} {_gib(size) or 'unknown'}" for name, size in row["memory"].items())
         whole = _gib(sum(size or 0 for size in row["memory"].values()))
-        lacks = "The gradients of activations, and what kernels take for themselves, are not in it."
+        lacks = "Nothing is compiled in it, and what kernels take for themselves is not in it."
         found += ["", f"`plan` forecasts {whole} GiB for a step: {sizes}. {lacks}"]
     for row in kinds.get("waits", []):
         found += ["", f"{row['work']}: {row['watched']} of {row['steps']} steps with waits as errors."]

@@ -163,6 +163,17 @@ class MemoryWatch(TorchDispatchMode):
         measured = torch.cuda.max_memory_allocated(self._device) if cuda else self._peak
         return MemoryUse(**sizes, measured=measured, device=str(self._device))
 
+    def restart(self) -> int:
+        """Look for a new peak from now on; returns the bytes that exist now."""
+        self._peak, self._at_peak = self._total, list(self._held.values())
+        return self._total
+
+    def peak_without(self, tensors: Iterable[object]) -> int:
+        """Return the bytes at the peak, without those of the given tensors."""
+        left_out = {storage._cdata for storage in _storages(tensors)}
+        storages = [(each.storage(), each.size) for each in self._at_peak]
+        return sum(size for storage, size in storages if storage is None or storage._cdata not in left_out)
+
     def held(self) -> dict[str, int]:
         """Return the bytes that exist now, by kind."""
         sizes = dict.fromkeys(_KINDS, 0)

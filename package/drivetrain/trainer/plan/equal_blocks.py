@@ -94,6 +94,10 @@ class EqualBlocks:
         return outputs
 
 
+class LeftOut(Exception):  # noqa: N818  no error
+    """A backward has come to a block that was left out."""
+
+
 class _Outputs(torch.autograd.Function):
     """New tensors that depend on the inputs, whose graph therefore stays."""
 
@@ -103,6 +107,10 @@ class _Outputs(torch.autograd.Function):
         pairs = zip(outputs, made, strict=True)
         ctx.mark_non_differentiable(*(each for each, (*_, has_gradient) in pairs if not has_gradient))
         return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise LeftOut
 
 
 def _like(outputs: Any, inputs: Any) -> Callable[[Any, Any], Any]:

@@ -1,11 +1,11 @@
-"""The memory of a planned fit beside weights and optimizers, by one forward without values."""
+"""The memory of a planned fit beside weights and optimizers, by one micro-batch without values."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from drivetrain.strategies.wrapping import batch_norms
 from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
-from drivetrain.trainer.plan.equal_blocks import EqualBlocks
+from drivetrain.trainer.plan.equal_blocks import EqualBlocks, LeftOut
 from drivetrain.trainer.plan.optimizers import Built, on_meta
 
 _CPU = torch.device("cpu")
@@ -40,16 +40,18 @@ class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the 
     """A part of a plan that cannot be known beforehand; its text is the reason."""
 
 
-class ForwardMemory(NamedTuple):
-    """The memory of one micro-batch's forward, in bytes.
+class StepMemory(NamedTuple):
+    """The memory of one micro-batch, in bytes.
 
     Attributes:
-        activations: What it keeps for backward, the batch, and a block's activations while it is recomputed.
-        outputs: The model's outputs, such as logits; their gradient is as large.
+        activations: What its forward keeps for backward, the batch, and a block's activations while it is
+            recomputed.
+        temporary: What is there besides at the peak: the model's outputs, such as logits, and the gradients
+            of activations.
     """
 
     activations: int
-    outputs: int
+    temporary: int
 
 
 def example_batch(settings: RunSettings, task: TaskModule, data: Any, limit: int | None = None) -> Batch:
@@ -93,8 +95,10 @@ def _of_loader(data: DataLoader[Any], limit: int | None) -> Batch:
     return data.collate_fn([dataset[0]] * min(size, limit or size))
 
 
-def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> ForwardMemory:
-    """Run one training step's forward on tensors that have shapes, dtypes and a device, but no values.
+def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> StepMemory:
+    """Run one micro-batch on tensors that have shapes, dtypes and a device, but no values.
+
+    Of a row of equal blocks backward runs those that come last in the forward, in which the peak is.
 
     Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
     needed. The task is a copy, and stays as it is.
@@ -125,29 +129,49 @@ def forward_memory(settings: RunSettings, task: TaskModule, held: Held | None, b
         equal = EqualBlocks(copy, watch)
         with mode, watch:
             kept, outputs = _run(
-                copy, context, batch, lambda: sum(watch.held().values()) + equal.size() - before
+                copy, context, batch, lambda: sum(watch.held().values()) + equal.size() - before, watch
             )
-        return ForwardMemory(kept + max(again.values(), default=0), outputs)
+        recomputed = max(again.values(), default=0)
+        return StepMemory(kept + recomputed, max(0, outputs - recomputed))
     except Exception as error:
-        raise Unknown(f"a forward without values raises {_short(error)}") from error
+        raise Unknown(f"a step without values raises {_short(error)}") from error
 
 
-def _run(task: TaskModule, context: Any, batch: Batch, held: Callable[[], int]) -> tuple[int, int]:
-    """Return the most bytes that a forward of the step keeps, and those of its outputs."""
+def _run(
+    task: TaskModule, context: Any, batch: Batch, held: Callable[[], int], watch: MemoryWatch
+) -> tuple[int, int]:
+    """Return the most bytes that a forward keeps for backward, and those that are there besides."""
     module = StepModule(task, context)
     module.use(task.training_step)
     found: Any = module(batch)
-    size = 0
+    kept = besides = 0
     if inspect.isgenerator(found):
         # Each loss has a graph of its own, which is freed before the next.
-        kept = max(held() for _ in found)
+        for each in found:
+            kept = max(kept, held())
+            besides = max(besides, _backward(task, tree_leaves(each), watch))
     else:
         loss, _, _, outputs = read_output(found)
-        size = _size(each for each in tree_leaves(outputs) if getattr(each, "requires_grad", False))
-        del found, outputs
+        del found
+        whole = held()
+        del outputs
         kept = held()
-        del loss
-    return kept + _size(tree_leaves(batch)), size
+        besides = whole - kept + _backward(task, [loss], watch)
+    return kept + _size(tree_leaves(batch)), besides
+
+
+def _backward(task: TaskModule, losses: Iterable[Any], watch: MemoryWatch) -> int:
+    """Run a backward; returns the most bytes that were there besides those before it and the gradients."""
+    before = watch.restart()
+    try:
+        with suppress(LeftOut):
+            for loss in losses:
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+        return max(0, watch.peak_without(each.grad for each in task.parameters()) - before)
+    finally:
+        for each in task.parameters():
+            each.grad = None
 
 
 def _size(values: Iterable[Any]) -> int:

@@ -40,7 +40,7 @@ from drivetrain.trainer.plan.conflicts import (
     validation_conflicts,
 )
 from drivetrain.trainer.plan.counts import Epoch, Firings, and_at_the_end, firings
-from drivetrain.trainer.plan.memory import Unknown, checkpoint_size, example_batch, forward_memory
+from drivetrain.trainer.plan.memory import Unknown, checkpoint_size, example_batch, step_memory
 from drivetrain.trainer.plan.optimizers import Built, Rate
 
 
@@ -70,13 +70,14 @@ class Plan:
         memory: Bytes that the first process holds, whose shards are the largest. Always there are
             "parameters", "gradients" and "optimizer", its state. "gathered" is what is whole for a while,
             where weights are sharded. "activations" are those of one micro-batch that forward keeps or
-            backward recomputes. "outputs" are those of the model, such as logits, whose gradient is as large.
-            Tensors that a kernel or the optimizer's step needs for a moment are not counted.
+            backward recomputes. "temporary" is what is there besides at the peak: the model's outputs, such
+            as logits, and the gradients of activations. Tensors that a kernel or the optimizer's step needs
+            for a moment are not counted.
         warnings: Conflicts, each with what to do about it.
         also_saving: When it saves by the other policies.
         precision: The precision, with the dtypes that differ by strategy.
         offloaded: Parts of `memory` that are in the host's memory.
-        memory_unknown: Why activations and outputs are not known, or "".
+        memory_unknown: Why "activations" and "temporary" are not known, or "".
         checkpoint: Bytes of the tensors of a checkpoint; None also if there is none.
         tokens_per_step: Tokens in a full window of all processes, if the task counts them, by the first
             sample.
@@ -164,7 +165,7 @@ class Plan:
         return [*rows, ("memory: in all", f"{whose}{known}{total}")]
 
 
-_OF_A_FORWARD = ("activations", "outputs")
+_OF_A_STEP = ("activations", "temporary")
 
 
 def _number(value: int | None) -> str:
@@ -286,7 +287,7 @@ class _Process:
         self.offloaded = () if held is None else tuple(each for each in self.memory if each in held.offloaded)
         if strategy.sharded or (held is not None and held.gathered):
             self.memory["gathered"] = None if held is None else held.gathered
-        self.memory |= dict.fromkeys(_OF_A_FORWARD)
+        self.memory |= dict.fromkeys(_OF_A_STEP)
         if as_memory(settings.memory).offload_activations:
             self.offloaded += ("activations",)
         self.unknown, self.tokens = "", None
@@ -296,8 +297,8 @@ class _Process:
                 self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
             if isinstance(settings.micro_batch, int):
                 batch = example_batch(settings, task, data, settings.micro_batch)
-            forward = forward_memory(settings, task, held, batch)
-            self.memory |= {"activations": forward.activations, "outputs": forward.outputs}
+            found = step_memory(settings, task, held, batch)
+            self.memory |= {"activations": found.activations, "temporary": found.temporary}
         except Unknown as error:
             self.unknown = str(error)
 
