@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from drivetrain.callbacks.checkpoint import CheckpointSaver
+    from drivetrain.trainer.find_batch_size import BatchSizeResult
+    from drivetrain.trainer.find_learning_rate import LearningRateCurve
     from drivetrain.trainer.plan.plan import Plan
 
 _LOG = logger(__name__)
@@ -570,6 +572,77 @@ class Trainer(RunSettings):
         plan = make_plan(self, task, train_data, validation_data)
         print(plan)
         return plan
+
+    @by_name
+    def find_learning_rate(
+        self,
+        task: TaskModule,
+        data: Any,
+        *,
+        lowest: float = 1e-7,
+        highest: float = 10.0,
+        steps: int = 100,
+        metric: str | None = None,
+    ) -> LearningRateCurve:
+        """Train a copy of the task with a rate that rises from step to step, and return the loss by rate.
+
+        The task, its optimizer and all random streams stay as they are. The schedule, the Trainer's callbacks
+        and its length play no part, and nothing is written. Data that can be read only once is used up. The
+        test ends early once the loss has diverged.
+
+        Args:
+            task: The task.
+            data: As in `fit`.
+            lowest: The rate of the first step. If groups of parameters have rates of their own, it is that of
+                the first, and the others keep their ratio to it.
+            highest: The rate of the last step.
+            steps: The number of steps, at least 20.
+            metric: The name of the training loss, if the task names its values itself.
+
+        Returns:
+            The curve, with a suggestion and a figure.
+
+        Raises:
+            ConfigError: An argument is out of its range, or the task cannot be copied.
+        """
+        from drivetrain.trainer.find_learning_rate import find_learning_rate
+
+        def fit(trainer: Trainer, copied: TaskModule) -> FitResult:
+            return trainer.fit(copied, data)
+
+        return find_learning_rate(self, task, fit, lowest, highest, steps, metric)
+
+    @by_name
+    def find_batch_size(
+        self, task: TaskModule, data: Any, *, memory: int | str | None = None, largest: int | None = None
+    ) -> BatchSizeResult:
+        """Find the largest `batch_size` whose step fits into memory, by real steps on copies of the task.
+
+        Two steps of each size are made, because the first one makes the optimizer's state, and the peak of
+        the second is measured as by `MemoryReport`. Sizes double until one does not fit, and the range in
+        which the largest one lies is then halved down to one sample. The task and all random streams stay as
+        they are. Samples of different lengths need different memory: give the longest, or leave a margin.
+
+        Args:
+            task: The task.
+            data: A dataset with a length, or an object whose `train_data()` returns one.
+            memory: The most bytes of a process, such as "4 GiB". None takes all that a GPU has; a CPU and
+                several processes need a limit.
+            largest: The largest size to try. None takes the length of the data.
+
+        Returns:
+            The size, and the memory of each that was tried.
+
+        Raises:
+            ConfigError: The data is a loader, a limit is missing, or not even one sample fits.
+            StrategyError: The memory of the strategy's step cannot be observed; see `MemoryReport`.
+        """
+        from drivetrain.trainer.find_batch_size import find_batch_size
+
+        def fit(trainer: Trainer, copied: TaskModule, samples: Any) -> FitResult:
+            return trainer.fit(copied, samples)
+
+        return find_batch_size(self, task, data, fit, memory, largest)
 
 
 def _overrides(given: object, resume: object) -> str:
