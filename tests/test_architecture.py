@@ -79,7 +79,7 @@ NOT_PRIVATE = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 OUTPUT = {
     "print sys.stderr.write traceback.print_exc traceback.print_exception": (
         "cli/",
-        "callbacks/progress_bar.py",
+        "callbacks/progress/progress_bar.py",
         "trainer/trainer.py",  # `plan` prints the forecast that was asked for
         "testing/strategies/check.py",  # `check_strategy` prints its result
         "distributed/failure/",  # the last words of a process that ends
@@ -402,7 +402,7 @@ bare = {name for name in sys.modules if name.startswith("drivetrain.")}
 [getattr(drivetrain, name) for name in drivetrain.__all__]
 print((bare, {name.split(".")[0] for name in set(sys.modules) - before}))
 """
-UNASKED = {"callbacks.progress_bar", "callbacks.summary", "checkpoint.saving.manager", "loggers.csv"}
+UNASKED = {"callbacks.progress.progress_bar", "callbacks.summary", "checkpoint.saving.manager", "loggers.csv"}
 UNASKED |= {"checkpoint.storage.remote", "checkpoint.weights.warm_start", "distributed.group"}
 UNASKED |= {"engine.own_loop_checkpoint", "run.checkpoint", "trainer.checkpoints", "trainer.plan.plan"}
 

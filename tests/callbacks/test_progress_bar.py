@@ -1,17 +1,20 @@
 """The progress bar: a bar on a terminal, plain lines anywhere else, nothing on other ranks."""
 
 import dataclasses
+import json
 import os
+import re
 import sys
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from tests.test_notebooks import ROOT, executed
 from tqdm import tqdm
 
 from drivetrain.callbacks import LambdaCallback, ProgressBar
-from drivetrain.callbacks import progress_bar as module
+from drivetrain.callbacks.progress import progress_bar as module
 
 pty = pytest.importorskip("pty", reason="a terminal is made with a pty, which this system does not have")
 termios = pytest.importorskip("termios", reason="this system has no terminals of this kind")
@@ -146,16 +149,58 @@ def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatc
     assert started <= {"drivetrain-signals", "drivetrain-watchdog"}  # of the run itself
 
 
-def test_an_exception_leaves_the_terminal_in_order(drive):
+@pytest.mark.parametrize("style", ["tqdm", "rich"])
+def test_an_exception_leaves_the_terminal_in_order(drive, style):
     def fail(run):
         raise RuntimeError("lost")
 
     for hook in ("on_step_end", "on_evaluation_step_end"):
-        run = drive(ProgressBar(), LambdaCallback(**{hook: fail}), results=[{"loss": 0.5}])
+        run = drive(ProgressBar(style=style), LambdaCallback(**{hook: fail}), results=[{"loss": 0.5}])
         with terminal() as screen, pytest.raises(RuntimeError, match="lost"):
             run.fit()
         assert not tqdm._instances
-        assert screen.text.endswith("\r\n")
+        assert screen.text.removesuffix("\x1b[?25h").endswith("\r\n")  # rich shows the cursor again
+
+
+@pytest.mark.parametrize("columns", [60, 140])
+def test_a_bar_of_rich_has_the_same_lines_and_values(drive, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))  # it asks the process's own terminal
+    output, threads = sys.stdout, set(threading.enumerate())
+    results = [{"loss": 0.12345, "accuracy": 0.98768}] * 2
+    with terminal(columns=columns) as screen:
+        drive(ProgressBar(style="rich"), epochs=2, results=results).fit()
+    assert sys.stdout is output
+    assert set(threading.enumerate()) == threads
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.text).replace("\r\n    ", " | ")
+    for number in (1, 2):
+        line = text.split(f"epoch {number}/2 | step {4 * number}/8 | train/loss ")[1]
+        assert line.split("\r")[0].endswith(" | validation/loss 0.1235 | validation/accuracy 0.9877")
+    last = text.rstrip().split("\r")[-1]
+    assert last.startswith("epoch 2/2 ")
+    assert " 8/8 " in last
+    assert ("validation/accuracy 0.9877" in last) == (columns == 140)
+    assert "0.9" not in last or "0.9877" in last
+    assert "validation" in text
+
+
+@pytest.mark.landing
+def test_a_notebook_has_a_table_of_the_last_values_and_the_result_as_a_table(tmp_path):
+    source = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.tasks import Regression, pairs, quiet
+quiet(max_epochs=2, log_every=2, progress_bar="rich").fit(Regression(), pairs(), pairs(4))
+"""
+    cell = {"cell_type": "code", "source": source, "outputs": [], "metadata": {}, "execution_count": None}
+    path = tmp_path / "notebook.ipynb"
+    path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+    (cell,) = executed(path, tmp_path)["cells"]
+    tables = ["".join(each["data"].get("text/html", "")) for each in cell["outputs"] if "data" in each]
+    shown = next(each for each in tables if "epoch 2/2" in each)  # replaced at each log point
+    assert "<th>step 10</th>" in shown
+    assert "validation/loss</td>" in shown
+    assert "<td>max_epochs=2 reached</td>" in tables[-1]
+    assert "<td>train/loss</td>" in tables[-1]
 
 
 def test_other_ranks_show_nothing(drive):

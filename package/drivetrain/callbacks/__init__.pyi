@@ -9,13 +9,13 @@ from drivetrain.callbacks.learning_rate import LearningRateMonitor as LearningRa
 from drivetrain.callbacks.loss_spike import LossSpike as LossSpike
 from drivetrain.callbacks.memory_report import MemoryReport as MemoryReport
 from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector as NonFiniteDetector
-from drivetrain.callbacks.plot_metrics import PlotMetrics as PlotMetrics
 from drivetrain.callbacks.profile import Profile as Profile
-from drivetrain.callbacks.progress_bar import ProgressBar as ProgressBar
+from drivetrain.callbacks.progress.progress_bar import ProgressBar as ProgressBar
 from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLength
 from drivetrain.callbacks.statistics.activation_stats import ActivationStats as ActivationStats
 from drivetrain.callbacks.statistics.device_stats import DeviceStats as DeviceStats
 from drivetrain.callbacks.statistics.gradient_norms import GradientNorms as GradientNorms
+from drivetrain.callbacks.statistics.plot_metrics import PlotMetrics as PlotMetrics
 from drivetrain.callbacks.statistics.throughput import Throughput as Throughput
 from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms as WeightHistograms
 from drivetrain.callbacks.summary import ModelSummary as ModelSummary

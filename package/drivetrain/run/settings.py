@@ -13,9 +13,10 @@ from typing import Any
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
+from drivetrain.core.registry import is_installed
 from drivetrain.core.stages import Stages, most, stages_or_number
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
@@ -121,7 +122,7 @@ class RunSettings:
     log_every: Interval | None = "auto"
     log_first_step: bool = False
     train_metrics: bool = True
-    progress_bar: bool = True
+    progress_bar: bool | str = True
     callbacks: Sequence[Any] = ()
     on_nonfinite: str = "raise"
     on_save_error: str = "raise"
@@ -217,8 +218,14 @@ class RunSettings:
                 except ConfigError as error:
                     also = "; 'auto' is allowed too" if name == "log_every" else ""
                     raise ConfigError(f"{name}: {error}{also}") from None
-        for name in ("log_first_step", "progress_bar", "train_metrics", "deterministic"):
+        for name in ("log_first_step", "train_metrics", "deterministic"):
             flag(name, getattr(self, name))
+        if isinstance(self.progress_bar, str):
+            one_of("progress_bar", self.progress_bar, ("tqdm", "rich"))
+            if self.progress_bar == "rich" and not is_installed("rich"):
+                raise MissingDependencyError("rich", "rich", "Trainer(progress_bar='rich')")
+        else:
+            flag("progress_bar", self.progress_bar)
         if self.validate_from is not None and self.validate_every is None:
             raise ConfigError("validate_from with validate_every=None: there is no validation to delay")
         if self.log_first_step and self.log_every is None:

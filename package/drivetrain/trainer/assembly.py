@@ -339,7 +339,7 @@ def _fit_run(
         max_grad_value=settings.max_grad_value,
         metrics=train_metrics,
         micro_batch=settings.micro_batch,
-        show=settings.progress_bar,
+        show=bool(settings.progress_bar),
     )
     if engine.strategy.rank == 0:
         advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
@@ -473,11 +473,13 @@ def with_defaults(
     """
     callbacks = list(given)
     if settings.progress_bar:
-        for kind in (built_in.ModelSummary, built_in.ProgressBar):
-            if not any(isinstance(each, kind) for each in callbacks):
-                callbacks.append(kind())
+        if not any(isinstance(each, built_in.ModelSummary) for each in callbacks):
+            callbacks.append(built_in.ModelSummary())
+        if not any(isinstance(each, built_in.ProgressBar) for each in callbacks):
+            style = settings.progress_bar if isinstance(settings.progress_bar, str) else "tqdm"
+            callbacks.append(built_in.ProgressBar(style=style))
     if as_compile(settings.compile) and not any(isinstance(each, built_in.CompileTime) for each in callbacks):
-        callbacks.append(built_in.CompileTime(show=settings.progress_bar))
+        callbacks.append(built_in.CompileTime(show=bool(settings.progress_bar)))
     late = [each for each in callbacks if each.after_saver]
     first = [each for each in callbacks if not each.after_saver]
     return [*first, *states, *([saver] if saver else []), *late]

@@ -95,6 +95,20 @@ class FitResult:
             )
         return read_history(Path(self.history_path))
 
+    def _repr_html_(self) -> str:
+        """Return the result as a table, which a notebook shows."""
+        from drivetrain.callbacks.progress.notebook_table import html_table
+
+        progress = self.progress
+        facts: list[tuple[str, object]] = [("ended", self.stop_reason)]
+        facts += [("steps, epochs", f"{progress.steps:,}, {progress.epoch}")]
+        facts += [("time", f"{progress.seconds:,.1f} s")]
+        places = {"run directory": self.run_dir, "weights": self.model_path}
+        places |= {f"best by {by}": path for by, path in self.best_checkpoints.items()}
+        facts += [(name, path) for name, path in places.items() if path is not None]
+        values = [(name, f"{value:.6g}") for name, value in self.metrics.items()]
+        return html_table((), facts) + html_table(("value", "last"), values)
+
     def plot(self, *names: str) -> Figure:
         """Return the logged values as a figure of matplotlib, which a notebook shows.
 
@@ -243,8 +257,8 @@ class Trainer(RunSettings):
             log_first_step=True.
         train_metrics: Whether declared metrics are updated in training too. Default: True. Example:
             train_metrics=False.
-        progress_bar: Show progress, and a table of the task before training. Default: True. Example:
-            progress_bar=False.
+        progress_bar: Show progress, and a table of the task before training: True or "tqdm", "rich" for a bar
+            of rich, False for neither. Default: True. Example: progress_bar=False.
         callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`. Default: (). Example:
             callbacks=[EarlyStopping("validation/loss")].
 

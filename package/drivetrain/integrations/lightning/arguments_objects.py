@@ -194,7 +194,8 @@ def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callback
         elif row.name == "GradientAccumulationScheduler":
             taken.accumulation = {f"{epoch} epochs": steps for epoch, steps in each.scheduling.items()}
         else:
-            taken.callbacks.append(ModelSummary() if "Summary" in row.name else ProgressBar())
+            bar = ProgressBar(style="rich" if "Rich" in row.name else "tqdm")
+            taken.callbacks.append(ModelSummary() if "Summary" in row.name else bar)
     if len({each.name for each in policies}) > 1:
         note("callbacks", "their filenames differ, and one file serves all: none is used", "ModelCheckpoint")
         policies = [replace(each, name=None) for each in policies]

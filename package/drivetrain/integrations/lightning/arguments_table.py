@@ -235,7 +235,7 @@ CALLBACKS: Mapping[str, LightningRow] = {
         _mapped("RichModelSummary", "`ModelSummary`", None),
         _mapped("ProgressBar", "`ProgressBar`", None),
         _mapped("TQDMProgressBar", "`ProgressBar`", None, "its options are its own"),
-        _mapped("RichProgressBar", "`ProgressBar`", None, "its options are its own"),
+        _mapped("RichProgressBar", '`ProgressBar(style="rich")`', None, "its options are its own"),
         _mapped("Timer", "`Trainer(max_time=)`", None, "the time counts over all restarts"),
         _mapped(
             "GradientAccumulationScheduler",

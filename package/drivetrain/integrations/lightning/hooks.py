@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.progress_bar import ProgressBar
+from drivetrain.callbacks.progress.progress_bar import ProgressBar
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch
 from drivetrain.distributed.processes import once_per_machine

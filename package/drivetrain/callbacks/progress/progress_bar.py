@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.core.validation import by_name
+from drivetrain.callbacks.progress.notebook_table import NotebookTable, html_table
+from drivetrain.core.errors import MissingDependencyError
+from drivetrain.core.registry import is_installed
+from drivetrain.core.validation import by_name, one_of
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -38,12 +41,23 @@ class ProgressBar(Callback):
 
         epoch 2/3 | step 50/135 | train/loss 0.512 | validation/accuracy 0.93
 
+    With the style "rich" it is a bar of rich on a terminal. In a notebook it is tqdm's, with a table of the
+    last values that is replaced at each log point, in place of the lines.
+
     Args:
         metrics: The names to show. By default the first four of each stage, in the order of logging.
+        style: "tqdm" or "rich".
+
+    Raises:
+        MissingDependencyError: rich is asked for, and not installed.
     """
 
-    def __init__(self, metrics: Sequence[str] | None = None) -> None:
+    def __init__(self, metrics: Sequence[str] | None = None, *, style: str = "tqdm") -> None:
         self.metrics = metrics
+        self.style = one_of("style", style, ("tqdm", "rich"))
+        if style == "rich" and not is_installed("rich"):
+            raise MissingDependencyError("rich", "rich", "progress_bar='rich'")
+        self._table: NotebookTable | None = None
         self._fitting = False
         self._epoch = 0
         self._bar_class: Any = None
@@ -95,6 +109,9 @@ class ProgressBar(Callback):
                 (f"{name} {metrics[name]:.4g}", f"{_short(name)} {metrics[name]:.4g}")
                 for name in self._shown(run, metrics)
             ]
+            if self._table is not None:
+                rows = [(name, f"{metrics[name]:.6g}") for name in self._shown(run, metrics)]
+                self._table.show(html_table((self._epoch_text(run), f"step {run.progress.steps}"), rows))
             return
         of_training = any(run.names.stage_of(name) == "train" for name in run.logged)
         self._due = self._due or of_training or run.triggers.log.every is None
@@ -146,19 +163,23 @@ class ProgressBar(Callback):
         else:
             if self._beside:
                 self._bar.show_beside(self._beside)
+            if self._table is not None:  # which has them
+                return
             self._bar.n = run.progress.steps  # write() draws the bar again, below the line
             columns = self._bar.format_dict["ncols"] if self._bar.fits else None
             self._bar.write(_wrapped(parts, columns), file=self._bar.fp)
 
     def _look_for_screen(self) -> None:
-        self._bar_class = _bar_class()
+        self._bar_class = _bar_class(self.style)
+        is_notebook = self._bar_class is not None and "ipykernel.zmqshell" in sys.modules
+        self._table = NotebookTable() if is_notebook and self.style == "rich" else None
         self._next = math.inf if self._bar_class is None else 0.0
 
     def _draw(self, run: Run) -> None:
         if self._beside:
             self._bar.show_beside(self._beside)
         self._bar.update(run.progress.steps - self._bar.n)
-        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS
+        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS / self._bar_class.drawings
 
     def _draw_evaluation(self, run: Run) -> None:
         evaluation = run.evaluation
@@ -173,7 +194,7 @@ class ProgressBar(Callback):
             self._evaluation_bar.set_description(name, refresh=False)
         self._loader = evaluation.loader
         self._evaluation_bar.update(evaluation.batch + 1 - self._evaluation_bar.n)
-        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS
+        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS / self._bar_class.drawings
 
     def _close_evaluation(self) -> None:
         if self._evaluation_bar is not None:
@@ -235,11 +256,15 @@ def _wrapped(parts: Sequence[str], columns: int | None) -> str:
     return "\n".join(lines)
 
 
-def _bar_class() -> Any:
-    """Return the tqdm bar class for stderr; None where no bar can be drawn."""
+def _bar_class(style: str) -> Any:
+    """Return the class of the bars for stderr; None where no bar can be drawn."""
     notebook = "ipykernel.zmqshell" in sys.modules
     if not (notebook or _has_screen()):
         return None
+    if style == "rich" and not notebook:
+        from drivetrain.callbacks.progress.rich_bar import rich_bar_class
+
+        return rich_bar_class()
     from tqdm.std import tqdm
 
     base: Any = tqdm
@@ -260,7 +285,7 @@ def _bar_class() -> Any:
             second = {"position": 0}  # in the place of the first: a notebook's text has no way up
     # tqdm starts a thread that outlives the bar, to redraw stale bars, and makes a lock for several
     # processes, which on some systems starts one. This bar needs neither.
-    kept = {"monitor_interval": 0, "_lock": threading.RLock(), "show_beside": _show_beside}
+    kept = {"monitor_interval": 0, "_lock": threading.RLock(), "show_beside": _show_beside, "drawings": 1.0}
     return type("Bar", (base,), {**kept, "fits": base is tqdm, "options": options, "second": second})
 
 

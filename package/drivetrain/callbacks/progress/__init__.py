@@ -1,0 +1,1 @@
+"""The progress of a run: bars, lines and tables."""
