@@ -57,7 +57,8 @@ _CHECKPOINT = (
 )
 _RESUME = "a checkpoint is loaded by drivetrain's Trainer.fit(..., resume=...)"
 _LOOP = "the loop is that of drivetrain.Trainer. Override training_step, or use a TrainerCallback"
-_SEARCH = "no search over hyper-parameters is built in: make a Trainer for each trial"
+_SEARCH = "hyperparameter_search sets the arguments and reports to Optuna itself: give it hp_space and"
+_SEARCH += " compute_objective"
 _PRECISION = "the strategy runs each step under Trainer(precision=...)"
 _PLACE = "the strategy places and wraps the model: see drivetrain.strategies"
 _COUNT = "items are counted by the task: override TransformersTask.loss_weight, and use drivetrain.Trainer"
@@ -65,11 +66,9 @@ _COLUMNS = "set remove_unused_columns=False, and give a data_collator"
 _HUB = "drivetrain.integrations.hub.Publish uploads in the background"
 
 COUNTERPARTS: Mapping[str, str] = {
-    "hyperparameter_search": _SEARCH,
     "_hp_search_setup": _SEARCH,
     "_report_to_hp_search": _SEARCH,
     "_tune_save_checkpoint": _SEARCH,
-    "hp_search_backend": _SEARCH,
     "hp_name": _SEARCH,
     "hp_space": _SEARCH,
     "objective": _SEARCH,

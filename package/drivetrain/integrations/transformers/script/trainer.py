@@ -46,6 +46,8 @@ from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.processes import local_rank, rank, world_size
+from drivetrain.distributed.ranks import ALONE
+from drivetrain.engine.engine import Engine
 from drivetrain.integrations.transformers.arguments import MappedArguments, from_training_arguments
 from drivetrain.integrations.transformers.arguments_table import ROWS
 from drivetrain.integrations.transformers.callbacks import CallbackAdapter
@@ -87,6 +89,7 @@ from drivetrain.integrations.transformers.script.methods import (
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
 from drivetrain.integrations.transformers.script.run import ScriptRun
 from drivetrain.integrations.transformers.script.script_task import ScriptTask
+from drivetrain.integrations.transformers.script.search import HyperparameterSearch, checked_backend
 from drivetrain.integrations.transformers.script.their_names import TheirNames
 from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.run.run import Run
@@ -181,6 +184,9 @@ class Trainer(TheirNames):
     _loaders: dict[tuple[str, int], tuple[Any, DataLoader[Any]]]
     _created_lr_scheduler = False
     _trained_in: str | None = None  # the output_dir of the last fit that saved
+    _search: HyperparameterSearch | None = None
+    hp_search_backend: trainer_utils.HPSearchBackend | None = None
+    """The backend of a search in progress."""
     loss_is_scaled_for_ga: bool | None = None
     """Without effect: a loss is always weighted as a mean over `num_items_in_batch`, exact in either case."""
 
@@ -266,13 +272,15 @@ class Trainer(TheirNames):
             raise ConfigError("Trainer takes one of `model` and `model_init`")
         return self._init_model() if model is None else model
 
-    def _init_model(self) -> Any:
+    def _init_model(self, trial: Any = None) -> Any:
         assert self.model_init is not None
         set_seed(self.args.seed)
         count = number_of_arguments(self.model_init)
         if count > 1:
-            raise ConfigError("model_init must have no parameter, or one for a trial, which is None here")
-        return self.model_init(*(None,) * count)
+            raise ConfigError(
+                "model_init must have no parameter, or one for a trial, which is None outside one"
+            )
+        return self.model_init(*(trial,) * count)
 
     def _check_evaluation(self) -> None:
         lacks = self.eval_dataset is None and not is_overridden(self, "get_eval_dataloader", "evaluate")
@@ -344,11 +352,17 @@ class Trainer(TheirNames):
         )
         adapter.follows_args = True
         return adapter, ScriptRun(
-            lambda: self.evaluate(ignore_keys=self._ignored_in_fit),
+            self._evaluate_in_fit,
             self._mapped.eval_on_start,
             adapter,
             self._fit_begins,
         )
+
+    def _evaluate_in_fit(self) -> dict[str, float]:
+        metrics = self.evaluate(ignore_keys=self._ignored_in_fit)
+        if self._search is not None and self._runs.run is not None:
+            self._search.report(self._runs.run, metrics)
+        return metrics
 
     def _fit_begins(self, run: Run) -> None:
         (updater,) = run.engine.updaters.values()
@@ -587,7 +601,7 @@ class Trainer(TheirNames):
 
         Args:
             resume_from_checkpoint: True for the newest checkpoint in `output_dir`, or the path of one.
-            trial: None; no search over hyper-parameters is built in.
+            trial: A trial of `hyperparameter_search`, which sets its arguments; None outside one.
             ignore_keys_for_eval: The outputs that evaluations of this fit leave out.
 
         Returns:
@@ -597,42 +611,120 @@ class Trainer(TheirNames):
             ConfigError: The arguments do not fit together, or `output_dir` holds another run's checkpoints.
             CheckpointError: There is no checkpoint to resume from, or it is damaged.
         """
-        if trial is not None:
-            raise ConfigError(f"train(trial=...): {counterpart('hyperparameter_search')}")
-        self._read_arguments()
-        self._runs.first = self._mapped.eval_on_start
-        if self.model_init is not None:
-            self._own_model, self._given_optimizers = self._init_model(), (None, None)
-        checked_optimizers(self._given_optimizers, None, None, self._settings_of([]))
-        self._prepare_model()
-        self._task = self._make_task()
-        self._ignored_in_fit = ignore_keys_for_eval
-        resume, train, evaluation = (
-            self._resumed(resume_from_checkpoint),
-            self.get_train_dataloader(),
-            self._evaluation_data(),
-        )
-        self._mapped = self._map_arguments(self._planned_steps(train))
-        self.is_in_train = True
-        self._adapter.train_dataloader = train
-        if self._mapped.trainer_options["checkpoint"]:
-            self._trained_in = os.path.abspath(self.args.output_dir)
-        self._memory_tracker.start()
+        with self._trial(trial):
+            self._read_arguments()
+            self._runs.first = self._mapped.eval_on_start
+            if self.model_init is not None:
+                self._own_model, self._given_optimizers = self._init_model(trial), (None, None)
+            checked_optimizers(self._given_optimizers, None, None, self._settings_of([]))
+            self._prepare_model()
+            self._task = self._make_task()
+            self._ignored_in_fit = ignore_keys_for_eval
+            resume, train, evaluation = (
+                self._resumed(resume_from_checkpoint),
+                self.get_train_dataloader(),
+                self._evaluation_data(),
+            )
+            self._mapped = self._map_arguments(self._planned_steps(train))
+            self.is_in_train = True
+            self._adapter.train_dataloader = train
+            if self._mapped.trainer_options["checkpoint"]:
+                self._trained_in = os.path.abspath(self.args.output_dir)
+            self._memory_tracker.start()
+            try:
+                with self._runs.fitting(evaluation):
+                    # transformers keeps the checkpoint's rate, too
+                    self._settings().fit(
+                        self._task,
+                        train,
+                        evaluation,
+                        resume=resume,
+                        override=() if resume is None else ("keep-optimizer",),
+                    )
+            finally:
+                self.is_in_train = False
+                self._stop_measuring()
+            metrics = self._adapter.train_metrics
+            return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    @contextmanager
+    def _trial(self, trial: Any) -> Iterator[None]:
+        """Run the block, a fit, with the arguments of a trial; None changes none."""
+        if trial is None:
+            self._set_trial_in_state(None)
+            yield
+            return
+        if self._search is None:
+            raise ConfigError("train(trial=...) is for hyperparameter_search, which calls it for each trial")
+        directory = self.args.output_dir
+        values = self._search.set_arguments(self.args, trial)
+        self.args.output_dir = self._search.directory(directory, trial)
+        self._set_trial_in_state(trial, values)
         try:
-            with self._runs.fitting(evaluation):
-                # transformers keeps the checkpoint's rate, too
-                self._settings().fit(
-                    self._task,
-                    train,
-                    evaluation,
-                    resume=resume,
-                    override=() if resume is None else ("keep-optimizer",),
-                )
+            yield
         finally:
-            self.is_in_train = False
-            self._stop_measuring()
-        metrics = self._adapter.train_metrics
-        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+            self.args.output_dir = directory
+        self._search.end_trial()
+
+    def _set_trial_in_state(self, trial: Any, values: dict[str, Any] | None = None) -> None:
+        state, name = self.state, None if self._search is None else self._search.name
+        state.is_hyper_param_search = trial is not None
+        state.trial_name = None if trial is None or name is None else name(trial)
+        state.trial_params = values
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Train with many choices of the arguments, which Optuna makes, and return the best.
+
+        Each trial trains a new model of `model_init` in `output_dir/run-<number>`. The arguments keep the
+        values of the last trial. `drivetrain.search` searches with a drivetrain Trainer, and goes on after a
+        kill.
+
+        Args:
+            hp_space: Takes Optuna's trial, and returns options of the arguments by name.
+            compute_objective: Takes the metrics of an evaluation, and returns the objective, or several; the
+                last one of a trial counts. By default the loss, or the sum of the metrics if there are any.
+            n_trials: The number of trials.
+            direction: "minimize" or "maximize", or one for each objective.
+            backend: "optuna" or None.
+            hp_name: Takes the trial, and returns its name.
+            **options: Keywords for `optuna.create_study`, and `timeout`, `catch` and `gc_after_trial`.
+
+        Returns:
+            transformers' `BestRun`, of several objectives a list of them; None on all ranks but the first.
+
+        Raises:
+            ConfigError: There is no `model_init`, or the backend is another.
+            MissingDependencyError: Optuna is not installed.
+        """
+        chosen = checked_backend(backend)
+        if self.model_init is None:
+            raise ConfigError(
+                "hyperparameter_search makes a new model for each trial: give Trainer(model_init=...)"
+            )
+        settings = self._settings()
+        with_ranks = settings.select_strategy().world_size > 1
+        ranks = (
+            Engine(settings.strategy, devices=settings.devices, num_nodes=settings.num_nodes).ranks
+            if with_ranks
+            else ALONE
+        )
+        self._search = HyperparameterSearch(hp_space, compute_objective, hp_name)
+        self.hp_search_backend = chosen
+        try:
+            return self._search.run(
+                lambda trial: self.train(trial=trial), self.evaluate, ranks, n_trials, direction, options
+            )
+        finally:
+            self._search = self.hp_search_backend = None
 
     def _prepare_model(self) -> None:
         """Copy the tokenizer's special tokens to the model's configurations, and check shared tensors."""
