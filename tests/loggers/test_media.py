@@ -124,6 +124,11 @@ def test_a_logger_that_does_not_take_a_kind_says_so_once(tmp_path: Path) -> None
     ]
 
 
+def taking(kinds: Any, **more: Any) -> Any:  # a Trainer with a logger that takes these kinds
+    nothing = {name: lambda *given: None for name in ("log_metrics", "log_config", "close")}
+    return lambda: quiet(max_steps=1, loggers=type("Own", (), {**nothing, "takes": kinds, **more})())
+
+
 def test_values_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
     def logged(name: str, value: Any) -> Any:
         return lambda: fit(tmp_path, on_step_end=lambda run: run.log(name, value))
@@ -143,6 +148,9 @@ def test_values_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
             "complex": (lambda: Histogram([1j]).counts, "complex128"),
             "an array": (logged("x", np.zeros((2, 2))), "Write Image(...)"),
             "a text": (logged("x", "some"), "Write Text(...)"),
+            "a kind": (taking({"images"}), "Own.takes", "did you mean 'image'"),
+            "no set": (taking("image"), "a set of kinds"),
+            "no method": (taking({"image"}), "no method log_media(values, step)"),
             "a taken name": (logged("train/loss", Text("x")), "both named 'train/loss'"),
         },
     )

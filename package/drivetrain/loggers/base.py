@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, get_args
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.registry import Registry
 from drivetrain.core.synonyms import foreign
 from drivetrain.core.types import Logger
@@ -62,7 +62,22 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
                 f"{given} Give a name ({', '.join(map(repr, LOGGERS))}) or an object with log_metrics("
                 "metrics, step), log_config(config) and close()"
             )
+        elif hasattr(each, "takes"):
+            _check_takes(each)
     return specs
+
+
+def _check_takes(logger: Any) -> None:
+    name = type(logger).__name__
+    if isinstance(logger.takes, str) or not isinstance(logger.takes, Collection):
+        raise ConfigError(f"{name}.takes must be a set of kinds, such as {{'image'}}, not {logger.takes!r}")
+    for kind in logger.takes:
+        if kind not in get_args(Kind):
+            raise ConfigError(
+                f"{name}.takes has the unknown kind {kind!r}. {nearest(str(kind), get_args(Kind))}"
+            )
+    if not callable(getattr(logger, "log_media", None)):
+        raise ConfigError(f"{name} has takes={logger.takes!r}, and no method log_media(values, step)")
 
 
 def takes(spec: str | Logger, kind: Kind) -> bool:

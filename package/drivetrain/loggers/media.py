@@ -413,7 +413,7 @@ _SHAPES: dict[str, str] = {"CHW": "[channels, height, width]", "HWC": "[height, 
 
 
 def advice(value: object) -> str:
-    """Return the value type to wrap an object in that is no number; empty if none fits."""
+    """Return what to do with an object that is no number."""
     module = type(value).__module__.partition(".")[0]
     if isinstance(value, str):
         return "Write Text(...)"
@@ -423,7 +423,7 @@ def advice(value: object) -> str:
         return "Write Figure(...)"
     if module in ("PIL", "numpy"):
         return "Write Image(...), Histogram(...) or another value"
-    return ""
+    return "Log each of its numbers under a name of its own, or write Table(...)"
 
 
 def _shape(value: Any) -> tuple[int, ...]:

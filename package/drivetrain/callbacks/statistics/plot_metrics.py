@@ -28,8 +28,8 @@ class PlotMetrics(Callback):
     The figure of the metric "confusion" is logged as "validation/confusion/plot". It needs matplotlib. A
     metric with `labels`, a list of texts, is drawn with them where its `plot` takes labels.
 
-    A matrix or a curve that is drawn gives no numbers: a curve of all thresholds would have thousands. A
-    number or a vector is logged too.
+    A matrix or a curve that is drawn gives no numbers, in training neither: a curve of all thresholds would
+    have thousands. A number or a vector is logged too.
 
     Args:
         metrics: The names in the task's `metrics()`. None draws those that compute a matrix or a curve.
@@ -84,6 +84,8 @@ class PlotMetrics(Callback):
             raise ConfigError("PlotMetrics: no metric of the task's metrics() has a method plot")
         self._drawn = {name: each for name, each in able.items() if name in (self.metrics or able)}
         declared.drawn = self._drawn
+        if run.train_metrics is not None:  # of which nothing is drawn
+            run.train_metrics.drawn = self._drawn
 
     def on_evaluation_end(self, run: Run) -> None:
         """Draw what the metrics have computed."""
