@@ -41,7 +41,7 @@ DOCS, REFERENCE = ROOT / "docs", ROOT / "docs" / "reference"
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
-SLOW = {"check-resume.md", "compile.md", "deepspeed-checkpoints.md", "launching.md"}
+SLOW = {"benchmark.md", "check-resume.md", "compile.md", "deepspeed-checkpoints.md", "launching.md"}
 SLOW |= {"write-a-strategy.md", "write-an-inexact-strategy.md"}
 """Pages whose blocks start many processes, or compile."""
 

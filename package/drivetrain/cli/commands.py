@@ -1,4 +1,4 @@
-"""The commands `fit`, `validate`, `test`, `predict`, `plan`, `summary` and `search`, given their settings."""
+"""The commands that make a task, such as `fit` and `plan`, given their settings."""
 
 from __future__ import annotations
 
@@ -122,12 +122,21 @@ def search(settings: Settings, as_json: bool) -> None:
     importlib.import_module("drivetrain.integrations.optuna.command").search_command(settings, as_json)
 
 
+def benchmark(settings: Settings, as_json: bool) -> None:
+    """Measure a task's steps under every combination of some settings, and print the table."""
+    from drivetrain.cli.benchmark import run_benchmark
+
+    check_task_given(settings)
+    run_benchmark(settings, _training_option(settings), as_json)
+
+
 COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
     "fit": fit,
     "validate": evaluate("validation"),
     "test": evaluate("test"),
     "predict": predict,
     "plan": plan,
+    "benchmark": benchmark,
     "summary": summary,
     "search": search,
 }
@@ -170,14 +179,19 @@ def fit_data(settings: Settings) -> tuple[Any, Any]:
     Raises:
         ConfigError: There is no training data, or it is given twice.
     """
-    data, train = settings.make("data"), settings.make("train_data")
-    if data is not None and train is not None:
+    return settings.make(_training_option(settings)), settings.make("validation_data")
+
+
+def _training_option(settings: Settings) -> str:
+    """Return the name of the option that gives the training data."""
+    given = [name for name in ("data", "train_data") if settings.option(name) is not None]
+    if len(given) > 1:
         raise ConfigError("--data and --train-data both give training data; give one of them")
-    if data is None and train is None:
+    if not given:
         raise ConfigError(
             "no data to train on: give --data module.object (with train_data() and so on) or --train-data"
         )
-    return (data if train is None else train), settings.make("validation_data")
+    return given[0]
 
 
 def _evaluation_data(settings: Settings, stage: str) -> Any:

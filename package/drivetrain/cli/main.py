@@ -26,6 +26,7 @@ _RUNS = {
     "test": "evaluate a task on test data",
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
+    "benchmark": "measure a task's steps under every combination of some settings",
     "summary": "show a task's parameters, shapes and operations by module",
     "search": "search hyper-parameters; `search show DIR` shows the trials",
 }

@@ -45,15 +45,18 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import config_type, configure
 from drivetrain.trainer.trainer import Trainer
 
-_ALL = ("fit", "validate", "test", "predict", "plan", "summary", "search")
+_ALL = ("fit", "validate", "test", "predict", "plan", "summary", "search", "benchmark")
 
 
 class _Option(NamedTuple):
-    """An option: its value's name (None for a switch), its help, and the commands that have it."""
+    """An option: its value's name (None for a switch), its help, the commands that have it, and whether it
+    takes several values.
+    """
 
     value: str | None
     help: str
     commands: Sequence[str] = _ALL
+    several: bool = False
 
 
 _OPTIONS = {
@@ -62,7 +65,9 @@ _OPTIONS = {
         "NAME", "an object with train_data() and so on, its class, or a function that returns one"
     ),
     "--train-data": _Option(
-        "NAME", "a loader, dataset or function, for training alone", ("fit", "plan", "summary", "search")
+        "NAME",
+        "a loader, dataset or function, for training alone",
+        ("fit", "plan", "summary", "search", "benchmark"),
     ),
     "--validation-data": _Option(
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
@@ -93,6 +98,16 @@ _OPTIONS = {
     "--sampler": _Option("NAME", "tpe, random, grid, gp or nsga2; default: tpe", ("search",)),
     "--pruner": _Option("NAME", "median, halving or hyperband; default: none", ("search",)),
     "--parallel": _Option("NUMBER", "trials that run at a time; default: 1", ("search",)),
+    "--over": _Option(
+        "NAME=VALUE,VALUE",
+        "the values to compare, by the Trainer's arguments, task.NAME or data.NAME",
+        ("benchmark",),
+        several=True,
+    ),
+    "--rounds": _Option("NUMBER", "the number of rounds, 3 by default", ("benchmark",)),
+    "--seconds": _Option("NUMBER", "the measured seconds of a turn, 2 by default", ("benchmark",)),
+    "--limit": _Option("NUMBER", "the seconds after which a turn is ended, 600 by default", ("benchmark",)),
+    "--figure": _Option("FILE", "save a figure too, such as benchmark.png", ("benchmark",)),
     "--mps-fallback": _Option(
         None,
         "on a Mac: run operations that MPS lacks on the CPU",
@@ -125,9 +140,12 @@ class Settings:
     """The settings of one command, checked and typed, and the objects that they describe.
 
     Args:
-        command: "fit", "validate", "test", "predict", "plan", "summary" or "search".
+        command: "fit", "validate", "test", "predict", "plan", "summary", "search" or "benchmark".
         purpose: The command's purpose, for its help.
         words: The words after the command.
+
+    Attributes:
+        words: The three arguments, which make the same settings in another process.
 
     Raises:
         ConfigError: An unknown name, or a value of a wrong type; says what is allowed.
@@ -135,6 +153,7 @@ class Settings:
     """
 
     def __init__(self, command: str, purpose: str, words: Sequence[str]) -> None:
+        self.words = (command, purpose, tuple(words))
         self._options, self._tree = _read(command, words)
         self._build(command, purpose)
 
@@ -387,7 +406,10 @@ def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
         if option.value is None:
             parser.add_argument(flag, action="store_true", default=SUPPRESS, help=option.help)
         else:
-            parser.add_argument(flag, type=str, default=SUPPRESS, metavar=option.value, help=option.help)
+            number = "+" if option.several else None
+            parser.add_argument(
+                flag, type=str, nargs=number, default=SUPPRESS, metavar=option.value, help=option.help
+            )
 
 
 def _add_arguments(

@@ -1,3 +1,6 @@
+from drivetrain.testing.benchmark.result import BenchmarkResult as BenchmarkResult
+from drivetrain.testing.benchmark.result import BenchmarkRow as BenchmarkRow
+from drivetrain.testing.benchmark.result import ValueRange as ValueRange
 from drivetrain.testing.distributed import run_distributed as run_distributed
 from drivetrain.testing.host_reads import HostReads as HostReads
 from drivetrain.testing.host_reads import no_host_reads as no_host_reads

@@ -1,0 +1,191 @@
+"""The rows of a benchmark, as a table, as JSON and as a figure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.errors import MissingDependencyError
+from drivetrain.core.messages import columns, sized
+from drivetrain.core.types import Json
+from drivetrain.run.settings import plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """A value over the rounds of a benchmark.
+
+    Attributes:
+        best: The value of the best round: the shortest time, the highest rate, the least memory.
+        lowest: The lowest.
+        highest: The highest.
+    """
+
+    best: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkRow:
+    """The values of one combination of settings; None for one that could not be measured.
+
+    Attributes:
+        settings: The combination, by name.
+        failure: Why the combination could not run; empty if it could.
+        notes: Why a value is missing, by its name.
+        step_seconds: Seconds of a step, in the fastest block of each round.
+        samples_per_second: Samples of all processes.
+        tokens_per_second: The same of tokens, if the task counts them in `tokens`.
+        share_of_hand_written: The speed as a share of a hand-written loop's.
+        hand_written_seconds: Seconds of a step of that loop.
+        peak_memory: Bytes of one process at the peak of a step. On a GPU torch's allocator counts them, on a
+            CPU they are the tensors that `MemoryReport` finds.
+        first_step_seconds: Seconds from before the task is made to the end of the first step.
+        processes: The number of processes.
+        threads: The threads of each process.
+        device: The device of the first process.
+    """
+
+    settings: Mapping[str, Any]
+    failure: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    step_seconds: ValueRange | None = None
+    samples_per_second: ValueRange | None = None
+    tokens_per_second: ValueRange | None = None
+    share_of_hand_written: ValueRange | None = None
+    hand_written_seconds: ValueRange | None = None
+    peak_memory: ValueRange | None = None
+    first_step_seconds: ValueRange | None = None
+    processes: int = 1
+    threads: int = 1
+    device: str = ""
+
+    @classmethod
+    def of_rounds(cls, settings: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> BenchmarkRow:
+        """Return the row of what each round has measured."""
+        values: dict[str, Any] = {}
+        for name in (*_COLUMNS, "hand_written_seconds"):
+            if found := [each[name] for each in rounds if name in each]:
+                best = max if name.endswith("_per_second") else min
+                values[name] = ValueRange(best(found), min(found), max(found))
+        if "hand_written_seconds" in values:  # of two best rounds, not the best of the quotients
+            share = values["share_of_hand_written"]
+            best_share = values["hand_written_seconds"].best / values["step_seconds"].best
+            values["share_of_hand_written"] = ValueRange(best_share, share.lowest, share.highest)
+        last = {name: rounds[-1][name] for name in ("notes", "processes", "threads", "device")}
+        return cls(settings=settings, **values, **last)
+
+    @property
+    def name(self) -> str:
+        """The combination as one text."""
+        return ", ".join(f"{name}={shown(value)}" for name, value in self.settings.items()) or "as it is"
+
+
+_COLUMNS = {
+    "step_seconds": "step",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "share_of_hand_written": "of hand-written",
+    "peak_memory": "memory",
+    "first_step_seconds": "first step",
+}
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """The rows of a benchmark. `print(result)` shows them as a table.
+
+    Attributes:
+        rows: One for each combination, in their order.
+        rounds: The number of rounds.
+    """
+
+    rows: Sequence[BenchmarkRow]
+    rounds: int
+
+    def __str__(self) -> str:
+        names = list(self.rows[0].settings)
+        measured = {name for row in self.rows for name in (*_COLUMNS, *row.notes) if _has(row, name)}
+        kept = [each for each in _COLUMNS if each in measured]
+        lines = [[*names, *(_COLUMNS[each] for each in kept), ""]]
+        whys: dict[str, str] = {}
+        for row in self.rows:
+            cells = [_cell(each, getattr(row, each)) for each in kept]
+            for place, each in enumerate(kept):
+                if each in row.notes:
+                    cells[place] = whys.setdefault(row.notes[each], f"[{len(whys) + 1}]")
+            failed = f"failed {whys.setdefault(row.failure, f'[{len(whys) + 1}]')}" if row.failure else ""
+            lines.append([*(shown(row.settings[name]) for name in names), *cells, failed])
+        numbers = range(len(names), len(names) + len(kept))
+        about = f"the best of {self.rounds} rounds, and the range of all" if self.rounds > 1 else "one round"
+        return "\n".join([*columns(lines, numbers), "", about, *(f"{whys[why]} {why}" for why in whys)])
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the rows as JSON."""
+        rows: list[Json] = [
+            {**asdict(row), "settings": plain(row.settings), "notes": dict(row.notes)} for row in self.rows
+        ]
+        return {"rounds": self.rounds, "rows": rows}
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Return a figure of matplotlib with the time of a step of each combination, which a notebook shows.
+
+        Args:
+            path: The file to save the figure to, such as "benchmark.png"; None saves none.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise MissingDependencyError("matplotlib", "plots", "the figure of a benchmark") from None
+        figure = Figure(figsize=(8, 1.2 + 0.4 * len(self.rows)), layout="constrained")
+        axes = figure.subplots()
+        for place, row in enumerate(self.rows):
+            if (step := row.step_seconds) is None:
+                axes.text(0, place, f" failed: {' '.join(row.failure.split())[:80]}", va="center", fontsize=8)
+                continue
+            ends = [[1e3 * (step.best - step.lowest)], [1e3 * (step.highest - step.best)]]
+            axes.barh(place, 1e3 * step.best, xerr=ends, color="#4c78a8", ecolor="#222222", capsize=3)
+            if row.hand_written_seconds is not None:
+                axes.plot([1e3 * row.hand_written_seconds.best] * 2, [place - 0.4, place + 0.4], "#e45756")
+        if any(row.hand_written_seconds is not None for row in self.rows):
+            axes.plot([], [], "#e45756", label="hand-written loop")
+            axes.legend()
+        axes.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set_xlabel("milliseconds of a step, with the range over the rounds")
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+def _has(row: BenchmarkRow, name: str) -> bool:
+    return name in row.notes or getattr(row, name) is not None
+
+
+def shown(value: Any) -> str:
+    """Return a setting's value as a short text."""
+    return value if isinstance(value, str) else repr(value)[:60]
+
+
+def _cell(name: str, value: ValueRange | None) -> str:
+    if value is None:
+        return "-"
+    if name == "peak_memory":
+        return sized(value.best)
+    if name.endswith("_per_second"):
+        return f"{value.best:,.0f}"
+    factor, unit = (1.0, " s") if value.best >= 1 else (1e3, " ms")
+    if name == "share_of_hand_written":
+        factor, unit = 100.0, " %"
+    best, low, high = (f"{each * factor:.4g}" for each in (value.best, value.lowest, value.highest))
+    return f"{best}{unit}" if low == high else f"{best}{unit} ({low} to {high})"
