@@ -116,6 +116,9 @@ def test_a_tracker_is_refused_with_what_to_do():
     assert_refused(MissingDependencyError, {"missing": (absent, "no_such_package", "drivetrain[file]")})
     wrong = type("Wandb", (FileTracker,), {})
     assert_refused(ConfigError, {"artifacts": (lambda: wrong(artifacts="al"), "'all'")})
+    trainer = quiet(max_steps=1, loggers=(FileTracker(), FileTracker()), run_dir="two")
+    with pytest.raises(ConfigError, match="two FileTracker, and both would write to the same run"):
+        trainer.fit(Regression(), pairs())
     trainer = quiet(max_steps=1, callbacks=[LambdaCallback(on_fit_start=lambda run: run.logger("csv"))])
     with pytest.raises(ConfigError, match=r"no logger 'csv'; it has none"):
         trainer.fit(Regression(), pairs())

@@ -192,7 +192,15 @@ class Tracker(ABC):
     # Calls from a run.
 
     def begin(self, run: Run) -> None:
-        """Get ready for a fit, which begins a new run of the tracker unless it resumes."""
+        """Get ready for a fit, which begins a new run of the tracker unless it resumes.
+
+        Raises:
+            ConfigError: The fit has two loggers of this kind.
+        """
+        if [type(each) for each in run.loggers].count(type(self)) > 1:
+            raise ConfigError(
+                f"loggers has two {type(self).__name__}, and both would write to the same run. Give one"
+            )
         self._run, self._id, self._last_step, self._restored = run, None, -1, []
 
     def state_dict(self) -> dict[str, Any]:

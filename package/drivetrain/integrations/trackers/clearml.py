@@ -12,6 +12,14 @@ from drivetrain.core.validation import by_name
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, check_server, read_lines
 from drivetrain.loggers.files import flat
 
+_PATCHES = (
+    *("catboost", "fastai", "gradio", "hydra", "joblib", "lightgbm", "matplotlib", "megengine", "pytorch"),
+    *("scikit", "tensorboard", "tensorflow", "tfdefines", "xgboost"),
+    # It runs git while another thread forks, and then hangs at times. The configuration has the commit.
+    "detect_repository",
+)
+"""What ClearML does with other libraries unless it is told not to."""
+
 
 @by_name
 @final
@@ -30,7 +38,7 @@ class ClearMLLogger(Tracker):
         name: The task's name. Default: the name of the run directory.
         tags: Short labels.
         offline: Whether ClearML writes a session to its cache folder, for `Task.import_offline_session`, as
-            `CLEARML_OFFLINE_MODE=1` does.
+            `CLEARML_OFFLINE_MODE=1` does. The process stays offline afterwards.
         reuse: Whether a new fit overwrites the last task of the same project and name, if it has no
             artifacts.
         id: The id of a task to continue. A resumed fit has it from the checkpoint.
@@ -72,7 +80,7 @@ class ClearMLLogger(Tracker):
         self._options: dict[str, Any] = {"tags": list(tags) or None, **(options or {})}
         self._given_id = id
         self._task: Any = None
-        self._is_ours = self._switched = False
+        self._is_ours = False
 
     def _open(self, resumed: str | None, config: Mapping[str, Json]) -> str:
         from clearml import Task
@@ -81,16 +89,15 @@ class ClearMLLogger(Tracker):
         self._task = Task.current_task()
         self._is_ours = self._task is None
         if self._is_ours:
-            if self._offline and not Task.is_offline():
+            if self._offline:
                 Task.set_offline(True)
-                self._switched = True
             if not Task.is_offline():
                 check_server(f"{Session.get_api_server_host()}/debug.ping")
             task_id = resumed or self._given_id
             arguments = {
                 "project_name": self._project,
                 "task_name": self._name or self._run_name,
-                "auto_connect_frameworks": False,
+                "auto_connect_frameworks": dict.fromkeys(_PATCHES, False),
                 "auto_connect_arg_parser": False,
                 "reuse_last_task_id": task_id or self._reuse,
                 # The number is what ClearML adds to each step. True would add the last one.
@@ -135,9 +142,6 @@ class ClearMLLogger(Tracker):
             if failed and not type(self._task).is_offline():
                 self._task.mark_failed(force=True)
             self._task.close()
-            if self._switched:
-                type(self._task).set_offline(False)
-                self._switched = False
 
     @property
     def experiment(self) -> Any:

@@ -82,7 +82,7 @@ class CometLogger(Tracker):
         import comet_ml
 
         self._experiment = comet_ml.get_running_experiment()
-        self._is_ours = self._experiment is None
+        self._is_ours = self._experiment is None or not self._experiment.alive  # one that has ended stays
         if self._is_ours:
             make_directory(self._folder)
             self._pack_the_killed()
