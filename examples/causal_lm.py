@@ -54,7 +54,10 @@ def blocks(texts: list[str], tokenizer: transformers.PreTrainedTokenizerFast) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    steps = parser.parse_args().steps
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     texts = docstrings()
     tokenizer = train_tokenizer(texts[20:])
     train, validation = blocks(texts[20:], tokenizer), blocks(texts[:20], tokenizer)
@@ -66,7 +69,9 @@ def main() -> None:
     model = transformers.GPT2LMHeadModel(config)
     optimizer = OptimizerConfig("adamw", lr=3e-3, schedule="cosine", warmup_ratio=0.1)
     task = TransformersTask(model, processing_class=tokenizer, optimizer=optimizer)
-    trainer = Trainer(max_steps=steps, batch_size=32, max_grad_norm=1.0, checkpoint=False, loggers=())
+    trainer = Trainer(
+        max_steps=given.steps, batch_size=32, max_grad_norm=1.0, checkpoint=False, loggers=(), **how
+    )
     before = math.exp(trainer.validate(task, validation)["validation/loss"])
     trainer.fit(task, train)
     after = math.exp(trainer.validate(task, validation)["validation/loss"])

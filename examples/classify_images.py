@@ -40,7 +40,10 @@ def accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    steps = parser.parse_args().steps
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     order = np.random.default_rng(0).permutation(1797)
     size = {"height": 8, "width": 8}
     processor = transformers.ViTImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
@@ -57,7 +60,9 @@ def main() -> None:
         optimizer=OptimizerConfig("adamw", lr=2e-3, weight_decay=0.05, schedule="cosine", warmup_ratio=0.1),
         compute_metrics=accuracy,
     )
-    trainer = Trainer(max_steps=steps, batch_size=64, max_grad_norm=1.0, checkpoint=False, loggers=())
+    trainer = Trainer(
+        max_steps=given.steps, batch_size=64, max_grad_norm=1.0, checkpoint=False, loggers=(), **how
+    )
     trainer.fit(task, train)
     print(f"accuracy on 300 other digits: {trainer.test(task, test)['test/accuracy']:.1%}")
 

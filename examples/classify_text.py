@@ -54,7 +54,10 @@ def accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=250, help="optimizer steps")
-    steps = parser.parse_args().steps
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     texts = docstrings()
     tokenizer = train_tokenizer([text for text, _ in texts[400:]])
     samples = [{**tokenizer(text, truncation=True), "label": label} for text, label in texts]
@@ -66,7 +69,9 @@ def main() -> None:
     model = transformers.BertForSequenceClassification(config)
     optimizer = OptimizerConfig("adamw", lr=2e-3, schedule="cosine", warmup_ratio=0.1)
     task = TransformersTask(model, processing_class=tokenizer, optimizer=optimizer, compute_metrics=accuracy)
-    trainer = Trainer(max_steps=steps, batch_size=32, max_grad_norm=1.0, checkpoint=False, loggers=())
+    trainer = Trainer(
+        max_steps=given.steps, batch_size=32, max_grad_norm=1.0, checkpoint=False, loggers=(), **how
+    )
     trainer.fit(task, train)
     found = trainer.validate(task, test)["validation/accuracy"]
     most = max(sum(label == part for _, label in texts[:400]) for part in range(len(PARTS))) / 400

@@ -104,7 +104,10 @@ def new_directory(wanted: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, default=Path("runs/digits"), help="where files go")
-    run_dir = new_directory(parser.parse_args().run_dir)
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    run_dir = new_directory(given.run_dir)
     torch.manual_seed(0)
     digits = DigitsData()
     arguments = {
@@ -112,6 +115,8 @@ def main() -> None:
         "run_dir": run_dir,
         "checkpoint": CheckpointConfig(every="1 epoch", by="validation/accuracy", mode="max"),
         "loggers": ("tensorboard", "csv"),
+        "strategy": given.strategy,
+        "precision": given.precision,
     }
     callbacks = [LearningRateMonitor(), Throughput()]
 

@@ -80,14 +80,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100, help="epochs of each of the two students")
     parser.add_argument("--teacher-epochs", type=int, default=40)
     parser.add_argument("--run-dir", type=Path, help="where the runs go; by default they are deleted")
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     with tempfile.TemporaryDirectory() as temporary:
         runs = given.run_dir or Path(temporary)
 
         def fit(name: str, epochs: int, task: Digits, data: DigitsData) -> float:
             """Train a task, and return its accuracy on the test images."""
             policy = CheckpointConfig(every=f"{max(1, epochs // 4)} epochs")
-            trainer = Trainer(max_epochs=epochs, checkpoint=policy, run_dir=runs / name, **QUIET)
+            trainer = Trainer(max_epochs=epochs, checkpoint=policy, run_dir=runs / name, **QUIET, **how)
             trainer.fit(task, data)
             accuracy = trainer.test(task, data)["test/accuracy"]
             size = sum(each.numel() for each in task.parameters() if each.requires_grad)
@@ -105,7 +108,7 @@ def main() -> None:
         # The finished weights are the student's alone, and load into a task without a teacher.
         student = Digits(hidden=32)
         student.load_state_dict(load_file(runs / "distilled" / "model.safetensors"), strict=True)
-        again = Trainer(**QUIET).test(student, few)["test/accuracy"]
+        again = Trainer(**QUIET, **how).test(student, few)["test/accuracy"]
         size = (runs / "distilled" / "model.safetensors").stat().st_size
         print(f"loaded    {size:6,} bytes, test accuracy {again:.1%}, as before: {again == accuracy}")
 

@@ -89,6 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each optimizer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     task = RingGAN()
@@ -100,10 +102,12 @@ def main() -> None:
         checkpoint=False,
         loggers=(),
         seed=options.seed,
+        strategy=options.strategy,
+        precision=options.precision,
     )
 
     def report(when: str) -> tuple[float, int]:
-        share, modes = quality(torch.cat(trainer.predict(task, noise)))
+        share, modes = quality(torch.cat(trainer.predict(task, noise)).float())
         print(f"{when}: {share:.1%} of the samples near a mode, {modes} of {MODES} modes covered")
         return share, modes
 

@@ -44,7 +44,10 @@ def blocks(text: bytes) -> Dataset:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150, help="steps of each of the two trainings")
-    steps = parser.parse_args().steps
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     words, code = texts()
     test = blocks(code[:10_000])
 
@@ -52,7 +55,7 @@ def main() -> None:
         """Train a model, and return its loss on code that it has not seen."""
         optimizer = OptimizerConfig("adamw", lr=rate, schedule="cosine", warmup_ratio=0.1)
         options = {"max_grad_norm": 1.0, "checkpoint": False, "loggers": ()}
-        trainer = Trainer(max_steps=steps, batch_size=16, **options)
+        trainer = Trainer(max_steps=given.steps, batch_size=16, **options, **how)
         task = TransformersTask(model, optimizer=optimizer)
         trainer.fit(task, data)
         return trainer.validate(task, test)["validation/loss"]

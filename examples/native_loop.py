@@ -29,9 +29,9 @@ def build(engine: Engine):
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
 
 
-def train(directory: Path, until: int, resume: Path | None = None) -> Path:
+def train(directory: Path, until: int, resume: Path | None = None, **how) -> Path:
     """Train up to epoch `until`, from the start or from the checkpoint `resume`; return the new one."""
-    engine = Engine(precision="32", seed=0)
+    engine = Engine(seed=0, **how)
     model, optimizer, schedule = build(engine)
     if resume is not None:
         engine.load(str(resume), model=model, optimizer=optimizer, schedule=schedule)
@@ -66,12 +66,15 @@ def evaluate(engine: Engine, model: nn.Module, data) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=60, help="half before and half after the resume")
-    epochs = parser.parse_args().epochs
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    epochs, how = given.epochs, {"strategy": given.strategy, "precision": given.precision}
     if epochs < 2:
         parser.error("--epochs must be at least 2: one before and one after the resume")
     with tempfile.TemporaryDirectory() as directory:
-        half = train(Path(directory), until=epochs // 2)
-        train(Path(directory), until=epochs, resume=half)
+        half = train(Path(directory), until=epochs // 2, **how)
+        train(Path(directory), until=epochs, resume=half, **how)
 
 
 if __name__ == "__main__":

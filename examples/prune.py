@@ -69,7 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=30, help="epochs of each of the two trainings")
     parser.add_argument("--run-dir", type=Path, help="where the runs go; by default they are deleted")
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     data = DigitsData()
     steps = 38 * given.epochs
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,6 +87,7 @@ def main() -> None:
                 run_dir=runs / name,
                 loggers="csv",
                 progress_bar=False,
+                **how,
             )
             result = trainer.fit(task, data)
             accuracy = trainer.test(task, data)["test/accuracy"]
@@ -103,7 +107,7 @@ def main() -> None:
 
         finished = Digits(hidden=256)
         finished.load_weights(runs / "finished.safetensors")
-        accuracy = Trainer(progress_bar=False).test(finished, data)["test/accuracy"]
+        accuracy = Trainer(progress_bar=False, **how).test(finished, data)["test/accuracy"]
         weights = load_weights(runs / "finished.safetensors")
         zeros = sum(int((each == 0).sum()) for name, each in weights.items() if name.endswith("weight"))
         total = sum(each.numel() for name, each in weights.items() if name.endswith("weight"))

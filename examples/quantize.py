@@ -27,7 +27,10 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=2, choices=range(2, 9), help="bits of a weight")
     parser.add_argument("--epochs", type=int, default=30, help="epochs of each of the two trainings")
     parser.add_argument("--run-dir", type=Path, help="where the runs go; by default they are deleted")
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     data = DigitsData()
     # Weights in integers, one scale for each row of a weight. Activations stay in float32.
     scheme = IntxWeightOnlyConfig(getattr(torch, f"int{given.bits}"), PerAxis(0))
@@ -37,7 +40,7 @@ def main() -> None:
         def trainer(name: str) -> Trainer:
             policy = CheckpointConfig(every=f"{max(1, given.epochs // 4)} epochs")
             options = {"run_dir": runs / name, "loggers": (), "progress_bar": False}
-            return Trainer(max_epochs=given.epochs, checkpoint=policy, **options)
+            return Trainer(max_epochs=given.epochs, checkpoint=policy, **options, **how)
 
         def report(name: str, task: Digits) -> None:
             accuracy = trainer(name).test(task, data)["test/accuracy"]

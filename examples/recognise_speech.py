@@ -56,7 +56,10 @@ def numbers(prediction: transformers.EvalPrediction) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=450, help="optimizer steps")
-    steps = parser.parse_args().steps
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
         vocab_size=11, pad_token_id=BLANK, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -70,8 +73,10 @@ def main() -> None:
         compute_metrics=numbers,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
-    trainer = Trainer(max_steps=steps, batch_size=16, max_grad_norm=1.0, checkpoint=False, loggers=())
-    trainer.fit(task, Calls(0, steps * 16))
+    trainer = Trainer(
+        max_steps=given.steps, batch_size=16, max_grad_norm=1.0, checkpoint=False, loggers=(), **how
+    )
+    trainer.fit(task, Calls(0, given.steps * 16))
     print(f"whole numbers right: {trainer.validate(task, Calls(1, 200))['validation/right']:.1%} of 200")
 
 

@@ -52,7 +52,10 @@ def accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    steps = parser.parse_args().steps
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     tagged = lines()
     tokenizer = Tokenizer(models.WordLevel(unk_token="<rare>"))
     trainer = trainers.WordLevelTrainer(vocab_size=600, special_tokens=["<pad>", "<rare>"])
@@ -67,7 +70,9 @@ def main() -> None:
     model = transformers.BertForTokenClassification(config)
     task = TransformersTask(model, optimizer=optimizer, compute_metrics=accuracy)
     collate = transformers.DataCollatorForTokenClassification(tokenizer)
-    trainer = Trainer(max_steps=steps, batch_size=32, collate=collate, checkpoint=False, loggers=())
+    trainer = Trainer(
+        max_steps=given.steps, batch_size=32, collate=collate, checkpoint=False, loggers=(), **how
+    )
     trainer.fit(task, train)
     found = trainer.validate(task, test)["validation/accuracy"]
     labels = [each for _, tags in tagged[:500] for each in tags]

@@ -44,7 +44,10 @@ def letters(pairs: list[tuple[str, str]]) -> transformers.PreTrainedTokenizerFas
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    steps = parser.parse_args().steps
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    given = parser.parse_args()
+    how = {"strategy": given.strategy, "precision": given.precision}
     pairs = syllables()
     tokenizer = letters(pairs)
     samples = [{**tokenizer(source), "labels": tokenizer(target)["input_ids"]} for source, target in pairs]
@@ -69,7 +72,7 @@ def main() -> None:
     )
     collate = transformers.DataCollatorForSeq2Seq(tokenizer)
     options = {"checkpoint": False, "loggers": (), "collate": collate, "max_grad_norm": 1.0}
-    trainer = Trainer(max_steps=steps, batch_size=64, **options)
+    trainer = Trainer(max_steps=given.steps, batch_size=64, **options, **how)
     trainer.fit(task, train)
     print(f"exactly right of 1,000 syllables: {trainer.validate(task, test)['validation/exact']:.1%}")
 

@@ -81,6 +81,14 @@ def test_what_the_examples_and_the_readme_state() -> None:
     assert all(1 < float(each) < 4 for each in stated)
 
 
+def test_each_program_takes_a_strategy_and_a_precision() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in ("strategy", "precision"):
+            assert re.search(rf'add_argument\("--{name}"', text), f"{path.name}: --{name}"
+            assert re.search(rf'\b{name}"?[=:] ?(given|options)\.{name}\b', text), f"{path.name} ignores --{name}"
+
+
 @pytest.mark.nightly
 def test_the_gan_learns_the_modes_and_writes_no_files(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "gan.py", "--steps", 1000, cwd=tmp_path)
@@ -96,8 +104,9 @@ def test_the_gan_learns_the_modes_and_writes_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_gpt_trains_and_samples(tmp_path: Path) -> None:
-    tiny = "--minutes 60 --steps 40 --megabytes 0.3 --width 32 --sample 30 --run-dir run"
-    printed = run(EXAMPLES / "gpt.py", *tiny.split(), cwd=tmp_path)
+    tiny = "--minutes 60 --steps 40 --megabytes 0.3 --width 32 --sample 30 --run-dir run --strategy ddp"
+    printed = run(EXAMPLES / "gpt.py", *tiny.split(), "--precision", "bf16-mixed", cwd=tmp_path)
+    assert "strategy ddp | precision bf16-mixed" in printed
     perplexity, bits = map(float, found(r"perplexity (\S+), (\S+) bits per byte", printed).groups())
     assert bits < 6, "an untrained model needs 8 bits for a byte"
     assert perplexity == pytest.approx(2**bits, rel=1e-3)
