@@ -120,7 +120,10 @@ class DeclaredMetrics:
 
     def with_plot(self) -> dict[str, Any]:
         """Return the metrics that have a method `plot`, as torchmetrics' have."""
-        return {name: each for name, each in self._metrics.items() if callable(getattr(each, "plot", None))}
+        plots = {name: getattr(each, "plot", None) for name, each in self._metrics.items()}
+        # That of torchmetrics' base raises, in classes that have none of their own.
+        own = {name for name, plot in plots.items() if getattr(plot, "__qualname__", "") != "Metric.plot"}
+        return {name: each for name, each in self._metrics.items() if name in own and callable(plots[name])}
 
     def directions(self) -> dict[str, str]:
         """Return "max" or "min" for each metric that has `higher_is_better`, as torchmetrics' have."""
