@@ -99,7 +99,7 @@ def test_the_clock_warms_up_waits_for_blocks_alone_and_keeps_the_fastest(monkeyp
 
 
 def test_the_loop_by_hand_makes_the_steps_of_a_fit() -> None:
-    batches = [(each, each.sum(1, keepdim=True)) for each in torch.randn(8, 4, 4)]
+    batches = [(each, each.sum(1, keepdim=True)) for each in torch.randn(7, 4, 4)]
     task = Regression(OptimizerConfig("adamw", lr=0.1, max_grad_norm=0.01))
     trainer = quiet(gradient_accumulation_steps=2)
     settings = {"gradient_accumulation_steps": 2, "max_steps": 4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import MissingDependencyError
@@ -173,7 +173,13 @@ def _has(row: BenchmarkRow, name: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a setting's value as a short text."""
+    """Return a setting's value as a short text; of a configuration, the options that are set."""
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {each.name: getattr(value, each.name) for each in fields(value)}
+        changed = [
+            f"{each.name}={given[each.name]!r}" for each in fields(value) if given[each.name] != each.default
+        ]
+        return f"{type(value).__name__}({', '.join(changed)})"[:60]
     return value if isinstance(value, str) else repr(value)[:60]
 
 

@@ -266,22 +266,34 @@ def _loop(settings: RunSettings, task: TaskModule, data: Any, engine: Engine) ->
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
 
-    number, batches = 0, _batches(settings, task, data, device)
+    batches = _batches(settings, task, data, device)
     while True:
-        for batch in batches:
-            number += 1
+        waiting = 0  # micro-batches whose gradient waits for the step
+        for batch, is_last in _with_last(batches):
+            waiting += 1
             if device.type != "cpu" or dtype is not None:
                 batch = map_tensors(moved, batch)
             with context():
                 loss: Any = read_output(task.training_step(batch))[0]
             (loss / accumulation if accumulation > 1 else loss).backward()
-            if number % accumulation:
+            if waiting < accumulation and not is_last:
                 continue
+            waiting = 0
             if norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, norm)
             optimizer.step()
             optimizer.zero_grad()
             yield
+
+
+def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch, and whether it is the last, which ends the window of the accumulation."""
+    rest = iter(batches)
+    batch = next(rest)
+    for following in rest:
+        yield batch, False
+        batch = following
+    yield batch, True
 
 
 def _batches(settings: RunSettings, task: TaskModule, data: Any, device: torch.device) -> Iterable[Any]:
