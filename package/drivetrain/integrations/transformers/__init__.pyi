@@ -6,6 +6,7 @@ from drivetrain.integrations.transformers.optimizers import TransformersOptimize
 from drivetrain.integrations.transformers.script.last_checkpoint import (
     get_last_checkpoint as get_last_checkpoint,
 )
+from drivetrain.integrations.transformers.script.replacing import replace_trainer as replace_trainer
 from drivetrain.integrations.transformers.script.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
 from drivetrain.integrations.transformers.script.trainer import Trainer as Trainer
 from drivetrain.integrations.transformers.task import TransformersTask as TransformersTask

@@ -150,7 +150,7 @@ class CallbackAdapter(OwnCallback):
         self._run: Run | None = None
         self._training: Run | None = None  # while a fit lasts
         self._objects: dict[str, Any] = dict.fromkeys(_OBJECTS)
-        self._is_initialized = self._is_resumed = False
+        self.is_initialized = self._is_resumed = False
         self._handles: list[RemovableHandle] = []
         self._asked_by = ""
         self._epoch = 0  # the one in progress
@@ -198,8 +198,8 @@ class CallbackAdapter(OwnCallback):
 
     def init_end(self, model: Any, processing_class: Any = None) -> None:
         """Call `on_init_end`, once; a fit calls it itself if nobody has."""
-        if not self._is_initialized:
-            self._is_initialized = True
+        if not self.is_initialized:
+            self.is_initialized = True
             self.call(
                 "on_init_end", **{**self._objects, "model": model, "processing_class": processing_class}
             )

@@ -44,6 +44,8 @@ class Columns:
         self._keeps_all = keeps_all
         self._model = type(model).__name__
         self._dropped: set[str] = set()
+        self.of_script: frozenset[str] | None = None
+        """The columns of samples that a script has chosen itself."""
 
     def check_labels(self) -> None:
         """Check that the model's own loss can use each label.
@@ -68,6 +70,8 @@ class Columns:
         """Return the columns of samples to keep before they are collated."""
         if self._keeps_all:
             return set(names)
+        if self.of_script is not None:
+            return set(names) & self.of_script
         kept = {name for name in names if name in self._names or name in _LABELS or name in self.labels}
         self._report(set(names) - kept)
         return kept

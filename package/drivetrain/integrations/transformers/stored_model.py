@@ -35,7 +35,7 @@ def base_of(model: Any) -> Any:
 
 def is_pretrained(model: Any) -> bool:
     """Return whether a model has a configuration of transformers, as a `PreTrainedModel` has."""
-    return hasattr(getattr(model, "config", None), "model_type")
+    return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "can_generate")
 
 
 def quantised_by(model: Any) -> str:

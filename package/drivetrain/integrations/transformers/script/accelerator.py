@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from drivetrain.core.errors import ConfigError
@@ -98,9 +99,26 @@ class ScriptAccelerator:
             )
         once_per_machine(lambda: None)
 
-    def unwrap_model(self, model: Any) -> Any:
+    def unwrap_model(self, model: Any, **options: Any) -> Any:
         """Return the model, which no strategy replaces."""
         return model
+
+    def prepare_model(self, model: nn.Module, evaluation_mode: bool = False, **options: Any) -> nn.Module:
+        """Return another model, such as a frozen reference, on the device of the trained one.
+
+        Raises:
+            ConfigError: `evaluation_mode` is not set.
+        """
+        if not evaluation_mode:
+            raise ConfigError("accelerator.prepare_model is for a model with evaluation_mode=True")
+        return model.to(self.device)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: the strategy has set that of the precision."""
+        return nullcontext()
+
+    parallelism_config = None
+    """None: no script splits sequences or tensors over processes."""
 
     @property
     def device(self) -> torch.device:

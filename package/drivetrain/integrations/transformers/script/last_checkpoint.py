@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from transformers import trainer_utils
+from transformers.trainer_utils import get_last_checkpoint as _their_last
 
 from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
@@ -32,5 +32,5 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     except DamagedCheckpointError:
         raise
     except CheckpointError:
-        theirs: str | None = trainer_utils.get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        theirs: str | None = _their_last(folder) if Path(folder).is_dir() else None
         return theirs

@@ -10,12 +10,22 @@ from typing import Any
 import transformers
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
 from drivetrain.integrations.transformers.script.accelerator import SERVED, ScriptAccelerator
 from drivetrain.integrations.transformers.script.reads import Names, names_in
+
+_LOG = logger(__name__)
+
+THEIRS, _THEIR_SEQ2SEQ = transformers.Trainer, transformers.Seq2SeqTrainer
+"""transformers' own classes, whatever `replace_trainer` has done since."""
+
+REPLACED: set[bool] = set()
+"""Not empty once it has."""
 
 OVERRIDABLE = frozenset(
     {
         "__init__",
+        "call_model_init",
         "compute_loss",
         "create_model_card",
         "create_optimizer",
@@ -47,6 +57,9 @@ OVERRIDABLE = frozenset(
         "training_step",
         "_get_eval_sampler",
         "_get_train_sampler",
+        "_save",
+        "_save_checkpoint",
+        "_set_signature_columns_if_needed",
     }
 )
 """The names of transformers' Trainer that a subclass may define: those that are called here too."""
@@ -74,8 +87,6 @@ COUNTERPARTS: Mapping[str, str] = {
     "objective": _SEARCH,
     "compute_objective": _SEARCH,
     "save_model": f"{_CHECKPOINT}. `save_model` here writes the model when you call it",
-    "_save": f"{_CHECKPOINT}. `save_model(folder)` writes the model",
-    "_save_checkpoint": _CHECKPOINT,
     "_save_optimizer_and_scheduler": _CHECKPOINT,
     "_save_rng_state": _CHECKPOINT,
     "_save_scaler": _CHECKPOINT,
@@ -101,7 +112,6 @@ COUNTERPARTS: Mapping[str, str] = {
     "_remove_unused_columns": _COLUMNS,
     "_signature_columns": _COLUMNS,
     "_get_collator_with_removed_columns": _COLUMNS,
-    "_set_signature_columns_if_needed": _COLUMNS,
     "_get_dataloader": "override get_train_dataloader, get_eval_dataloader or get_test_dataloader",
     "get_batch_samples": _COUNT,
     "_get_num_items_in_batch": _COUNT,
@@ -122,15 +132,17 @@ COUNTERPARTS: Mapping[str, str] = {
     "init_hf_repo": _HUB,
     "_push_from_checkpoint": _HUB,
     "_finish_current_push": _HUB,
-    "hub_model_id": _HUB,
     "push_in_progress": _HUB,
     "gather_function": "evaluations join the outputs of all processes, each sample once",
     "neftune_noise_alpha": "`args.neftune_noise_alpha` has it",
     "label_smoother": "TransformersTask(label_smoothing=...) smooths labels",
-    "call_model_init": "give model_init, a function without parameters",
     "end": "each verb leaves its process group by itself, so no call is needed at the end of a script",
 }
 """Sentences that say what to use instead of a name of transformers' Trainer that is not served here."""
+
+
+_DONE_HERE = frozenset({"_load_best_model", "_load_from_checkpoint", "_push_from_checkpoint"})
+"""Methods of a package's trainer that need not be called: what they do is done here in another way."""
 
 
 def check_overrides(cls: type, ours: type) -> None:
@@ -148,7 +160,9 @@ def check_overrides(cls: type, ours: type) -> None:
         for name in vars(kind):
             if name in OVERRIDABLE or (name.startswith("__") and name.endswith("__")):
                 continue
-            if hasattr(transformers.Trainer, name) or hasattr(transformers.Seq2SeqTrainer, name):
+            if REPLACED and name in _DONE_HERE:
+                _LOG.info(f"{kind.__name__}.{name} is not called: {counterpart(name)}")
+            elif hasattr(THEIRS, name) or hasattr(_THEIR_SEQ2SEQ, name):
                 raise ConfigError(
                     f"{kind.__name__}.{name} would never be called as in transformers: {counterpart(name)}"
                 )
@@ -193,6 +207,7 @@ def _methods_of(cls: type, ours: type) -> dict[str, Names]:
         f"{kind.__name__}.{method}": names
         for kind in _classes_of_script(cls, ours)
         for method, names in names_in(kind)
+        if not (REPLACED and method.rpartition(".")[2] in _DONE_HERE)
     }
 
 
@@ -208,7 +223,7 @@ def is_theirs(name: str) -> bool:
 
 @cache
 def _their_names() -> frozenset[str]:
-    theirs = transformers.Seq2SeqTrainer
+    theirs = _THEIR_SEQ2SEQ
     found = set(dir(theirs))
     for kind in theirs.__mro__:
         for _, names in names_in(kind):

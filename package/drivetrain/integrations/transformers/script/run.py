@@ -28,6 +28,7 @@ class ScriptRun(Callback):
         first: Whether to evaluate before the first step.
         adapter: Calls transformers' callbacks.
         begins: Is given the run as the script's fit begins.
+        saved: Is called after each checkpoint.
 
     Attributes:
         run: The fit in progress, or None.
@@ -41,6 +42,7 @@ class ScriptRun(Callback):
         first: bool,
         adapter: CallbackAdapter,
         begins: Callable[[Run], None],
+        saved: Callable[[], None],
     ) -> None:
         self.run: Run | None = None
         self.current: Pass | None = None
@@ -48,6 +50,7 @@ class ScriptRun(Callback):
         self.first = first
         self._adapter = adapter
         self._begins = begins
+        self._saved = saved
         self._loaders: Any = None
         self._feeds: dict[int, tuple[Any, str | None, Feed]] = {}
 
@@ -105,6 +108,10 @@ class ScriptRun(Callback):
         if self.first:
             self.first = False
             validate(run)
+
+    def on_checkpoint_saved(self, run: Run) -> None:
+        """Tell the script."""
+        self._saved()
 
     def on_evaluation_end(self, run: Run) -> None:
         """Give all ranks what the pass has read."""

@@ -88,7 +88,7 @@ class ScriptTask(TransformersTask):
         """Run one micro-batch, by the script's `training_step` or `compute_loss` if it has one."""
         if not (self.has_own_step or self.has_own_loss):
             return super().training_step(batch)
-        inputs, items = self.columns.of_collation(batch), self.loss_weight(batch)
+        inputs, items = dict(batch), self.loss_weight(batch)
         with noisy_embeddings(self.model, self.neftune_alpha):
             if self.has_own_step:
                 return self._own_step(inputs, items)
@@ -167,7 +167,7 @@ class ScriptTask(TransformersTask):
         if not is_overridden(script, "prediction_step", "compute_loss"):
             return super().validation_step(batch)
         loss, predictions, labels = script.prediction_step(
-            self.model, self.columns.of_collation(batch), current.loss_only, ignore_keys=current.ignored
+            self.model, dict(batch), current.loss_only, ignore_keys=current.ignored
         )
         return StepOutput(loss, Read(predictions, labels))
 

@@ -13,6 +13,7 @@ from transformers.trainer_utils import TrainerMemoryTracker
 
 from drivetrain.integrations.transformers.arguments import MappedArguments
 from drivetrain.integrations.transformers.collating import Collation
+from drivetrain.integrations.transformers.columns import Columns
 from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.strategies.base import Strategy
@@ -89,6 +90,11 @@ class TheirNames:
         return TrainerMemoryTracker(self.args.skip_memory_metrics)
 
     @Fact
+    def hub_model_id(self) -> str | None:
+        """The repository of the Hub; None without `push_to_hub`."""
+        return self.args.hub_model_id if self.args.push_to_hub else None
+
+    @Fact
     def can_return_loss(self) -> bool:
         """Whether the model's forward takes `return_loss`."""
         return self._task.columns.takes("return_loss")
@@ -131,10 +137,22 @@ class TheirNames:
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Return a `datasets.Dataset` without the columns that the model does not take."""
         names = dataset.column_names
-        return dataset.remove_columns(sorted(set(names) - self._task.columns.of_samples(names)))
+        return dataset.remove_columns(sorted(set(names) - self._columns().of_samples(names)))
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
     ) -> Collation:
         """Return a collator that leaves out the columns that the model does not take."""
-        return Collation(self._task.columns, data_collator)
+        return Collation(self._columns(), data_collator)
+
+    _signature_columns: list[str] | None = None
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Do nothing; an override sets `_signature_columns`, the columns of samples that are collated."""
+
+    def _columns(self) -> Columns:
+        self._set_signature_columns_if_needed()
+        columns = self._task.columns
+        if self._signature_columns is not None:
+            columns.of_script = frozenset(self._signature_columns)
+        return columns

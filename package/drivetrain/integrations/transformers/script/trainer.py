@@ -78,6 +78,7 @@ from drivetrain.integrations.transformers.script.checks import (
 )
 from drivetrain.integrations.transformers.script.methods import (
     COUNTERPARTS,
+    THEIRS,
     check_overrides,
     check_reads,
     counterpart,
@@ -116,6 +117,18 @@ _STATIC = "torch learns a static graph from the first backward"
 def _copied(args: TrainingArguments) -> dict[str, Any]:
     """Return the values of all options, to see later whether a script has set others."""
     return {name: copy.deepcopy(value) for name, value in vars(args).items() if name in ROWS}
+
+
+@contextmanager
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Run the block with a model in evaluation mode, as transformers leaves it after an evaluation."""
+    modes = [(each, each.training) for each in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
 
 
 def _is_theirs(path: str) -> bool:
@@ -273,8 +286,16 @@ class Trainer(TheirNames):
         return self._init_model() if model is None else model
 
     def _init_model(self, trial: Any = None) -> Any:
-        assert self.model_init is not None
         set_seed(self.args.seed)
+        return self.call_model_init(trial)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Return a model that `model_init` makes.
+
+        Args:
+            trial: What a `model_init` with a parameter gets: the trial of a search, or None.
+        """
+        assert self.model_init is not None
         count = number_of_arguments(self.model_init)
         if count > 1:
             raise ConfigError(
@@ -356,6 +377,7 @@ class Trainer(TheirNames):
             self._mapped.eval_on_start,
             adapter,
             self._fit_begins,
+            lambda: self._save_checkpoint(self.model, None),
         )
 
     def _evaluate_in_fit(self) -> dict[str, float]:
@@ -371,6 +393,11 @@ class Trainer(TheirNames):
         is_static = getattr(getattr(strategy, "config", None), "static_graph", False)
         self._task.hides_gradients = strategy.refuses("value_clipping") or (_STATIC if is_static else "")
         self._task.scales_losses = run.engine.precision.loss_scaling
+        if strategy.sharded and is_overridden(self, "_save"):
+            raise ConfigError(
+                f"{type(self).__name__}._save writes the model by itself, which the strategy"
+                f" {strategy.name!r} shards. Train on one device or with 'ddp'"
+            )
 
     # Callbacks, state and this process.
 
@@ -491,6 +518,7 @@ class Trainer(TheirNames):
             raise ConfigError("callbacks are added and removed before train(), not while it runs")
         self._callbacks = callbacks
         self._adapter, self._runs = self._adapt(self.state, self.control)
+        self._adapter.is_initialized = True  # a later callback has missed on_init_end, as in transformers
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is rank 0."""
@@ -545,7 +573,7 @@ class Trainer(TheirNames):
         return DataLoader(
             dataset,
             sampler=sampler,
-            collate_fn=Collation(self._task.columns, self.data_collator),
+            collate_fn=Collation(self._columns(), self.data_collator),
             num_workers=given["num_workers"],
             multiprocessing_context=given["multiprocessing_context"],
             prefetch_factor=given["prefetch_factor"],
@@ -730,7 +758,7 @@ class Trainer(TheirNames):
         """Copy the tokenizer's special tokens to the model's configurations, and check shared tensors."""
         kinds = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
         if isinstance(self.processing_class, kinds) and hasattr(self.model, "config"):
-            own_method: Any = getattr(transformers.Trainer, "_align_special_tokens", None)  # of 5.0
+            own_method: Any = getattr(THEIRS, "_align_special_tokens", None)  # of 5.0
             align = getattr(trainer_utils, "align_special_tokens", None)
             if align is None:
                 own_method(self)
@@ -937,9 +965,10 @@ class Trainer(TheirNames):
             self._keeps_outputs = True
         metrics = dict(output.metrics)
         metrics |= self._speed(metric_key_prefix, start, output.num_samples)
-        self.log(metrics)
-        self.control.should_evaluate = False
-        self._adapter.event("on_evaluate", metrics=metrics)
+        with _in_evaluation_mode(self.model):  # which the `log` of a subclass may ask for
+            self.log(metrics)
+            self.control.should_evaluate = False
+            self._adapter.event("on_evaluate", metrics=metrics)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -1025,7 +1054,7 @@ class Trainer(TheirNames):
         """
         task, labels = self._task, self._labels(inputs)
         with torch.no_grad():
-            if labels is None and not task.columns.takes("return_loss"):
+            if labels is None and (self.label_names or not self.can_return_loss):
                 loss, outputs = None, task.outputs_of(model, inputs)
             else:
                 items = items_for(self.compute_loss, task.loss_weight(inputs))
@@ -1056,8 +1085,19 @@ class Trainer(TheirNames):
             _internal_call: Without effect: this never uploads, and checkpoints do.
         """
         run, folder = self._runs.run, self.args.output_dir if output_dir is None else output_dir
+        if is_overridden(self, "_save"):
+            if self.is_world_process_zero():
+                self._save(os.fspath(folder))
+            return
         with nullcontext() if run is None else run.engine.checkpoint_layout():
             export_pretrained(self._task, folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model; an override writes it in a package's own form, for models that are not sharded."""
+        self.save_model(output_dir)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Do nothing: the checkpoint is on the disk. An override is called after each one."""
 
     def push_to_hub(
         self,
