@@ -24,7 +24,7 @@ def _cells(tag: str, values: Iterable[object]) -> str:
 
 
 class NotebookTable:
-    """A table that stays in its place in the output of a notebook's cell, and is replaced."""
+    """A table in the output of a notebook's cell, which each `show` replaces."""
 
     def __init__(self) -> None:
         self._shown: Any = None

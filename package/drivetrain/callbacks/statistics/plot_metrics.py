@@ -57,8 +57,8 @@ class PlotMetrics(Callback):
         given = check_loggers(trainer.loggers)
         if trainer.dry_run in (None, "overfit") and not any(takes(each, "figure") for each in given):
             raise ConfigError(
-                f"PlotMetrics with loggers={trainer.loggers!r}, none of which takes figures. Add"
-                " 'tensorboard', or another that does"
+                f"PlotMetrics needs a logger that takes figures, and loggers={trainer.loggers!r} has none. Add"
+                " 'tensorboard', or another one"
             )
 
     def on_fit_start(self, run: Run) -> None:
@@ -84,7 +84,7 @@ class PlotMetrics(Callback):
             raise ConfigError("PlotMetrics: no metric of the task's metrics() has a method plot")
         self._drawn = {name: each for name, each in able.items() if name in (self.metrics or able)}
         declared.drawn = self._drawn
-        if run.train_metrics is not None:  # of which nothing is drawn
+        if run.train_metrics is not None:  # the same metrics, drawn in validation alone
             run.train_metrics.drawn = self._drawn
 
     def on_evaluation_end(self, run: Run) -> None:

@@ -121,7 +121,7 @@ class DeclaredMetrics:
     def with_plot(self) -> dict[str, Any]:
         """Return the metrics that have a method `plot`, as torchmetrics' have."""
         plots = {name: getattr(each, "plot", None) for name, each in self._metrics.items()}
-        # That of torchmetrics' base raises, in classes that have none of their own.
+        # The plot of torchmetrics' base class raises.
         own = {name for name, plot in plots.items() if getattr(plot, "__qualname__", "") != "Metric.plot"}
         return {name: each for name, each in self._metrics.items() if name in own and callable(plots[name])}
 
