@@ -57,8 +57,8 @@ class PlotMetrics(Callback):
         given = check_loggers(trainer.loggers)
         if trainer.dry_run in (None, "overfit") and not any(takes(each, "figure") for each in given):
             raise ConfigError(
-                f"PlotMetrics needs a logger that takes figures, and loggers={trainer.loggers!r} has none. Add"
-                " 'tensorboard', or another one"
+                f"PlotMetrics needs a logger that takes figures, and loggers={trainer.loggers!r} has none."
+                " Add 'tensorboard', or another one"
             )
 
     def on_fit_start(self, run: Run) -> None:
