@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +33,9 @@ Artifacts = Literal["none", "best", "all"]
 
 _RETRY = 5.0
 """Seconds until a background thread tries again to reach a server, if no new values wake it before."""
+
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+"""What some packages colour their messages with."""
 
 
 def check_server(address: str) -> None:
@@ -238,7 +242,7 @@ class Tracker(ABC):
         except DrivetrainError:
             raise
         except Exception as error:
-            why = str(error).strip().rstrip(".") or type(error).__name__
+            why = " ".join(_COLOURS.sub("", str(error)).split()).rstrip(".") or type(error).__name__
             raise ConfigError(f"{self.title} cannot be opened: {why}. {self.advice}") from error
         if resumed is None:
             set_aside(self._unsent)

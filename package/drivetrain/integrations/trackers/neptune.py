@@ -12,6 +12,9 @@ from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name, one_of
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, read_lines
 
+_PATIENCE = 600
+"""Seconds that the end of a run waits until Neptune has everything; by default that is for ever."""
+
 
 @by_name
 @final
@@ -111,16 +114,16 @@ class NeptuneLogger(Tracker):
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
         place = self._neptune_run[f"{self._namespace}/{name}/{path.name}"]
         if path.is_dir():
-            place.upload_files(f"{path}/**/*", wait=True)
+            place.upload_files(f"{path}/**/*")
         else:
-            place.upload(str(path), wait=True)
+            place.upload(str(path))
         for alias in {*aliases} & {"best", "latest"}:
             self._neptune_run[f"{self._namespace}/{name}/{alias}"] = path.name
 
     def _close(self, failed: bool) -> None:
         if self._given is None:
             self._neptune_run["sys/failed"] = failed
-            self._neptune_run.stop()
+            self._neptune_run.stop(seconds=_PATIENCE)
 
     @property
     def experiment(self) -> Any:
