@@ -35,7 +35,7 @@ _RETRY = 5.0
 """Seconds until a background thread tries again to reach a server, if no new values wake it before."""
 
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
-"""What some packages colour their messages with."""
+"""The colours of a terminal, which some packages put into their messages."""
 
 
 def check_server(address: str) -> None:

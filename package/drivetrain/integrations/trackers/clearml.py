@@ -18,7 +18,7 @@ _PATCHES = (
     # It runs git while another thread forks, and then hangs at times. The configuration has the commit.
     "detect_repository",
 )
-"""What ClearML does with other libraries unless it is told not to."""
+"""The names of ClearML's patches of other libraries, and of its search for a repository."""
 
 
 @by_name

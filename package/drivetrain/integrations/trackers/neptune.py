@@ -1,4 +1,4 @@
-"""Neptune, whose hosted service has ended; its servers of companies' own go on."""
+"""Neptune, whose hosted service has ended, on a self-hosted server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATIENCE = 600
 class NeptuneLogger(Tracker):
     """Sends values and the configuration to a Neptune 2 server, and checkpoints by choice.
 
-    Neptune's hosted service ended on 5 March 2026. This logger is for a server of one's own, through the last
+    Neptune's hosted service ended on 5 March 2026. This logger is for a self-hosted server, through the last
     1.x release of Neptune's package.
 
     Args:
@@ -45,7 +45,7 @@ class NeptuneLogger(Tracker):
     package = "neptune"
     extra = "neptune"
     advice = (
-        "Neptune's hosted service ended on 5 March 2026. For a server of your own, check NEPTUNE_API_TOKEN"
+        "Neptune's hosted service ended on 5 March 2026. For a self-hosted one, check NEPTUNE_API_TOKEN"
         " and project; or write files and send them later: NeptuneLogger(mode='offline')"
     )
 
