@@ -37,11 +37,14 @@ class Uncertain(Regression):
         return super().loss(outputs, batch)
 
 
-def test_rows_of_combinations_that_run_raise_and_end_their_process(tmp_path: Path) -> None:
+def test_rows_of_combinations_that_run_raise_and_end_their_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     over = {"task.end": ["", "raise", "exit"], "strategy": ["cpu", "ddp", "cdu"]}
     found = drivetrain.benchmark(Uncertain, lambda: pairs(), over, **{**SHORT, "rounds": 2})
     rows = {(*row.settings.values(),): row for row in found.rows}
-    assert len(rows) == 9
+    assert (len(rows), [*tmp_path.iterdir()]) == (9, [])
     fine, ddp = rows["", "cpu"], rows["", "ddp"]
     step, rate, tokens = fine.step_seconds, fine.samples_per_second, fine.tokens_per_second
     assert None not in (step, rate, tokens, fine.hand_written_seconds, fine.first_step_seconds)

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -124,7 +125,8 @@ def run_turns(
         if order:
             _LOG.info("benchmark: round %d of %d, %d combinations", round_ + 1, rounds, len(order))
         for each in random.Random(round_).sample(order, len(order)) if round_ else order:
-            made, why = _in_process(partial(_turn, make, combinations[each], seconds), limit)
+            with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
+                made, why = _in_process(partial(_turn, make, combinations[each], seconds, folder), limit)
             if why:
                 failures[each] = why
             else:
@@ -185,11 +187,11 @@ def _make(
     )
 
 
-def _turn(make: Make, combination: Combination, seconds: float) -> dict[str, Any]:
+def _turn(make: Make, combination: Combination, seconds: float, folder: str) -> dict[str, Any]:
     clock = BlockClock(seconds)
     trainer, task, data = make(combination)
     seed_host(trainer.seed)
-    return turn(trainer, task(), data(), combination, clock)
+    return turn(trainer, task(), data(), combination, clock, folder)
 
 
 def _in_process(function: Callable[[], Any], limit: float) -> tuple[Any, str]:

@@ -131,24 +131,29 @@ class Probe(Callback):
 
 
 @contextmanager
-def watched(trainer: Trainer, probe: Probe, compared: Iterable[str] = ()) -> Iterator[Trainer]:
+def watched(
+    trainer: Trainer, probe: Probe, compared: Iterable[str] = (), folder: str | None = None
+) -> Iterator[Trainer]:
     """Give the block a Trainer whose fit is watched, and has checkpoints and logs only if they are compared.
 
     Args:
         trainer: The Trainer.
         probe: The probe.
         compared: The names of the arguments that are compared.
+        folder: Where files go; None is the system's folder for temporary files.
     """
     strategy, watches = trainer.select_strategy(), [*trainer.callbacks, probe]
     if as_compile(trainer.compile) is None and strategy.device.type == "cpu" and strategy.name != "deepspeed":
         watches.append(MemoryReport(show=False))  # the second step, which is in the warm-up
-    with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="benchmark-", dir=folder, ignore_cleanup_errors=True
+    ) as directory:
         settings = {name: value for name, value in _OFF.items() if name not in compared} | LENGTH
         yield dataclasses.replace(trainer, **settings, run_dir=f"{directory}/run", callbacks=watches)
 
 
 def turn(
-    trainer: Trainer, task: TaskModule, data: Any, compared: Iterable[str], clock: BlockClock
+    trainer: Trainer, task: TaskModule, data: Any, compared: Iterable[str], clock: BlockClock, folder: str
 ) -> dict[str, Any]:
     """Train until the clock has timed enough steps, and return what `measured` returns.
 
@@ -156,7 +161,7 @@ def turn(
         DataError: The data or a callback ended the fit before.
     """
     probe = Probe(clock)
-    with watched(trainer, probe, compared) as trainer:
+    with watched(trainer, probe, compared, folder) as trainer:
         result = trainer.fit(task, data)
     if not clock.blocks:
         raise DataError(
