@@ -37,6 +37,7 @@ OPTIONAL_OR_HEAVY |= {
     "transformers",
     "peft",
     "optuna",
+    "ray",
     "plotly",
 }
 
@@ -374,6 +375,7 @@ def test_lazy_packages_export_what_type_checkers_see() -> None:
         "checkpoint",
         "integrations.hub",
         "integrations.optuna",
+        "integrations.ray",
         "integrations.trackers",
         "loggers",
         "testing",

@@ -1,0 +1,67 @@
+"""A program on a local Ray: on_ray.py asha|pbt|train FOLDER; prints what it found as JSON."""
+
+import json
+import os
+import sys
+
+import ray
+from ray import train, tune
+from ray.train.torch import TorchTrainer
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import CheckpointConfig, OptimizerConfig
+from drivetrain.integrations.ray import RayReport, trainable
+
+kind, folder = sys.argv[1:]
+SAVING = CheckpointConfig(every="1 epoch")
+
+
+class Rated(Regression):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__(OptimizerConfig("adamw", lr=lr))
+
+
+def worker(config):
+    settings = {"strategy": "ddp", "devices": 2, "preemption": False, "callbacks": [RayReport()]}
+    quiet(max_epochs=2, checkpoint=SAVING, run_dir=f"{folder}/fit", **settings).fit(
+        Rated(), pairs(8), pairs(8)
+    )
+
+
+environment = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", runtime_env={"env_vars": environment})
+if kind == "train":
+    scaling, files = train.ScalingConfig(num_workers=2), train.RunConfig(storage_path=folder)
+    results = [TorchTrainer(worker, scaling_config=scaling, run_config=files).fit()]
+else:
+    if kind == "asha":
+        scheduler = tune.schedulers.ASHAScheduler(grace_period=1, max_t=4, reduction_factor=2)
+        rates = [0.3, 1e-4, 1e-5, 1e-6]
+    else:
+        mutations = {"lr": tune.uniform(0.1, 0.3)}
+        scheduler = tune.schedulers.PopulationBasedTraining(
+            perturbation_interval=1, hyperparam_mutations=mutations, quantile_fraction=0.5, synch=True
+        )
+        rates = [1e-6, 0.2]
+    fit = trainable(
+        lambda config: Rated(config["lr"]),
+        (pairs(8), pairs(8)),
+        trainer=quiet(max_epochs=2 if kind == "pbt" else 4, checkpoint=SAVING),
+    )
+    config = tune.TuneConfig(metric="validation/loss", mode="min", scheduler=scheduler)
+    files = tune.RunConfig(storage_path=folder, verbose=0)
+    space = {"lr": tune.grid_search(rates)}
+    results = [*tune.Tuner(fit, param_space=space, tune_config=config, run_config=files).fit()]
+found = []
+for each in results:
+    task = Rated.from_checkpoint(each.checkpoint.path)
+    found.append(
+        {
+            "error": str(each.error or ""),
+            "steps": each.metrics["steps"],
+            "loss": each.metrics["validation/loss"],
+            "again": quiet().validate(task, pairs(8))["validation/loss"],
+            "lr": each.config["lr"] if kind != "train" else None,
+        }
+    )
+print(json.dumps(found))
