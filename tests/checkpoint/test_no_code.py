@@ -29,12 +29,17 @@ KNOWN = {
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
     # One integration of ours, for the command `push`; and on request, for programs that read no other format.
     "cli/checkpoint/actions.py": ["importlib", "torch.save"],
+    "cli/commands.py": ["importlib"],  # one integration of ours, by a fixed name
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib"],  # what the user names on the command line
     # annotations in the code; YAML that the user names, by its safe loader
     "cli/settings.py": ["get_type_hints", "typing.get_type_hints", "yaml"],
     "cli/settings_tree.py": ["yaml"],
     "cli/main.py": ["importlib"],  # the modules of a fixed list of commands
+    "integrations/trackers/mlflow_model.py": ["cloudpickle"],  # writes MLflow's format of a model, by choice
+    "integrations/transformers/__main__.py": ["runpy"],  # the script that the user names
+    "integrations/transformers/script/replacing.py": ["importlib"],  # transformers, by a fixed name
+    "run/record.py": ["importlib.metadata"],  # versions
     "integrations/transformers/arguments.py": ["importlib"],  # one integration of ours, by a fixed name
     "integrations/transformers/script/trainer.py": ["importlib"],  # likewise
     # annotations in the code of transformers
