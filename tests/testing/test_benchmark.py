@@ -164,7 +164,10 @@ def test_a_step(benchmark_task):
 """
 
 
-def test_the_fixture_gives_the_values_to_pytest_benchmark(tmp_path: Path) -> None:
+def test_the_fixture_gives_the_values_to_pytest_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # in whose workers pytest-benchmark is off
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["drivetrain.testing.pytest_plugin"]')
     (tmp_path / "test_step.py").write_text(PLUGIN)
     options = ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q", "-c", os.devnull]

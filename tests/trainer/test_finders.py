@@ -60,6 +60,7 @@ def test_the_range_test_runs_under_a_sharding_strategy():
     assert losses == second[0]
 
 
+@pytest.mark.heavy("a fit for each batch size that is tried")
 def test_the_largest_batch_is_found_by_the_memory_of_a_step_and_by_running_out_of_it():
     task, trainer = Regression(OptimizerConfig("adamw")), quiet(max_epochs=1)
     limit = 500
