@@ -115,6 +115,7 @@ def _results(report: Report) -> list[str]:
     versions = {"Python": report["python"], **report["installed"]}
     lines += [f"{report['begun'][:16].replace('T', ' ')} UTC, {report['seconds']:.0f} seconds."]
     lines += [", ".join(f"{name} {each}" for name, each in versions.items()) + ".", ""]
+    lines += [report["note"], ""] if "note" in report else []
     lines += [f"- Not installed: `{name}`, for {use}." for name, use in report["missing"].items()]
     parts = report["parts"]
     if parts:

@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain.cli.printing import span
 from drivetrain.cli.run_record import Curve, RunRecord, differences
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import MissingDependencyError
 from drivetrain.run.ledger_report import KINDS
 
 PIXELS = 800
@@ -26,14 +26,12 @@ def make_report(runs: Sequence[RunRecord]) -> str:
         runs: The runs, at least one.
 
     Raises:
-        ConfigError: plotly is not installed.
+        MissingDependencyError: plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise ConfigError(
-            "the report draws with plotly, which is not installed: pip install 'drivetrain[report]'"
-        ) from None
+        raise MissingDependencyError("plotly", "report", "drivetrain runs report") from None
     values = dict.fromkeys(name for run in runs for name in run.curves)
     data = {
         "runs": [run.name for run in runs],

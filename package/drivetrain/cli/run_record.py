@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, DataError
-from drivetrain.core.files import loads, read_text
+from drivetrain.core.files import read_json
 from drivetrain.run.ledger_report import RunLedger, read_ledger
 
-_LARGEST_CONFIG = 1 << 26
 _ABSENT = "not given"
 _UNKNOWN = "unknown"  # of a run without config.json
 
@@ -37,7 +36,7 @@ class RunRecord:
     settings: Mapping[str, Any]
 
     def last(self, name: str) -> float:
-        """Return the last value of a name; NaN if it has none."""
+        """Return the last value of a name, or NaN."""
         return self.curves[name][1][-1] if name in self.curves else math.nan
 
 
@@ -118,7 +117,7 @@ def _settings(directory: Path) -> Any:
     if not file.is_file():
         return {}
     try:
-        return loads(read_text(file, _LARGEST_CONFIG))
+        return read_json(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{str(file)!r} cannot be read: {error}") from error
 

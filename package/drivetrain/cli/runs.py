@@ -13,6 +13,7 @@ from drivetrain.cli.report import make_report
 from drivetrain.cli.run_record import differences, read_runs
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.messages import sized
+from drivetrain.loggers.files import replace_text
 from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
 
 _ABOUT = {
@@ -179,11 +180,11 @@ def _report(parsed: argparse.Namespace) -> int:
     if path.is_dir():
         raise ConfigError(f"--output {parsed.output!r} is a directory; give a file, such as report.html")
     runs = read_runs(parsed.paths)
-    page = make_report(runs).encode("utf-8")
+    page = make_report(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(page)
+    replace_text(path, page)
     curves = len({name for run in runs for name in run.curves})
-    line(f"{path}: {len(runs)} runs, {curves} curves, {sized(len(page))}; open it in a browser")
+    line(f"{path}: {len(runs)} runs, {curves} curves, {sized(path.stat().st_size)}; open it in a browser")
     return 0
 
 

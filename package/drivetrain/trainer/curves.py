@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,14 +23,13 @@ def plot(history: Sequence[Mapping[str, float]], names: Sequence[str] = ()) -> F
         names: Of the values; all of them if empty.
 
     Raises:
-        ConfigError: matplotlib is not installed, no value has the name, or there are no values.
+        ConfigError: No value has the name, or there are no values.
+        MissingDependencyError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            "the plot is made by matplotlib, which is not installed: pip install matplotlib"
-        ) from None
+        raise MissingDependencyError("matplotlib", "plots", "FitResult.plot") from None
     logged = dict.fromkeys(name for row in history for name in row if name != "step")
     for name in names:
         if name not in logged:

@@ -118,7 +118,8 @@ class FitResult:
             *names: Of the values, such as "train/loss"; without any, all of them.
 
         Raises:
-            ConfigError: There is no `history`, no value has the name, or matplotlib is not installed.
+            ConfigError: There is no `history`, or no value has the name.
+            MissingDependencyError: matplotlib is not installed.
         """
         return plot(self.history, names)
 

@@ -98,7 +98,7 @@ def _of_loader(data: DataLoader[Any], limit: int | None) -> Batch:
 def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> StepMemory:
     """Run one micro-batch on tensors that have shapes, dtypes and a device, but no values.
 
-    Of a row of equal blocks backward runs those that come last in the forward, in which the peak is.
+    Where equal blocks were left out, backward stops at the last of them: the peak comes before.
 
     Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
     needed. The task is a copy, and stays as it is.
