@@ -13,7 +13,6 @@ from drivetrain.cli.report import make_report
 from drivetrain.cli.run_record import differences, read_runs
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.messages import sized
-from drivetrain.loggers.files import replace_text
 from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
 
 _ABOUT = {
@@ -176,6 +175,8 @@ def _compare(parsed: argparse.Namespace) -> int:
 
 
 def _report(parsed: argparse.Namespace) -> int:
+    from drivetrain.loggers.files import replace_text  # torch too, which the other commands do not need
+
     path = Path(parsed.output)
     if path.is_dir():
         raise ConfigError(f"--output {parsed.output!r} is a directory; give a file, such as report.html")
