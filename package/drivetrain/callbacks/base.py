@@ -35,12 +35,7 @@ def check_only_one(kind: type[Callback], trainer: RunSettings, why: str) -> None
     """Check that a Trainer has only one callback of a kind.
 
     Args:
-        kind: The class.
-        trainer: The Trainer.
         why: What two would do, and what to give instead: the end of the message.
-
-    Raises:
-        ConfigError: It has several.
     """
     found = sum(isinstance(each, kind) for each in trainer.callbacks)
     if found > 1:

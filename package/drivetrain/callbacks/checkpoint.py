@@ -94,12 +94,7 @@ class CheckpointSaver(Callback):
         self._must_save = False
 
     def on_fit_start(self, run: Run) -> None:
-        """Start the save intervals at the run's progress, and make the assets.
-
-        Raises:
-            ConfigError: This run cannot produce a metric that ranks or names checkpoints, whether more of it
-                is better is unknown, or the assets are malformed.
-        """
+        """Start the save intervals at the run's progress, and make the assets."""
         for watched in self._all_watched():
             watched.begin(run)
         self.policies = self.manager.policies = tuple(

@@ -148,11 +148,7 @@ class Freeze(Callback):
     # Patterns.
 
     def _chosen(self, task: nn.Module) -> dict[str, str]:
-        """Return the first pattern that matches, by the names of the trainable parameters.
-
-        Raises:
-            ConfigError: A pattern matches nothing, or has nothing to unfreeze, or all is frozen.
-        """
+        """Return the first pattern that matches, by the names of the trainable parameters."""
         for pattern in self.until:
             names_matching(task, pattern, f"the pattern {pattern!r} of Freeze")
         for pattern in self.exclude:

@@ -62,9 +62,6 @@ def layers_of(module: nn.Module, batch: Any) -> dict[str, Layer]:
 
     Returns:
         The layers; the module itself, with the loss, has the name "".
-
-    Raises:
-        ConfigError: It cannot be followed without values, such as a step that branches on a tensor.
     """
     if any(is_lazy(each) for each in (*module.parameters(), *module.buffers())):
         raise ConfigError("a lazy module has no shapes yet: run it once on a batch before the summary")

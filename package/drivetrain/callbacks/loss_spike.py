@@ -280,9 +280,6 @@ class LossSpike(Callback):
         A saver calls `NonFinitePolicy.rolls_back` before it saves, so that no checkpoint contains a spike.
         The position in the data stays; everything else is restored. The state is saved at the end of the
         current step, so that a resumed run goes on from there.
-
-        Raises:
-            DivergenceError: The run was rolled back too often.
         """
         run = self._run
         assert run is not None

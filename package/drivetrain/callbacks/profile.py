@@ -182,14 +182,7 @@ class Profile(Callback):
 
 
 class _ProfileSession:
-    """The profile of one fit on one rank.
-
-    Args:
-        profile: The callback.
-        run: The run.
-        folder: Where to write.
-        rank: The rank.
-    """
+    """The profile of one fit on one rank."""
 
     def __init__(self, profile: Profile, run: Run, folder: Path, rank: int) -> None:
         self.phases = Phases()

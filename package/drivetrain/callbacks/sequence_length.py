@@ -150,11 +150,7 @@ def _checked(fields: Any) -> dict[Any, tuple[int, ...]]:
 
 
 def _find(tensors: Mapping[Any, Tensor], shown: str) -> dict[Any, tuple[int, ...]]:
-    """Return the dimensions of the tokens by field.
-
-    Raises:
-        ConfigError: They are not found, or unclear.
-    """
+    """Return the dimensions of the tokens by field."""
     tokens = tensors.get("input_ids")
     if tokens is None or tokens.ndim != 2:
         tokens = next((each for each in tensors.values() if _has_tokens(each)), None)

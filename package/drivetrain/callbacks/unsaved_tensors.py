@@ -132,12 +132,7 @@ class UnsavedTensors:
             self._written |= watch.written - watch.read
 
     def warn(self, task: nn.Module, saved: Snapshot) -> None:
-        """Warn of tensors that have changed since the first step, once for each name.
-
-        Args:
-            task: The task.
-            saved: What the checkpoint holds.
-        """
+        """Warn of tensors that have changed since the first step, once for each name."""
         weights = saved.tensors["model"]
         skipped = self._known | weights.keys()
         now = {name: each for name, each in _candidates(task, self._dropped) if name not in skipped}
@@ -207,9 +202,6 @@ class UnsavedTensors:
 
 class _Watch(TorchFunctionMode):
     """Notes which tensors a step reads before it writes all of them.
-
-    Args:
-        tensors: The tensors by place, which the previous step has left.
 
     Attributes:
         places: All places.
@@ -283,11 +275,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _Extras:
-    """What a checkpoint holds beside weights: extra states of modules, and states of callbacks.
-
-    Args:
-        saved: What it holds.
-    """
+    """What a checkpoint holds beside weights: extra states of modules, and states of callbacks."""
 
     def __init__(self, saved: Snapshot) -> None:
         weights, state = saved.tensors["model"], saved.tensors["state"]
@@ -356,12 +344,7 @@ def _candidates(task: nn.Module, dropped: Collection[str]) -> Iterator[tuple[str
 
 
 def _tensors(value: Any, own: Collection[int]) -> dict[Any, _Value]:
-    """Return the tensors and arrays in an attribute's value by their place, except parameters of the task.
-
-    Args:
-        value: The value.
-        own: The ids of the task's parameters.
-    """
+    """Return the tensors and arrays in an attribute's value by their place, except parameters of the task."""
     found: dict[Any, _Value] = {}
     for place, each in leaves(value, (Tensor, np.ndarray)):
         if isinstance(each, np.ndarray):

@@ -39,11 +39,7 @@ class Watched:
         self._value_at = -1
 
     def begin(self, run: Run) -> None:
-        """Check the name as far as possible before training.
-
-        Raises:
-            ConfigError: The value cannot come in this run.
-        """
+        """Check the name as far as possible before training."""
         self._value_at = -1
         if not self._required:
             return

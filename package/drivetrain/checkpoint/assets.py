@@ -14,11 +14,7 @@ from drivetrain.core.errors import CheckpointError
 
 
 def write_assets(folder: str, contents: Mapping[str, bytes], files: FileSystem | None = None) -> None:
-    """Write assets to a folder, replacing files of the same names; other files there stay.
-
-    Raises:
-        CheckpointError: A file cannot be written.
-    """
+    """Write assets to a folder, replacing files of the same names; other files there stay."""
     files = file_system(folder) if files is None else files
     for name, content in contents.items():
         write_atomically(_place(folder, name, files), [content], files)

@@ -30,14 +30,8 @@ def export_folder(form: str, path: str | os.PathLike[str], folder: str, **option
     """Write a checkpoint's model as the folder of a format, and return the paths of the files with weights.
 
     Args:
-        form: One of `FORMATS`.
         path: A checkpoint, or a run directory: its newest good checkpoint.
-        folder: The folder; also an address.
         options: What the integration's `export_pretrained` takes, such as `dtype`.
-
-    Raises:
-        MissingDependencyError: The other program's package is not installed.
-        CheckpointError: The checkpoint has no such model, or cannot be read.
     """
     written: list[str] = importlib.import_module(FORMATS[form]).export_pretrained(path, folder, **options)
     return written

@@ -45,14 +45,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
 
 
 def load_newest(path: str | os.PathLike[str], groups: Collection[str]) -> tuple[str, Snapshot]:
-    """Load some groups of the checkpoint that `resolve` would return; each byte is read and verified once.
-
-    Returns:
-        The checkpoint's path and content.
-
-    Raises:
-        CheckpointError: As `resolve` and `CheckpointIO.load`.
-    """
+    """Load some groups of the checkpoint that `resolve` would return; each byte is read and verified once."""
     path = _given(path)
     io = DirectoryCheckpointIO()
 

@@ -31,8 +31,6 @@ def write_predictions(outputs: Iterable[Any], directory: Path, ranks: Ranks = AL
     its structure.
 
     Args:
-        outputs: Trees of tensors, numbers and texts.
-        directory: The directory; created if it does not exist.
         ranks: The processes. All get the same outputs, and the first one writes.
 
     Returns:

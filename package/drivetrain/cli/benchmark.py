@@ -20,13 +20,7 @@ def run_benchmark(settings: Settings, data: str, as_json: bool) -> None:
     """Run the benchmark, and print its table.
 
     Args:
-        settings: The settings.
         data: The name of the option that gives the training data.
-        as_json: Whether to print JSON.
-
-    Raises:
-        ConfigError: An unknown name or a wrong value of what is compared.
-        DrivetrainError: No combination could run.
     """
     over = _over(settings.option("over") or ())
     check_over(over, {"task": None, "data": None})

@@ -21,15 +21,7 @@ The exit code is 0 if nothing differs, and 1 if something differs or the program
 
 
 def run(words: Sequence[str]) -> int:
-    """Check a program, print the report and return the exit code.
-
-    Args:
-        words: The words after `drivetrain check-resume`.
-
-    Raises:
-        ConfigError: Inconsistent numbers, a program that does not exist, or a pattern that matches no name.
-        ProgramError: The program fails, or trains nothing.
-    """
+    """Check a program, print the report and return the exit code."""
     parsed = _parser().parse_args(words)
     ignore = tuple(parsed.ignore)
     check = Check(parsed.steps, parsed.save_after, parsed.epoch, ignore, parsed.timeout, parsed.fit)

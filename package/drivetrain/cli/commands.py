@@ -147,7 +147,6 @@ def _trainer_and_task(settings: Settings, without_values: bool = False) -> tuple
     """Make both, the task under the trainer's seed: the same command begins with the same weights.
 
     Args:
-        settings: The settings.
         without_values: Whether the weights may be on the meta device, which takes neither memory nor time.
     """
     trainer = settings.trainer()
@@ -164,21 +163,13 @@ def _trainer_and_task(settings: Settings, without_values: bool = False) -> tuple
 
 
 def check_task_given(settings: Settings) -> None:
-    """Check that the settings name a task.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Check that the settings name a task."""
     if settings.option("task") is None:
         raise ConfigError("which task? Give --task module.Class or --task path/to/file.py:Class")
 
 
 def fit_data(settings: Settings) -> tuple[Any, Any]:
-    """Return the training data and the validation data.
-
-    Raises:
-        ConfigError: There is no training data, or it is given twice.
-    """
+    """Return the training data and the validation data."""
     return settings.make(_training_option(settings)), settings.make("validation_data")
 
 

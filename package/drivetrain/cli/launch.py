@@ -68,14 +68,7 @@ _LOOKING = "0.1"
 
 
 def run(words: Sequence[str]) -> int:
-    """Start the processes, wait for them and return the exit code.
-
-    Args:
-        words: The words after `drivetrain launch`.
-
-    Raises:
-        ConfigError: Inconsistent options; says how to fix them.
-    """
+    """Start the processes, wait for them and return the exit code."""
     parsed = _parser().parse_args(words)
     devices = _devices(parsed.devices)
     if parsed.max_restarts < 0:
@@ -198,9 +191,6 @@ class _Attempts:
     Every signal is forwarded to the ranks of this machine. The first ends their training after a save, the
     second at once. Nothing is restarted after a signal, or after the exit code that asks the batch system for
     a restart.
-
-    Args:
-        restarts: The number of attempts allowed after the first.
     """
 
     def __init__(self, restarts: int) -> None:

@@ -13,11 +13,7 @@ from drivetrain.core.synonyms import help_with, row
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes only full option names, and suggests the nearest for an unknown one.
-
-    Args:
-        settings: As for `argparse.ArgumentParser`.
-    """
+    """A parser that takes only full option names, and suggests the nearest for an unknown one."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -25,11 +21,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the words.
-
-        Raises:
-            ConfigError: An unknown argument; names the nearest.
-        """
+        """Parse the words."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [
@@ -45,12 +37,7 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Raise for a wrong command line.
-
-        Raises:
-            ConfigError: A wrong choice; names the nearest.
-            SystemExit: Any other mistake; a usage message was printed.
-        """
+        """Raise for a wrong command line."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
             hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))

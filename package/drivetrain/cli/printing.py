@@ -45,8 +45,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collectio
     """Print columns; nothing when there are no rows.
 
     Args:
-        head: The columns' names; may be empty.
-        rows: The cells, the same number in each row.
         numbers: The columns to align to the right.
     """
     if not rows:

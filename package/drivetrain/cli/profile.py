@@ -35,15 +35,7 @@ The program ends where the run after its first fit would begin.
 
 
 def run(words: Sequence[str]) -> int:
-    """Profile a program's first fit, print the table and the paths of the files, and return the exit code.
-
-    Args:
-        words: The words after `drivetrain profile`.
-
-    Raises:
-        ConfigError: A wrong value, a folder with files, or a program that does not exist.
-        ProgramError: The program trains nothing.
-    """
+    """Profile a program's first fit, print the table and the paths of the files, and return the exit code."""
     parsed = _parser().parse_args(words)
     program = [*(["-m"] if parsed.module else []), parsed.program, *parsed.arguments]
     check_exists(program)
@@ -75,8 +67,6 @@ class _FirstFit:
     """Has the first fit of this process profiled, and ends the program where the run after it would begin.
 
     Args:
-        profile: The callback.
-        steps: The number of steps.
         run_dir: Where the fit writes, instead of the program's own directories.
     """
 

@@ -30,10 +30,6 @@ def importable_here() -> Iterator[None]:
 def load(reference: str, option: str) -> Any:
     """Return the object that `module.attribute`, `module:attribute` or `path/to/file.py:attribute` names.
 
-    Args:
-        reference: The user's text.
-        option: The option that it was given to, for messages: "--task".
-
     Raises:
         ConfigError: No such file, module or attribute; names the nearest. An exception that the module raises
             while it is imported propagates unchanged.

@@ -20,14 +20,7 @@ PIXELS = 800
 
 
 def make_report(runs: Sequence[RunRecord]) -> str:
-    """Return the report, in HTML.
-
-    Args:
-        runs: The runs, at least one.
-
-    Raises:
-        MissingDependencyError: plotly is not installed.
-    """
+    """Return the report, in HTML."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

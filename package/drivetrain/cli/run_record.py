@@ -41,15 +41,7 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
-    """Return the records of runs.
-
-    Args:
-        paths: Run directories, or their ledgers.
-
-    Raises:
-        ConfigError: A run is given twice, or its settings or values cannot be read.
-        DataError: There is no run at a path.
-    """
+    """Return the records of runs."""
     ledgers = [read_ledger(each) for each in paths]
     places = [each.directory.resolve() for each in ledgers]
     for place in places:

@@ -31,13 +31,7 @@ _OUTPUT = "the file to write; report.html if not given"
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `drivetrain runs` with the words after it, and return the exit code.
-
-    Raises:
-        ConfigError: An unknown option.
-        DataError: There is no run at the path.
-        SystemExit: A usage message, or help, was printed.
-    """
+    """Run `drivetrain runs` with the words after it, and return the exit code."""
     parsed, unknown = _parser().parse_known_args(words)
     if unknown:
         raise ConfigError(

@@ -139,17 +139,8 @@ class _LoggerOption(ABC):  # noqa: B024
 class Settings:
     """The settings of one command, checked and typed, and the objects that they describe.
 
-    Args:
-        command: "fit", "validate", "test", "predict", "plan", "summary", "search" or "benchmark".
-        purpose: The command's purpose, for its help.
-        words: The words after the command.
-
     Attributes:
         words: The three arguments, which make the same settings in another process.
-
-    Raises:
-        ConfigError: An unknown name, or a value of a wrong type; says what is allowed.
-        SystemExit: Help was printed.
     """
 
     def __init__(self, command: str, purpose: str, words: Sequence[str]) -> None:
@@ -188,12 +179,7 @@ class Settings:
         return self._options.get(name)
 
     def trainer(self) -> Trainer:
-        """Make the Trainer.
-
-        Raises:
-            ConfigError: A value that is not allowed; says which are.
-            StrategyError: A strategy that cannot run here.
-        """
+        """Make the Trainer."""
         arguments = self._section("trainer")
         for name, kind in self._kinds.items():
             given, options = self._tree["trainer"][name], dict(vars(arguments[name]))
@@ -267,7 +253,6 @@ def complete(command: str, words: Sequence[str]) -> None:
     """Answer a shell's request to complete an unfinished line, by argcomplete's protocol, and exit.
 
     Args:
-        command: As for `Settings`.
         words: The words after the command. The longest readable part of them decides which options there are.
     """
     for end in range(len(words), -1, -1):
@@ -419,15 +404,7 @@ def _add_arguments(
     kinds: Mapping[str, Any],
     leave_out: Collection[str] = (),
 ) -> None:
-    """Add the arguments of the task, of the data, of the Trainer and of its configurations.
-
-    Args:
-        parser: The parser to extend.
-        tree: The given settings.
-        found: The task and the data that the tree names.
-        kinds: The configuration classes of the Trainer's arguments, by name.
-        leave_out: The Trainer's arguments to leave out.
-    """
+    """Add the arguments of the task, of the data, of the Trainer and of its configurations."""
     for name, each in found.items():
         if _is_callable(each) and _parameters(each):
             group = parser.add_argument_group(f"arguments of {tree[name]['class_path']}")

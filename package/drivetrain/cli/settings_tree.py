@@ -42,11 +42,7 @@ _PLACES = (*OBJECTS, *(f"trainer.{name}" for name in NAMED))
 
 
 def dotted(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Separate a command line's dotted options and their values from its other words.
-
-    Raises:
-        ConfigError: An option without a value, or one given both as a whole and by its parts.
-    """
+    """Separate a command line's dotted options and their values from its other words."""
     options: list[tuple[str, str]] = []
     others: list[str] = []
     rest = iter(words)
@@ -82,9 +78,6 @@ def lay_over(tree: Tree, option: str, value: str) -> None:
         option: Such as "task", "trainer.max_epochs" or "trainer.callbacks+". A part of an object is an
             argument of its class; a part of a list belongs to its last item.
         value: The user's text.
-
-    Raises:
-        ConfigError: The option's first part has no options.
     """
     name = option.rstrip("+")
     *above, last = name.split(".")
@@ -136,12 +129,7 @@ def read_value(text: str) -> Any:
 
 
 def _parsed(text: str, loader: type[yaml.SafeLoader]) -> Any:
-    """Parse YAML; what would take minutes, or nests too deeply, raises.
-
-    Raises:
-        ConfigError: It has too many lists and mappings, or nests too deeply.
-        yaml.YAMLError: It is not YAML.
-    """
+    """Parse YAML; what would take minutes, or nests too deeply, raises."""
     if text.count("[") + text.count("{") > _MOST_BRACKETS:
         raise ConfigError(f"{text[:40]!r}... opens more than {_MOST_BRACKETS} lists and mappings")
     try:
@@ -163,11 +151,7 @@ def read_file(path: str, also: Sequence[str] = ()) -> Tree:
     """Return a file's settings.
 
     Args:
-        path: The file.
         also: Settings of one command alone, which are returned as they are.
-
-    Raises:
-        ConfigError: No such file, invalid YAML or JSON, or an unknown name (lists the nearest).
     """
     try:
         # A shell writes to a pipe of /dev/fd, as in --config <(make_settings); any other may have no writer.

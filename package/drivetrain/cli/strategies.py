@@ -21,15 +21,7 @@ _ONE_PROCESS = {
 
 @dataclasses.dataclass(frozen=True)
 class ListedStrategy:
-    """A listed strategy.
-
-    Attributes:
-        name: The name that a user writes.
-        needs: Its requirements; empty if they are not known.
-        available: Whether it can run here.
-        reason: The reason why it cannot; empty if it can.
-        options: The defaults of its configuration's options by name, as texts.
-    """
+    """A listed strategy."""
 
     name: str
     needs: str
@@ -39,11 +31,7 @@ class ListedStrategy:
 
 
 def list_strategies(hardware: Hardware) -> list[ListedStrategy]:
-    """Return every registered strategy, those of other packages included.
-
-    Args:
-        hardware: The machine that would run it.
-    """
+    """Return every registered strategy, those of other packages included."""
     return [_listed(name, hardware) for name in STRATEGIES]
 
 

@@ -88,13 +88,8 @@ def resolved_direction(mode: str, known: str | None, name: str, argument: str) -
     """Return the direction of a value: "min" or "max".
 
     Args:
-        mode: What the user gave: "auto", "min" or "max".
         known: The direction by the value's metric or its name; None if it is unknown.
-        name: The value's name.
         argument: How the mode is written, such as "EarlyStopping('validation/score', mode={})".
-
-    Raises:
-        ConfigError: The mode is "auto" and the direction is unknown.
     """
     if mode != "auto":
         return mode

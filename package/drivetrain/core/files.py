@@ -186,10 +186,6 @@ def read_text(path: str | os.PathLike[str], most: int = LARGEST) -> str:
 def read_json(path: str | os.PathLike[str], **hooks: Any) -> Any:
     """Return the value in a regular file of JSON.
 
-    Args:
-        path: The file.
-        **hooks: Further arguments for `json.loads`.
-
     Raises:
         NotAFileError: As `read_file`.
         OSError: The file cannot be read.

@@ -97,15 +97,7 @@ def _parse(spec: object) -> tuple[float, str]:
 
 
 def steps_or_epochs(argument: str, value: str | int | float | timedelta | Every) -> Every:
-    """Return an interval of steps or whole epochs.
-
-    Args:
-        argument: The user's name for it, such as "WeightAverage(every=)".
-        value: What the user gave.
-
-    Raises:
-        ConfigError: It is another interval.
-    """
+    """Return an interval of steps or whole epochs."""
     every = Every(value)
     if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
         raise ConfigError(f"{argument} takes steps or whole epochs, such as '2 epochs', not {value!r}")
@@ -133,9 +125,6 @@ class Trigger:
 
     Attributes:
         ends_epochs: Whether an interval of steps is due at the end of every epoch too.
-
-    Raises:
-        ConfigError: A fraction of an epoch of unknown length.
     """
 
     def __init__(self, every: Every | None, steps_per_epoch: PerEpoch | None = None) -> None:
@@ -217,7 +206,6 @@ class Trigger:
 
         Args:
             done: The steps of the epoch, the skipped ones included.
-            progress: The counts.
         """
         return self._within_epoch is not None and self._passes_part(self._position, done)
 
@@ -241,15 +229,7 @@ class Trigger:
 
 
 class Point:
-    """A point of a run, given as the interval from its start. It follows from the progress alone.
-
-    Args:
-        begins: The interval.
-        steps_per_epoch: As for `Trigger`.
-
-    Raises:
-        ConfigError: The point is in the middle of an epoch of unknown length.
-    """
+    """A point of a run, given as the interval from its start. It follows from the progress alone."""
 
     def __init__(self, begins: Every, steps_per_epoch: PerEpoch | None = None) -> None:
         self.begins = begins
@@ -275,12 +255,7 @@ class DelayedTrigger(Trigger):
     """A trigger that is not due before a point of the run.
 
     Args:
-        every: The interval; None is never due.
         begins: The point, as the interval from the run's start.
-        steps_per_epoch: As for `Trigger`.
-
-    Raises:
-        ConfigError: The point is in the middle of an epoch of unknown length.
     """
 
     def __init__(self, every: Every | None, begins: Every, steps_per_epoch: PerEpoch | None = None) -> None:

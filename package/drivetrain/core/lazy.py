@@ -16,9 +16,6 @@ def exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
 
     The names are those of the stub `__init__.pyi` beside the package's `__init__.py`. Type checkers read the
     stub instead: `from module import Name as Name`.
-
-    Args:
-        package: The package's `__name__`.
     """
     module: Any = sys.modules[package]
     stub = module.__loader__.get_data(f"{module.__file__.removesuffix('c')}i")  # from an archive too

@@ -43,12 +43,7 @@ class _DefaultHandler(logging.Handler):
 
 
 class Listener(logging.NullHandler):
-    """Passes messages to a function, beside whatever shows them.
-
-    Args:
-        level: Of the least message that is passed.
-        hear: Called with the text of each.
-    """
+    """Passes messages to a function, beside whatever shows them."""
 
     def __init__(self, level: int, hear: Callable[[str], None]) -> None:
         super().__init__(level)
@@ -119,12 +114,7 @@ _set_up()
 
 
 def columns(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
-    """Return a line for each row, with its cells below those of the other rows.
-
-    Args:
-        rows: The cells, the same number in each row.
-        numbers: The columns to align to the right.
-    """
+    """Return a line for each row, with its cells below those of the other rows."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [str.rjust if number in numbers else str.ljust for number in range(len(widths))]
     return ["  ".join(map(lambda pad, *each: pad(*each), aligned, row, widths)).rstrip() for row in rows]

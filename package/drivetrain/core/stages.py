@@ -22,15 +22,11 @@ class Stages(Mapping[Any, int]):
     """Whole numbers that change at points of a run; points are counted from its start.
 
     Args:
-        name: The user's name for the argument, for messages.
         spec: A number, or a mapping of points to numbers. A point is 0 for the start, or an interval such as
             "4 epochs". All have one unit: steps, whole epochs, or samples of all processes.
 
     Attributes:
         unit: "steps", "epochs" or "samples".
-
-    Raises:
-        ConfigError: A point or a number is not allowed; says what is.
     """
 
     def __init__(self, name: str, spec: object) -> None:
@@ -104,11 +100,7 @@ class Stages(Mapping[Any, int]):
 
 
 def stages_or_number(name: str, spec: object) -> Stages | int:
-    """Return a number as it is, and numbers by points as `Stages`, unless there is only one of them.
-
-    Raises:
-        ConfigError: See `Stages`.
-    """
+    """Return a number as it is, and numbers by points as `Stages`, unless there is only one of them."""
     stages = Stages(name, spec)
     return stages if len(stages) > 1 else stages.first
 

@@ -66,7 +66,6 @@ def row(name: str, kind: str, owner: str = "") -> str | None:
 
     Args:
         name: The name that the user wrote; lower case is tried too.
-        kind: The table's section.
         owner: The place where it was written: "Trainer", "Trainer.fit". A row for the owner comes first.
     """
     rows: Mapping[str, str] = table().get(kind, {})
@@ -74,14 +73,7 @@ def row(name: str, kind: str, owner: str = "") -> str | None:
 
 
 def help_with(name: str, allowed: Iterable[str], kind: str = "argument", owner: str = "") -> str:
-    """Return a hint for a wrong name: our counterpart if the table has one, else the nearest name.
-
-    Args:
-        name: The wrong name.
-        allowed: All valid names.
-        kind: The table's section.
-        owner: As in `row`.
-    """
+    """Return a hint for a wrong name: our counterpart if the table has one, else the nearest name."""
     names = sorted(allowed)
     ours = None if name.lower() in names else row(name, kind, owner)
     device, _, index = name.partition(":")
@@ -97,12 +89,7 @@ def help_with(name: str, allowed: Iterable[str], kind: str = "argument", owner: 
 
 
 def takers(name: str, owner: str = "") -> list[str]:
-    """Return the calls of ours that take an argument, as a user writes them; those of `owner` come first.
-
-    Args:
-        name: The argument.
-        owner: The place that does not take it: "Trainer", "Trainer.fit".
-    """
+    """Return the calls of ours that take an argument, as a user writes them; those of `owner` come first."""
     first = owner.partition(".")[0]
     places = [first, "Trainer", *PLACES]
     found: dict[str, int] = {}
@@ -154,7 +141,6 @@ def missing(owner: type, name: str) -> str:
 
     Args:
         owner: The class. "Trainer" and "Run" have rows of their own; all other rows are a task's.
-        name: The attribute.
     """
     told = f"'{owner.__name__}' object has no attribute '{name}'"
     ours = table()["attribute"].get(f"{owner.__name__}.{name}")
@@ -208,15 +194,7 @@ def defined_by_user(thing: object) -> dict[str, Any]:
 
 
 def check_task_names(task: object, hooks: Collection[str]) -> None:
-    """Raise if a task defines methods of another library that we never call; all in one error.
-
-    Args:
-        task: The task.
-        hooks: The hooks of our callbacks.
-
-    Raises:
-        ConfigError: A hook or a step of another library; names our counterpart of each.
-    """
+    """Raise if a task defines methods of another library that we never call; all in one error."""
     owner = type(task).__name__
     defined = defined_by_user(task)
     lines: list[str] = []

@@ -50,15 +50,7 @@ def by_name(target: T) -> T:
 
 
 def check_no_class(name: str, *values: object) -> None:
-    """Check that no value is a class where an object is wanted.
-
-    Args:
-        name: The user's name for it.
-        values: What the user gave.
-
-    Raises:
-        ConfigError: One is; says how to write the object.
-    """
+    """Check that no value is a class where an object is wanted."""
     for each in values:
         if isinstance(each, type):
             raise ConfigError(
@@ -76,19 +68,7 @@ def number(
     below: float | None = None,
     at_most: float | None = None,
 ) -> float:
-    """Check that a value is a finite number within bounds, and return it as a float.
-
-    Args:
-        name: The user's name for the value, for the message.
-        value: The value; a bool is not a number.
-        above: The value must be greater.
-        at_least: The value must be this or greater.
-        below: The value must be less.
-        at_most: The value must be this or less.
-
-    Raises:
-        ConfigError: `value` is not a finite number, or out of bounds.
-    """
+    """Check that a value is a finite number within bounds, and return it as a float."""
     bounds: tuple[tuple[str, float | None, Callable[[float, float], bool]], ...] = (
         ("above", above, lambda given, bound: given > bound),
         ("at least", at_least, lambda given, bound: given >= bound),
@@ -104,11 +84,7 @@ def number(
 
 
 def duration(name: str, value: str | float | timedelta | None) -> float | None:
-    """Return a time in seconds, or None for None.
-
-    Raises:
-        ConfigError: `value` is not a positive number of seconds, a `timedelta`, or a text such as "2 hours".
-    """
+    """Return a time in seconds, or None for None."""
     if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
         return None if value is None else number(f"{name} (in seconds)", value, above=0)
     try:
@@ -125,33 +101,21 @@ def duration(name: str, value: str | float | timedelta | None) -> float | None:
 
 
 def count(name: str, value: object, *, at_least: int = 0) -> int:
-    """Check that a value is a whole number, and return it as an int.
-
-    Raises:
-        ConfigError: `value` is not whole (a bool or a float is not), or less than `at_least`.
-    """
+    """Check that a value is a whole number, and return it as an int."""
     if not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least:
         return int(value)
     raise ConfigError(f"{name} must be a whole number, at least {at_least}, not {value!r}")
 
 
 def flag(name: str, value: object) -> bool:
-    """Check that a value is True or False, and return it. The text "no", which is truthy, raises.
-
-    Raises:
-        ConfigError: `value` is not a bool.
-    """
+    """Check that a value is True or False, and return it. The text "no", which is truthy, raises."""
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{name} must be True or False, not {value!r}")
 
 
 def globs(name: str, value: object, *, at_least: int = 1) -> tuple[str, ...] | None:
-    """Check that a value is a glob, such as "blocks.*", or a sequence of globs; None stays None.
-
-    Raises:
-        ConfigError: It is something else, or a sequence of fewer than `at_least`.
-    """
+    """Check that a value is a glob, such as "blocks.*", or a sequence of globs; None stays None."""
     if value is None:
         return None
     given = (value,) if isinstance(value, str) else value
@@ -165,11 +129,7 @@ def globs(name: str, value: object, *, at_least: int = 1) -> tuple[str, ...] | N
 
 
 def local_path(name: str, value: object) -> Path:
-    """Check that a value is a path on a local disk, and return it.
-
-    Raises:
-        ConfigError: `value` is not a path, one that no file can have, or an address such as "s3://bucket/file".
-    """
+    """Check that a value is a path on a local disk, and return it."""
     if isinstance(value, (str, os.PathLike)) and value and "://" not in os.fspath(value):
         check_path(value)
         return Path(value)
@@ -177,11 +137,7 @@ def local_path(name: str, value: object) -> Path:
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> str:
-    """Check that a value is one of the allowed words, and return it.
-
-    Raises:
-        ConfigError: `value` is not allowed; names the nearest.
-    """
+    """Check that a value is one of the allowed words, and return it."""
     if isinstance(value, str) and value in allowed:
         return value
     raise ConfigError(f"unknown {name} {value!r}. {nearest(str(value), allowed)}")
@@ -205,13 +161,7 @@ def check_names(
     """Check that `owner` takes all given names; report all unknown ones in one error.
 
     Args:
-        owner: The user's name for it: "Trainer", "the optimizer 'sgd'".
-        given: The given names.
         allowed: The allowed names; None allows any.
-        what: The message's word for a name.
-
-    Raises:
-        ConfigError: A name is unknown; gives our name or the nearest for each, and all allowed names.
     """
     wrong = [] if allowed is None else [name for name in given if name not in allowed]
     if not wrong:

@@ -25,9 +25,6 @@ def check_data(feeds: Sequence[Feed], ranks: Ranks) -> None:
 
     Lengths and settings are compared now, in one exchange. The order and the contents of what each rank
     reads first are compared once it is read, because reading an iterable earlier would change what it gives.
-
-    Raises:
-        DataError: The data differs; the message says how and where.
     """
     if ranks.size == 1:
         return

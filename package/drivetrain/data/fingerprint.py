@@ -43,13 +43,7 @@ def fingerprint(value: Any) -> Fingerprint:
 
 
 def of_samples(batch: Batch, count: int, most: int = 4) -> list[Fingerprint]:
-    """Return the fingerprints of a batch's first samples, which a batch of another size may have too.
-
-    Args:
-        batch: The batch.
-        count: Its number of samples.
-        most: The maximum number of fingerprints.
-    """
+    """Return the fingerprints of a batch's first samples, which a batch of another size may have too."""
     return [fingerprint(map_tensors(partial(_row, index, count), batch)) for index in range(min(count, most))]
 
 

@@ -140,11 +140,7 @@ class IndexedSource(Source):
         )
 
     def index_batches(self, epoch: int, position: int) -> Iterator[IndexBatch]:
-        """Return an epoch's index batches from a position on, each with its key; draws the order at once.
-
-        Raises:
-            DataError: The sampler raised.
-        """
+        """Return an epoch's index batches from a position on, each with its key; draws the order at once."""
         return self._keyed(self._slices(epoch, position), epoch)
 
     def _keyed(self, slices: Iterator[Any], epoch: int) -> Iterator[IndexBatch]:

@@ -160,9 +160,6 @@ class WorkerStart:
     stuck worker would not notice. `get_worker_info().dataset` is the user's own dataset.
 
     Make it in the process and thread that start the workers.
-
-    Args:
-        then: The user's `worker_init_fn`, or None.
     """
 
     def __init__(self, then: Callable[[int], Any] | None) -> None:

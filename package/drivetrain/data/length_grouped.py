@@ -67,9 +67,6 @@ def lengths_of(dataset: Any, spec: str | Callable[[Any], int], name: str) -> lis
         dataset: A dataset with a length.
         spec: A column that holds the length, or what has it, such as tokens; or a function of a sample.
         name: The data's name, for messages.
-
-    Raises:
-        DataError: A sample has no such column, or no length.
     """
     with preserved():
         if callable(spec):

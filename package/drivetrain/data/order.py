@@ -107,9 +107,6 @@ class Order:
 
         Returns:
             A list. For a sampler without a length, which may be endless, an iterator that draws as it goes.
-
-        Raises:
-            DataError: The sampler raised.
         """
         found = self._drawn
         if found is None or found.epoch != epoch or (found.is_read and found.rest is not None):
@@ -144,14 +141,6 @@ class Order:
 
         A sampler without a state is drawn until it gives the order, at most as often as before. So one that
         counts its epochs, or has a generator of its own, resumes too.
-
-        Args:
-            sampler: The user's sampler.
-            state: The result of `state`.
-            position: The run's position in its epoch.
-
-        Raises:
-            DataError: The sampler raised.
         """
         epoch, owners, loaded = state["epoch"], _owners(sampler), False
         for owner, each in zip(owners, state["samplers"], strict=False):
@@ -174,11 +163,7 @@ class Order:
         )
 
     def drawn(self, sampler: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Yield the indices of a user's sampler for an epoch, drawn in pieces from a separate random stream.
-
-        Raises:
-            DataError: The sampler raised.
-        """
+        """Yield the indices of a user's sampler for an epoch, drawn in pieces from its own random stream."""
         iterator: Iterator[Any] | None = None
         stream: tuple[torch.Tensor, dict[str, Any]] | None = None
         while True:
@@ -235,11 +220,7 @@ def unshuffled(sampler: Iterable[Any]) -> Iterable[Any]:
 
 
 def undivided(sampler: Iterable[Any], name: str) -> Iterable[Any]:
-    """Replace torch's DistributedSampler by a sampler of the whole dataset, which is divided here.
-
-    Raises:
-        DataError: A sampler of another kind divides the dataset.
-    """
+    """Replace torch's DistributedSampler by a sampler of the whole dataset, which is divided here."""
     if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
         whole: Any = sampler.dataset
         return RandomSampler(whole) if sampler.shuffle else SequentialSampler(whole)
@@ -248,11 +229,7 @@ def undivided(sampler: Iterable[Any], name: str) -> Iterable[Any]:
 
 
 def refuse_divided(sampler: Any, name: str) -> None:
-    """Refuse a sampler that divides the dataset: dividing its part again would leave out samples.
-
-    Raises:
-        DataError: The sampler, or the one that it draws from, gives each of several processes a part.
-    """
+    """Refuse a sampler that divides the dataset: dividing its part again would leave out samples."""
     for owner in (sampler, getattr(sampler, "sampler", None)):
         parts = getattr(owner, "num_replicas", None)
         if isinstance(parts, int) and parts > 1:

@@ -81,10 +81,7 @@ def sliced(
 
     Args:
         take: Returns the indices between two positions, fewer if the order ends.
-        position: Where to begin.
         sizes: The number of samples of a process's batch, for each round; enough for the whole order.
-        drop_last: Whether a shorter batch is left out.
-        shard: The process's shard.
     """
     for size in sizes:
         whole = size * shard.size
@@ -116,12 +113,7 @@ def drawn(items: Iterator[Any]) -> Callable[[int, int], Sequence[Any]]:
 
 
 def grouped(batches: Iterable[tuple[int, Sequence[Any]]], shard: Shard) -> Iterator[Slice]:
-    """Yield one process's batches of rounds with a whole batch for each process.
-
-    Args:
-        batches: The position and the samples' indices of each batch.
-        shard: The process's shard.
-    """
+    """Yield one process's batches of rounds with a whole batch for each process."""
     iterator = iter(batches)
     while together := list(islice(iterator, shard.size)):
         is_placeholder = shard.rank >= len(together)

@@ -282,19 +282,7 @@ def check_settings_used(
     evaluation_batch_size: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> None:
-    """Refuse settings for a bare Dataset if no data is one and the loader has other settings.
-
-    Args:
-        train: The training data.
-        evaluation: The validation data, if any; the settings may be meant for it.
-        batch_size: The Trainer's setting.
-        num_workers: The Trainer's setting.
-        evaluation_batch_size: The Trainer's setting.
-        collate: The Trainer's setting.
-
-    Raises:
-        ConfigError: The settings would not be used.
-    """
+    """Refuse settings for a bare Dataset if no data is one and the loader has other settings."""
     given = [train, *(evaluation.values() if isinstance(evaluation, Mapping) else [evaluation])]
     loader, *others = [each.data if isinstance(each, AlreadySplit) else each for each in given]
     streams = [each for each in (loader, *others) if isinstance(each, IterableDataset)]
@@ -333,16 +321,7 @@ def check_settings_used(
 
 
 def check_evaluation_size(loaders: Collection[Any], stage: str, size: int | None) -> None:
-    """Refuse a batch size of evaluations if all data of a stage is in loaders with another one.
-
-    Args:
-        loaders: The data.
-        stage: Its name, for the message.
-        size: The Trainer's `evaluation_batch_size`.
-
-    Raises:
-        ConfigError: The size would not be used.
-    """
+    """Refuse a batch size of evaluations if all data of a stage is in loaders with another one."""
     sizes = {getattr(each, "batch_size", None) for each in loaders if isinstance(each, DataLoader)}
     if size is None or sizes in (set(), {size}) or any(map(is_dataset, loaders)):
         return

@@ -39,9 +39,6 @@ class Raised:
 
     torch's own wrapper pickles the error's class. A class that cannot be pickled, such as one defined in a
     function, would leave the training waiting for ever. This message can always be pickled.
-
-    Args:
-        error: The error raised in the worker.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -94,10 +91,6 @@ class BadBatchSkipper:
 
     def skip(self, failure: DataError, error: Exception) -> Any:
         """Report a bad batch and return its placeholder.
-
-        Args:
-            failure: Says which batch, and why.
-            error: The error that was raised.
 
         Raises:
             DataError: There are too many; or memory has run out, which is not the data's fault.

@@ -258,9 +258,6 @@ class IterableSource(Source):
     is saved is decided after that, by a time, a metric, a signal or a callback. Keep the state small.
 
     Args:
-        name: The data's name, for messages.
-        data: The iterable.
-        seed: The run's seed.
         shard: The batch of every round that is used here; all are drawn.
     """
 
@@ -368,11 +365,7 @@ class IterableSource(Source):
         return {name: value for name, value in sizes.items() if isinstance(value, int) and value}
 
     def check_settings(self, before: dict[str, Any]) -> None:
-        """Refuse a resume that would draw other batches than those that were used.
-
-        Raises:
-            CheckpointError: The settings differ, and the data has no state.
-        """
+        """Refuse a resume that would draw other batches than those that were used."""
         now = self.settings()
         name = next((each for each in (*before, *now) if before.get(each) != now.get(each)), None)
         if name is None:
@@ -496,11 +489,7 @@ class IterableSource(Source):
         end(iterator)
 
     def skip_bad_batches(self) -> None:
-        """Refuse, because an iterator that has raised is at its end.
-
-        Raises:
-            DataError: Always.
-        """
+        """Refuse, because an iterator that has raised is at its end."""
         raise DataError(
             f"on_bad_batch='skip' with the {self.name} data, which is an iterable"
             f" ({type(self._data).__name__}): one that has raised is at its end, and the batches after a bad"

@@ -77,9 +77,6 @@ class SplitSource(Source):
         ranks: The processes; in each round they exchange whether they have a batch.
         divided_for_one: Where this process had asked for its rank while it was the only one. Its part may be
             the whole then, and only the data shows it: the call may have been for a message.
-
-    Raises:
-        DataError: Its part is the whole, by the lengths of the parts.
     """
 
     is_split = True
@@ -176,11 +173,7 @@ class SplitSource(Source):
             )
 
     def _report_repeats(self, repeats: Repeats, is_last: bool) -> None:
-        """Warn if several processes were given the same samples; all processes call it.
-
-        Raises:
-            DataError: They were, and rank 0 had asked for its rank while it was the only process.
-        """
+        """Warn if several processes were given the same samples; all processes call it."""
         found = Repeats.joined(self.ranks.all_gather(repeats.sketch())).found(at_end=is_last)
         if found is None:
             return
@@ -280,16 +273,7 @@ class SplitSource(Source):
 
 
 def check_division(source: Source, state: Any, position: int) -> None:
-    """Check that a checkpoint's data was divided as this run's, if its state depends on that.
-
-    Args:
-        source: This run's source.
-        state: The result of `gathered` in the checkpoint.
-        position: The position in its epoch.
-
-    Raises:
-        CheckpointError: It was divided differently.
-    """
+    """Check that a checkpoint's data was divided as this run's, if its state depends on that."""
     parts = state[_PARTS] if isinstance(state, dict) and _PARTS in state else None
     now = source.shard.size if source.is_split else None
     before = None if parts is None else len(parts)

@@ -48,8 +48,6 @@ class CollectiveOrder:
 
     Args:
         ranks: All ranks of the job; all make one at the same time.
-        problem: The beginning of the error's message, about what differs.
-        remedy: Its end: what the user can do.
 
     Attributes:
         comparisons: How many calls were compared so far.
@@ -89,14 +87,7 @@ class CollectiveOrder:
         self._seen.clear()
 
     def next(self, call: str) -> None:
-        """Check that the other ranks make this call too, before it is made.
-
-        Args:
-            call: What it does, as the error's message says it: "gathers 'blocks.1'".
-
-        Raises:
-            StrategyError: Another rank makes another call; says which rank makes which.
-        """
+        """Check that the other ranks make this call too, before it is made."""
         if self._closed.is_set():
             return
         seen = self._seen
@@ -150,9 +141,6 @@ class CollectiveOrder:
         """Return whether all others have made this call without a comparison, or wait at this place for it.
 
         They have learnt another order only if their windows were of other kinds.
-
-        Raises:
-            StrategyError: Some have made another call.
         """
         found = [text if made == self._made else "" for made, text in self._of_all("wants")]
         for rank, made in enumerate(self._of_all("at")):

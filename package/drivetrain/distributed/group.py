@@ -53,14 +53,7 @@ _process = 0
 
 @dataclass(frozen=True)
 class Member:
-    """This process as a member of a job.
-
-    Attributes:
-        rank: This process, from 0.
-        world_size: The number of processes.
-        device: Where its model lives.
-        ranks: All processes, for exchanges on the host.
-    """
+    """This process as a member of a job."""
 
     rank: int
     world_size: int
@@ -77,15 +70,9 @@ def join(
     group in the same place would find the first one's leftovers in the store.
 
     Args:
-        world_size: The number of processes of the run.
-        device: The kind of device, "cpu" or "cuda".
         timeout: How long a collective may take; None uses torch's limit, which is 10 minutes on GPUs and 30
             on CPUs.
         gpus: The GPU of each process on this machine, by index; None gives each that of its local rank.
-
-    Raises:
-        StrategyError: There is no job, it has another number of processes, or the group cannot be formed.
-        RankFailure: A rank has ended instead of joining.
     """
     global _process
     environment = detect(os.environ)

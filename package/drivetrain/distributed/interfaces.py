@@ -29,15 +29,7 @@ _AGAIN = 8.0
 
 
 def check_resolves(host: str, variable: str) -> None:
-    """Check that a host has an address.
-
-    Args:
-        host: A name or an address.
-        variable: The option or variable that has it, for the error.
-
-    Raises:
-        StrategyError: The name has no address.
-    """
+    """Check that a host has an address."""
     until = time.monotonic() + _AGAIN
     while True:
         try:
@@ -138,11 +130,7 @@ def loopback_variables() -> dict[str, str]:
 
 
 def check_interface() -> None:
-    """Check that the interface that the user names for gloo is one of this machine.
-
-    Raises:
-        StrategyError: It is not, as after a copy of another cluster's settings.
-    """
+    """Check that the interface that the user names for gloo is one of this machine."""
     given = [] if sys.platform == "win32" else os.environ.get(GLOO, "").split(",")
     known = [name for _, name in socket.if_nameindex()]
     wrong = next((each for each in given if each and each not in known), None)
@@ -154,11 +142,7 @@ def check_interface() -> None:
 
 
 def check_loopback() -> None:
-    """Check that processes of this machine can connect to one another; torch would try for half an hour.
-
-    Raises:
-        StrategyError: The loopback interface is down, as in a new network namespace.
-    """
+    """Check that processes of this machine can connect to one another; torch would try for half an hour."""
     try:
         with listen("127.0.0.1") as server:
             socket.create_connection(server.getsockname(), timeout=3.0).close()
@@ -173,12 +157,6 @@ def check_users(inodes: Iterable[int]) -> None:
     """Check that no other user's process is at the other end of connections that stay on this machine.
 
     The loopback interface is open to all users of a machine, and gloo asks for no password. Only Linux tells.
-
-    Args:
-        inodes: Sockets of this process.
-
-    Raises:
-        StrategyError: A connection leads to a process of another user, who is not root.
     """
     rows: dict[tuple[str, str], tuple[int, int]] = {}
     for name in ("tcp", "tcp6"):

@@ -200,10 +200,6 @@ class Ranks:
 class Joint:
     """A block that every rank runs. If it raises on one, all raise: their own error, or the first rank's.
 
-    Args:
-        exchange: Returns what each rank gives, by rank.
-        copies: The number of ranks that have the same result.
-
     Attributes:
         mine: The result of this rank, which the block sets.
         of_all: The results of all ranks, once the block has ended.

@@ -62,11 +62,7 @@ def new_secret() -> str:
 
 
 def secret() -> bytes:
-    """Return the secret of the environment, or of a file of the user's that is made now if there is none.
-
-    Raises:
-        StrategyError: The secret is too short, or its file cannot be made or read, or others can read it.
-    """
+    """Return the secret of the environment, or of a file of the user's that is made now if there is none."""
     given = os.environ.get(SECRET)
     path = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config", "drivetrain", "secret").expanduser()
     try:
@@ -108,9 +104,6 @@ def authenticate(rank: int, world_size: int) -> None:
     """Check that every rank has the job's secret, and sign the objects of its collectives from now on.
 
     Every rank must call it, when all have reached the store. A second call for the same group does nothing.
-
-    Raises:
-        StrategyError: A rank has another secret, or there is none.
     """
     global _key, _key_of_objects, _store
     store: Store = distributed_c10d._get_default_store()
@@ -156,11 +149,7 @@ def signed(label: str, text: str) -> str:
 
 
 def verified(label: str, text: str) -> str:
-    """Return a text of `signed` without its signature.
-
-    Raises:
-        RankFailure: The text is not from a rank of this job.
-    """
+    """Return a text of `signed` without its signature."""
     found, _, mark = text.rpartition("\n") if _is_active() else (text, "", "")
     if not hmac.compare_digest(mark.encode(), (derived(f"{label}\n{found}") or "").encode()):
         raise RankFailure(f"the entry {label!r} of the job's store {_UNSIGNED}")

@@ -31,11 +31,7 @@ def closed_in_forks(line: socket.socket) -> socket.socket:
 
 
 class Bell:
-    """Wakes a thread that waits for a socket. `ring` takes no lock, so a signal handler may call it.
-
-    Args:
-        line: The socket.
-    """
+    """Wakes a thread that waits for a socket. `ring` takes no lock, so a signal handler may call it."""
 
     def __init__(self, line: socket.socket) -> None:
         self._ends = socket.socketpair()
@@ -64,11 +60,7 @@ class Bell:
 
 @contextlib.contextmanager
 def closing_sockets_in_forks() -> Iterator[None]:
-    """Run the block so that forked processes close the sockets it opens, such as those of torch.
-
-    Raises:
-        StrategyError: One of them leads to a process of another user of this machine.
-    """
+    """Run the block so that forked processes close the sockets it opens, such as those of torch."""
     before = _sockets()
     try:
         yield

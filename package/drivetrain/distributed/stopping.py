@@ -106,7 +106,6 @@ class Stopping:
         """End a run that a signal has stopped.
 
         Args:
-            reason: The signal's reason.
             spoiled: What else has spoiled the run meanwhile; None if nothing has.
 
         Returns:
@@ -144,7 +143,6 @@ class Stopping:
         """Give up waiting for an answer: a rank has failed.
 
         Args:
-            failure: How.
             is_death: Whether the rank was killed or stopped. A launcher that sees it first signals the ranks
                 that are left, and that signal asks for no restart.
         """
@@ -185,9 +183,6 @@ class Stopping:
 
 class Poll:
     """Rank 0's part of the agreement: where all ranks are, and the first boundary that none has passed.
-
-    Args:
-        world_size: The number of ranks.
 
     Attributes:
         round: The number of decisions so far.

@@ -17,12 +17,7 @@ class KeptBuffers:
         self._copies: list[Tensor] = []
 
     def keep(self, module: nn.Module, but: type[nn.Module] | None = None) -> None:
-        """Copy the buffers as they are now; lazy ones have no values yet.
-
-        Args:
-            module: The module.
-            but: Modules whose buffers are left out.
-        """
+        """Copy the buffers as they are now; lazy ones have no values yet."""
         # A forward may replace or add a tensor, so the tables are copied too.
         self._tables = [
             (each, dict(each._buffers.items()), set(each._non_persistent_buffers_set))

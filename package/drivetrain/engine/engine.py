@@ -204,11 +204,7 @@ class Engine:
         self._choose_step()
 
     def _chosen_optimize(self) -> Callable[[Engine, Weighted], Optimized] | None:
-        """Return what makes a step, if `train_step` does not: the task, or its training step.
-
-        Raises:
-            ConfigError: The batches of a task that makes it should be split.
-        """
+        """Return what makes a step, if `train_step` does not: the task, or its training step."""
         if not overrides(self.task, "optimize"):
             return generator_step if self.interleaved else None
         if self.splitter is not None:

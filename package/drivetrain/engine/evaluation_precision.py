@@ -16,12 +16,7 @@ from drivetrain.task.task import StepModule
 
 
 def check_evaluation_precision(spec: str | int | Precision | None, strategy: Strategy) -> Precision | None:
-    """Return the precision of evaluations after a check; None for that of training.
-
-    Raises:
-        ConfigError: The precision stores no weights in a dtype of its own.
-        StrategyError: The strategy or the device does not support it.
-    """
+    """Return the precision of evaluations after a check; None for that of training."""
     if spec is None:
         return None
     precision = as_precision(spec)

@@ -110,11 +110,7 @@ def advance(body: Generator[Any, None, Any]) -> Any:
 
 
 def same_optimizer(yielded: Sequence[Any], names: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the optimizer that all micro-batches' generators name, and their losses.
-
-    Raises:
-        ConfigError: A yield that is no `(name, loss)`, an unknown name, or generators that disagree.
-    """
+    """Return the optimizer that all micro-batches' generators name, and their losses."""
     losses = []
     first: str | None = None
     for each in yielded:
@@ -143,11 +139,7 @@ def named(optimizer: str, metric: str) -> str:
 
 
 def returned_rows(yielded: Sequence[Any], pairs: Weighted) -> list[Row]:
-    """Return the scalars that generator steps returned at their end, if any.
-
-    Raises:
-        ConfigError: Some bodies ended and some did not, or they returned no mapping.
-    """
+    """Return the scalars that generator steps returned at their end, if any."""
     rows = []
     for each, (micro_batch, _) in zip(yielded, pairs, strict=True):
         if not isinstance(each, Returned):

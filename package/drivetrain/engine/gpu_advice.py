@@ -27,14 +27,7 @@ def advise(device: torch.device, precision: Precision, model: nn.Module, compile
 
 
 def advice(capability: tuple[int, int], precision: Precision, model: nn.Module, compiled: bool) -> list[str]:
-    """Return the advice for a fit.
-
-    Args:
-        capability: The GPU's compute capability.
-        precision: The run's precision.
-        model: The task.
-        compiled: Whether it is compiled.
-    """
+    """Return the advice for a fit."""
     found = []
     matmul: Any = torch.backends.cuda.matmul
     is_float32 = precision.compute_dtype is None and precision.param_dtype is None

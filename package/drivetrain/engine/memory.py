@@ -52,11 +52,7 @@ NOTHING = MemoryConfig()
 
 
 def as_memory(spec: Mapping[str, Any] | MemoryConfig | None) -> MemoryConfig:
-    """Return the user's argument as a configuration.
-
-    Raises:
-        ConfigError: It has another type; says what is allowed.
-    """
+    """Return the user's argument as a configuration."""
     if spec is None or isinstance(spec, MemoryConfig):
         return spec or NOTHING
     if not isinstance(spec, Mapping):
@@ -70,12 +66,7 @@ def check_memory(
     strategy: Strategy,
     compile: bool | Mapping[str, Any] | CompileConfig,
 ) -> None:
-    """Check that the strategy and compilation allow the options.
-
-    Raises:
-        ConfigError: Compilation does not.
-        StrategyError: The strategy does not; says why.
-    """
+    """Check that the strategy and compilation allow the options."""
     again, offload = config.activation_checkpointing, config.offload_activations
     if (again or offload) and (reason := strategy.refuses("recomputation")):
         name = "activation_checkpointing" if again else "offload_activations"
@@ -97,13 +88,7 @@ def check_memory(
 
 
 class MemoryInUse:
-    """The memory options in use in one run.
-
-    Args:
-        spec: The configuration.
-        strategy: The run's strategy.
-        compile: The compiled parts.
-    """
+    """The memory options in use in one run."""
 
     def __init__(
         self,
@@ -117,11 +102,7 @@ class MemoryInUse:
         self._in_use: list[Recomputation] = []
 
     def add(self, model: nn.Module) -> None:
-        """Make a model's blocks recompute; before it is sharded or wrapped, and after it is compiled.
-
-        Raises:
-            ConfigError: It has no such blocks.
-        """
+        """Make a model's blocks recompute; before it is sharded or wrapped, and after it is compiled."""
         if self._config.activation_checkpointing:
             self._in_use.append(Recomputation(model, self._config.activation_checkpointing))
 

@@ -31,12 +31,7 @@ def prepare_module(
     precision: Precision,
     weight_updates: WeightUpdates,
 ) -> Prepared:
-    """Return a module placed and wrapped by a strategy, and its optimizer if requested; see `Engine.prepare`.
-
-    Raises:
-        ConfigError: The ranks have different strategies or optimizers.
-        StrategyError: The ranks have different modules.
-    """
+    """Return a module placed and wrapped by a strategy, and its optimizer if any; see `Engine.prepare`."""
     check_same_module(strategy, model)
 
     def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
@@ -102,11 +97,7 @@ class EngineData:
         self._streams = streams
 
     def __len__(self) -> int:
-        """Return the batches in an epoch.
-
-        Raises:
-            TypeError: The length is unknown.
-        """
+        """Return the batches in an epoch."""
         count = self._feed.batches_per_epoch
         if count is None:
             raise TypeError("this data has no known length")

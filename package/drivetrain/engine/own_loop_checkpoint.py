@@ -43,11 +43,7 @@ def restore_optimizer_state(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
 ) -> None:
-    """Restore what `optimizer_state` returned.
-
-    Raises:
-        CheckpointError: Other optimizers, parameters, shapes or dtypes than were saved.
-    """
+    """Restore what `optimizer_state` returned."""
     if set(meta) != set(optimizers):
         raise CheckpointError(
             f"the checkpoint has the optimizers {sorted(meta)}, the task configures {sorted(optimizers)}"

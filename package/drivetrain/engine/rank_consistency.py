@@ -48,16 +48,6 @@ def require_same(
     """Check that all ranks have the same texts; all call it together.
 
     One number is exchanged. The texts are exchanged only if that number differs.
-
-    Args:
-        ranks: The ranks that compare.
-        found: The texts of this rank, by name.
-        problem: The beginning of the error's message.
-        remedy: Its end.
-        error: The kind of error.
-
-    Raises:
-        ConfigError: A text differs; names the first one, with the text of each rank.
     """
     if ranks.size == 1 or len(set(ranks.all_gather(zlib.crc32(repr(dict(found)).encode())))) == 1:
         return
@@ -82,11 +72,7 @@ def check_same_call(
     """Check that the ranks make the same call, with the same settings, arguments and kind of task.
 
     Args:
-        settings: The Trainer's arguments that decide what a rank does, and when.
-        task: The task.
         strategy: The strategy; it has been set up, and no more.
-        verb: The Trainer's method that was called, such as "fit".
-        **arguments: Further arguments of the verb, such as `resume`.
 
     Raises:
         ConfigError: The verb, a setting or an argument differs.
@@ -106,12 +92,7 @@ def check_same_call(
 
 
 def check_same_module(strategy: Strategy, module: nn.Module) -> None:
-    """Check that the ranks prepare the same module, under the same strategy, for a loop of the user's.
-
-    Raises:
-        ConfigError: The strategy or one of its options differs.
-        StrategyError: A parameter or buffer differs; see `check_same_call`.
-    """
+    """Check that the ranks prepare the same module, under the same strategy, for a loop of the user's."""
     problem = "the ranks were given different Engines"
     require_same(strategy.ranks, _options(strategy), problem, "Give all the same")
     _require_same_task(strategy.ranks, _tensors(module))
@@ -125,22 +106,14 @@ def _require_same_task(ranks: Ranks, described: Mapping[str, str]) -> None:
 def check_same_optimizers(
     task: nn.Module, updaters: Mapping[str, Updater], total_steps: int | None, ranks: Ranks
 ) -> None:
-    """Check that the ranks made the same optimizers, because each would silently train its own model.
-
-    Raises:
-        ConfigError: An optimizer differs in its kind, parameters, settings, schedule or clipping; says how.
-    """
+    """Check that the ranks made the same optimizers, because each would silently train its own model."""
     if ranks.size > 1:
         made = dict(_made(task, updaters, total_steps))
         require_same(ranks, made, _OTHER_OPTIMIZERS, "Let configure_optimizers give the same on all")
 
 
 def check_same_optimizer(module: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Check that the ranks made the same optimizer, in a loop of the user's.
-
-    Raises:
-        ConfigError: It differs in its kind, parameters or settings; says how.
-    """
+    """Check that the ranks made the same optimizer, in a loop of the user's."""
     if ranks.size > 1:
         made = dict(_settings(module, "the optimizer", optimizer))
         require_same(ranks, made, _OTHER_OPTIMIZERS, "Let the factory give the same on all")

@@ -25,9 +25,6 @@ call it together and get the same answer."""
 class StepGate:
     """Decides before each step of an optimizer whether it is skipped.
 
-    Args:
-        task: The module whose buffers are restored after a skipped step.
-
     Attributes:
         refusals: The functions to call, in order, until one refuses.
     """

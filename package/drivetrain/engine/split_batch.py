@@ -32,9 +32,6 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
 
     Every tensor or array has the samples as its first dimension, or is the same for all samples: without a
     dimension, or with a first one of 1. The same holds for every list of texts and numbers in a column.
-
-    Raises:
-        DataError: Something in it cannot be split by samples; says what.
     """
     number = batch_size(batch)
     if number is None or number <= size:
@@ -98,16 +95,7 @@ class _NotJoinable(Exception):  # noqa: N818 - caught and turned into an error
 
 
 def join_batches(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the outputs of batches as one output of all samples.
-
-    Args:
-        outputs: One for each batch, in order.
-        sizes: The number of samples of each batch.
-
-    Raises:
-        DataError: There are no batches; or the outputs do not have one entry per sample, or the entries have
-            different shapes; says which.
-    """
+    """Return the outputs of batches as one output of all samples."""
     if not outputs:
         raise DataError("the data gave no batch, so there are no outputs to join. joined=False returns []")
     try:

@@ -25,15 +25,9 @@ def weighted_parts(
     """Return the parts of a micro-batch with their weights.
 
     Args:
-        micro_batch: The whole.
-        batches: Its parts, on the device.
         hosts: The parts as the data gave them, or None for each. They are weighed like the whole; in a 16-bit
             copy a sum of weights may be rounded, or infinite.
         weigh: Returns a part's loss weight; None uses its number of samples.
-
-    Raises:
-        DataError: A part's weight is negative or not finite, or the parts' weights do not add up to the
-            whole's.
     """
     samples = [batch_size(each) or 0 for each in batches]
     weights: Sequence[float] = samples

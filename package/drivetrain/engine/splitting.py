@@ -45,12 +45,7 @@ _NOT_EVEN_ONE = "drivetrain: not even a micro-batch of one sample fits"
 
 
 def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
-    """Check that batches can be split as asked.
-
-    Raises:
-        ConfigError: It is no number of samples, "auto" or None.
-        StrategyError: The strategy cannot run steps in parts or repeat them; says why.
-    """
+    """Check that batches can be split as asked."""
     if spec is None:
         return
     if isinstance(spec, str) and spec != AUTO:
@@ -73,16 +68,11 @@ class MicroBatches:
 
     Args:
         spec: The largest number of samples of a part, or "auto" to find it by running out of memory.
-        engine: The run's engine, once it has prepared the task.
-        show: Whether to print the result to stderr.
 
     Attributes:
         searches: Whether the spec is "auto".
         size: The largest number of samples of a training part; None before the first out-of-memory error.
         begun_again: Functions to call each time a step is repeated.
-
-    Raises:
-        ConfigError: The task's `training_step` is a generator.
     """
 
     def __init__(self, spec: int | str, engine: StepContext, show: bool = False) -> None:
@@ -281,11 +271,7 @@ class MicroBatches:
         return {"size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` returned, or None; a size from the Trainer's arguments takes precedence.
-
-        Raises:
-            CheckpointError: The state has another form.
-        """
+        """Restore what `state_dict` returned, or None; a size that the Trainer was given takes precedence."""
         if state is None or not self.searches:
             return
         value = state.get("size") if isinstance(state, Mapping) else state
@@ -295,11 +281,7 @@ class MicroBatches:
 
 
 def _refuse_whole(batch: Any, size: int, error: Exception, what_helps: str) -> None:
-    """Check that a batch that ran out of memory can be split.
-
-    Raises:
-        DataError: It cannot; says why, and what else helps.
-    """
+    """Check that a batch that ran out of memory can be split."""
     if batch_size(batch) is None:
         raise DataError(f"a {type(batch).__name__} cannot be split by samples; {what_helps}") from error
     try:

@@ -145,11 +145,7 @@ class Updater:
         return timed.metric if timed is not None and timed.unit == "validations" else None
 
     def resolve_direction(self, direction: Callable[[str], str | None]) -> None:
-        """Let a schedule that watches a value take over whether less or more of it is better.
-
-        Raises:
-            ConfigError: That is unknown, or not what the schedule takes for better.
-        """
+        """Let a schedule that watches a value take over whether less or more of it is better."""
         timed = self.torch_schedule
         if isinstance(self.schedule, PlateauSchedule):
             self.schedule.resolve_direction(direction(self.schedule.metric))
@@ -210,11 +206,7 @@ class Updater:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            CheckpointError: The checkpoint was saved with another kind of schedule, or its state is damaged.
-        """
+        """Restore what `state_dict` returned."""
         if unknown := sorted(set(state) - {"plateau", "scheduler", "kind"}):
             raise CheckpointError(
                 f"the schedule of optimizer {self.name!r} keeps no {unknown}: the checkpoint is damaged"
@@ -243,12 +235,7 @@ def _schedule_of(state: Mapping[str, Any]) -> str:
 
 
 def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
-    """Return the result of a task's `configure_optimizers` by name.
-
-    Raises:
-        ConfigError: It is no configuration, mapping or factory; or an optimizer that was built early, with
-            the reason for the refusal.
-    """
+    """Return the result of a task's `configure_optimizers` by name."""
     if isinstance(configured, Optimizer):
         raise ConfigError(
             f"configure_optimizers returned a finished {type(configured).__name__}. It is too early to build"
@@ -292,12 +279,7 @@ def _check_not_class(spec: object) -> None:
 def configured_specs(
     task: TaskModule, strategy: Strategy, total_steps: int | None
 ) -> dict[str, OptimizerSpec]:
-    """Return the optimizers of a task, or those that the strategy's own configuration chooses, by name.
-
-    Raises:
-        ConfigError: They do not fit the task's training step.
-        StrategyError: The strategy cannot run that step.
-    """
+    """Return the optimizers of a task, or those that the strategy's own configuration chooses, by name."""
     if is_interleaved(task) and (reason := strategy.refuses("generators")):
         raise StrategyError(
             f"{type(task).__name__}.training_step is a generator, which strategy {strategy.name!r}"
@@ -317,9 +299,6 @@ def configured_specs(
 def parameter_names(task: nn.Module, name: str, spec: OptimizerConfig, alone: bool) -> set[str] | None:
     """Return the names of an optimizer's parameters: those its configuration selects, or the submodule of its
     name.
-
-    Raises:
-        ConfigError: There are several optimizers, and neither source selects parameters.
     """
     if alone or spec.parameters is not None:
         return None
@@ -343,14 +322,7 @@ def build_updaters(
     """Build the optimizers of a task on its current parameters.
 
     Args:
-        task: The task, with its parameters and their names.
-        specs: The result of `optimizer_specs`.
-        total_steps: The run's length, or None if unknown.
-        max_grad_norm: The run's clipping, for optimizers that set none.
         weight_updates: How weights of 16 bits take updates; None leaves it to the optimizers.
-
-    Raises:
-        ConfigError: A configuration that does not fit the task.
     """
     updaters: dict[str, Updater] = {}
     weight_updates = weight_updates or WeightUpdates("nearest")
@@ -383,11 +355,7 @@ def made_by(
 def from_factory(
     factory: Callable[[list[nn.Parameter]], Any], parameters: Sequence[nn.Parameter]
 ) -> tuple[Optimizer, TorchSchedule | None]:
-    """Call a user's factory with parameters, and check the result.
-
-    Raises:
-        ConfigError: It returns something other than an optimizer or `(optimizer, schedule)`.
-    """
+    """Call a user's factory with parameters, and check the result."""
     made = factory(list(parameters))
     scheduler = None
     if isinstance(made, tuple) and len(made) == 2:
@@ -424,12 +392,7 @@ def from_factory(
 
 
 def warn_of_long_warmup(updaters: Mapping[str, Updater], steps: int | None) -> None:
-    """Warn of a warm-up that the fit ends before.
-
-    Args:
-        updaters: The optimizers by name.
-        steps: The fit's steps; None if unknown.
-    """
+    """Warn of a warm-up that the fit ends before."""
     for each in updaters.values():
         if steps is not None and 0 < steps <= each.warmup_steps:
             _LOG.warning(
@@ -439,11 +402,7 @@ def warn_of_long_warmup(updaters: Mapping[str, Updater], steps: int | None) -> N
 
 
 def check_watched(updaters: Mapping[str, Updater], validates: bool) -> None:
-    """Check that a schedule that follows the validations has some to follow.
-
-    Raises:
-        ConfigError: The fit has no validation data.
-    """
+    """Check that a schedule that follows the validations has some to follow."""
     name = next((name for each in updaters.values() if (name := each.watched()) is not None), None)
     if name is not None and not validates:
         raise ConfigError(
@@ -457,12 +416,7 @@ def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], restore: Cal
     """Check that every parameter that requires gradients was there when the optimizers were made.
 
     Args:
-        task: The task.
-        trained: The trained parameters at the beginning of the run.
         restore: Restores the parameters' original form, if the strategy changes it in between.
-
-    Raises:
-        ConfigError: A parameter was added, replaced or unfrozen since; names it.
     """
     known = {id(each) for each in trained}
     strangers = [

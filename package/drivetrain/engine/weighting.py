@@ -34,9 +34,7 @@ def weigh(
     that would wait for the device.
 
     Args:
-        micro_batches: This rank's micro-batches.
         ranks: The ranks that make the step together; None for one process.
-        placeholders: Prepares placeholders.
 
     Returns:
         The micro-batches with their factors, times the number of ranks, because strategies average over
@@ -98,9 +96,6 @@ class OpenWindow:
 
     Gradients are kept relative to the first weight, so that a window of one backward, the usual one, is never
     rescaled. With several ranks it is rescaled, because each has other weights.
-
-    Args:
-        ranks: The ranks whose backwards make up a window together.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -121,11 +116,7 @@ class OpenWindow:
         return weight
 
     def backward(self, strategy: Strategy, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Add a micro-batch's gradients, unless its weight is zero: its mean loss is then usually 0 / 0.
-
-        Raises:
-            ConfigError: A negative weight, or none.
-        """
+        """Add a micro-batch's gradients, unless its weight is zero: its mean loss is then usually 0 / 0."""
         weight = self._own(weight)
         if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # reading another would wait for it
             weight = float(weight)
@@ -165,11 +156,7 @@ class OpenWindow:
         return self._ranks.add(torch.full((), total, dtype=torch.float64, device=device))
 
     def check_closed(self) -> None:
-        """Check that the window is closed, so that the state can be saved.
-
-        Raises:
-            ConfigError: Gradients were added since the last step.
-        """
+        """Check that the window is closed, so that the state can be saved."""
         if self._open:
             raise ConfigError(
                 "engine.save() between engine.backward() and engine.step(): make the step first"
@@ -179,9 +166,6 @@ class OpenWindow:
         """Divide the gradients by the window's weight; the next backward opens a new window.
 
         If every weight was zero, there are no gradients; optimizers skip parameters without a gradient.
-
-        Raises:
-            ConfigError: No backward came before.
         """
         if not self._open:
             raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")

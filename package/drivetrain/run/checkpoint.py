@@ -35,11 +35,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
     """Return the state of a run between two steps.
 
     Args:
-        run: The run.
         resumable: Whether to include what a run needs to resume, besides the task.
-
-    Raises:
-        CheckpointError: A part of it cannot be stored; says which.
     """
     engine = run.engine
     engine.synchronize_buffers()
@@ -103,10 +99,6 @@ def _snapshot_task(run: Run) -> Snapshot:
 def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
     """Return everything that a checkpoint holds, checked for NaN and infinity first.
 
-    Args:
-        run: The run.
-        resumable: As for `snapshot_run`.
-
     Raises:
         NonFiniteError: A loss since the last log point, or a weight, was NaN or infinite: such weights are
             not worth keeping.
@@ -122,18 +114,7 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
 
 @named_place("as it takes over a checkpoint")
 def restore(run: Run, snapshot: Snapshot, address: str, override: str = "") -> None:
-    """Restore a checkpoint's state when a fit begins, and call the callbacks.
-
-    Args:
-        run: The run.
-        snapshot: The state.
-        address: The checkpoint.
-        override: As for `restore_run`.
-
-    Raises:
-        ConfigError: As `restore_run`.
-        CheckpointError: It does not fit this run, or is past its end; says what differs.
-    """
+    """Restore a checkpoint's state when a fit begins, and call the callbacks."""
     before, run.last_checkpoint = run.last_checkpoint, address
     try:
         restore_run(run, snapshot, override=override)
@@ -205,8 +186,6 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
     """Restore a run's state.
 
     Args:
-        run: The run.
-        snapshot: The saved state.
         data: Whether to restore the position in the data, too.
         override: "optimizer" if the optimizers have the settings that the user gives now, where they have
             changed, "keep-optimizer" if they keep the checkpoint's.
@@ -252,11 +231,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
 
 
 def _check_frozen(run: Run, snapshot: Snapshot) -> None:
-    """Check that checkpoint and run leave out the same frozen parameters, or none.
-
-    Raises:
-        CheckpointError: They do not; says what differs.
-    """
+    """Check that checkpoint and run leave out the same frozen parameters, or none."""
     stored = snapshot.objects.get(FROZEN)
     if stored is None and run.frozen is None:
         return
@@ -291,11 +266,7 @@ def _named(origin: Mapping[str, str]) -> str:
 
 
 def restore_weights(run: Run, path: str) -> None:
-    """Restore the weights of a checkpoint of this run, and nothing else. All ranks call it together.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """Restore the weights of a checkpoint of this run, and nothing else. All ranks call it together."""
     engine, loaded = run.engine, list[Snapshot]()
     with engine.checkpoint_layout():
         like = like_module(run.task)
@@ -318,10 +289,6 @@ def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
 
     The count of steps comes from the checkpoint, because schedules and random streams depend on it. The
     counts of data stay. The steps in between count as skipped.
-
-    Raises:
-        CheckpointError: It does not fit this run; says what differs.
-        OSError: As `restore_run`.
     """
     progress, timing = run.progress, dict(run.timing)
     now = replace(progress)

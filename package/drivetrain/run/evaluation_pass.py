@@ -19,9 +19,7 @@ class EvaluationPass:
     """One pass over a loader: it takes what the steps return, and computes the values.
 
     Args:
-        run: The run.
         whole: Whether the pass is a whole one, for what computes from all samples at once.
-        stack: Closes and resets what the pass has used.
 
     Attributes:
         add: Adds the scalars of a step; see `MetricBuffer.add`.

@@ -44,15 +44,7 @@ class Hooked:
 
 
 class Hooks:
-    """The callbacks' methods by hook, looked up once, so that an unused hook costs nothing.
-
-    Args:
-        callbacks: The callbacks; an object is one if its class has the base `Callback`.
-
-    Raises:
-        ConfigError: A method whose name begins with `on_` but is no hook, with the nearest name; or a hook
-            with more required parameters than the run.
-    """
+    """The callbacks' methods by hook, looked up once, so that an unused hook costs nothing."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         for callback in callbacks:
@@ -82,11 +74,7 @@ class Hooks:
 
 
 def _check_constructed(callback: Any) -> None:
-    """Check that a subclass of a callback of ours has called its constructor, by the attributes that it sets.
-
-    Raises:
-        ConfigError: It has not; names the class.
-    """
+    """Check that a subclass of a callback of ours has called its constructor, which sets attributes."""
     kind = type(callback)
     base = next((each for each in kind.__mro__ if each.__module__.startswith("drivetrain.")), kind)
     code = getattr(inspect.unwrap(vars(base).get("__init__", object.__init__)), "__code__", None)

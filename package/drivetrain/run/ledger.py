@@ -56,9 +56,6 @@ class Ledger:
     It writes a line at the start, when training begins, after each save and each roll back, with each
     warning of the package, at log points a second apart, and at the end. So a step costs nothing. Each line
     has the totals of the attempt, so that the next line replaces one that could not be written.
-
-    Args:
-        run: The run.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -78,7 +75,6 @@ class Ledger:
         """Start writing into a directory.
 
         Args:
-            directory: The run directory.
             since: The start of the attempt, on `perf_counter`'s clock.
         """
         self._file = directory / NAME
@@ -156,12 +152,7 @@ class Ledger:
             self.note("log")
 
     def note(self, event: str, **more: Any) -> None:
-        """Write a line, if there is a file. No error ends the run: the next line replaces a missing one.
-
-        Args:
-            event: The event, such as "save".
-            **more: Further fields of the line.
-        """
+        """Write a line, if there is a file. No error ends the run: the next line replaces a missing one."""
         if self._file is None or not self._attempt:
             return
         try:

@@ -293,8 +293,6 @@ def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = No
     """Make one pass over evaluation data. Every sample counts once; training's random streams do not move.
 
     Args:
-        run: The run.
-        stage: "validation" or "test".
         feeds: The data by loader name; None for an only one.
         sanity_batches: Only so many batches of each loader, for the short validation before training.
             A reader of whole evaluations is left out.
@@ -302,9 +300,6 @@ def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = No
     Returns:
         Weighted means of the step's values, and the declared metrics, by the names of the task's
         `metric_name`; then rank 0's values of what hooks logged during the evaluation.
-
-    Raises:
-        ConfigError: Two values have the same name.
     """
     engine, hooks = run.engine, run.hooks
     values: dict[str, float] = {}
@@ -375,8 +370,6 @@ def predict(
     """Yield the outputs of every batch, on the CPU, in the data's order, those of all ranks on every rank.
 
     Args:
-        run: The run.
-        feed: The data.
         values: Gets the values of a validation on the same data, by name, at the end; None makes none.
         sizes: Gets the number of samples of each batch before its outputs are yielded.
     """

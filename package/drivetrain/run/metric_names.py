@@ -34,9 +34,6 @@ class ValueSource(NamedTuple):
 class MetricNames:
     """The names of one run.
 
-    Args:
-        task: The task, whose `metric_name` gives them.
-
     Attributes:
         are_own: Whether the task has names of its own, which do not begin with the stage.
         stages: The stages that have given values.
@@ -51,16 +48,7 @@ class MetricNames:
         self._loaders: tuple[str, ...] = ()
 
     def named(self, values: Mapping[str, float], stage: str, loader: str | None = None) -> dict[str, float]:
-        """Return the values of a stage under their full names.
-
-        Args:
-            values: By the names that the step or the task's `metrics` gives them.
-            stage: "train", "validation" or "test".
-            loader: The name of the evaluation's loader; None for an only one.
-
-        Raises:
-            ConfigError: A name is not a text, another value has it, or it is "step".
-        """
+        """Return the values of a stage under their full names."""
         if values:
             self.stages.add(stage)
         full: dict[str, float] = {}
@@ -123,11 +111,7 @@ class MetricNames:
         return usual[meant[0]] if meant else None
 
     def check_logged(self, name: str) -> None:
-        """Check a name that a hook logs a value under.
-
-        Raises:
-            ConfigError: The name belongs to a value of the task, or is "step".
-        """
+        """Check a name that a hook logs a value under."""
         if name == _COUNT:
             raise ConfigError(f"run.log({name!r}, ...): {_TAKEN}. Log the value under another name")
         source = self._sources.setdefault(name, None)

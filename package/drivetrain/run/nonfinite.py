@@ -30,12 +30,7 @@ IN_A_ROW = 100
 
 
 def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
-    """Check that a strategy supports `on_nonfinite`.
-
-    Raises:
-        ConfigError: The choice is unknown.
-        StrategyError: The strategy cannot skip a step; says why.
-    """
+    """Check that a strategy supports `on_nonfinite`."""
     if choice not in CHOICES or not isinstance(choice, str):
         raise ConfigError(f"on_nonfinite={choice!r}. {nearest(str(choice), CHOICES)}")
     if choice == "skip":
@@ -43,15 +38,7 @@ def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
 
 
 def check_skipping(asked: str, strategy: Strategy) -> None:
-    """Check that a strategy can skip steps.
-
-    Args:
-        asked: The argument that needs it, as the user wrote it.
-        strategy: The run's strategy.
-
-    Raises:
-        StrategyError: The strategy cannot; says why.
-    """
+    """Check that a strategy can skip steps."""
     if reason := strategy.refuses("skipping"):
         raise StrategyError(
             f"{asked} with strategy {strategy.name!r}: {reason}. Use on_nonfinite='stop', or"
@@ -64,9 +51,6 @@ class NonFinitePolicy:
 
     `choice` selects one of raise, skip and stop. A run with `LossSpike("rollback")` is rolled back instead of
     raising or stopping, as long as that is possible.
-
-    Args:
-        run: The run.
 
     Attributes:
         choice: "raise", "skip" or "stop".
@@ -157,9 +141,6 @@ class NonFinitePolicy:
         one number, because the schedule, the random streams, the counts and the averages depend on it. A loss
         scale checks the gradients and skips by itself. Then only losses are checked here, so that a bad batch
         does not lower the scale.
-
-        Raises:
-            NonFiniteError: Too many steps in a row were skipped.
         """
         engine = self._run.engine
         flags = [flag for _, flag in bad_losses(rows)]
@@ -236,11 +217,7 @@ class NonFinitePolicy:
         self._known = frozenset(self._bad_weights(snapshot))
 
     def check_end(self) -> None:
-        """Check that the weights at the end of training are finite, unless a save has done so.
-
-        Raises:
-            NonFiniteError: Some are not, and the run does not stop in order; or every step was skipped.
-        """
+        """Check that the weights at the end of training are finite, unless a save has done so."""
         if self._in_a_row and not self._run.progress.steps:
             raise NonFiniteError(
                 f"all {self._run.progress.skipped} steps were skipped, as a loss or gradient was NaN or"
@@ -259,9 +236,6 @@ class NonFinitePolicy:
 
         Args:
             snapshot: A snapshot with the weights; None uses the task's.
-
-        Raises:
-            NonFiniteError: Some are not, on any rank; all ranks raise it.
         """
         run = self._run
         self._checked = run.progress.steps

@@ -139,8 +139,6 @@ def phases_of(run: Run, phases: Phases, before_step: Callable[[int], None]) -> I
     this costs nothing, and afterwards the objects are as before.
 
     Args:
-        run: The run of a fit that has not begun.
-        phases: The phases.
         before_step: Called before the data of each step is asked for, with the number of steps before
             it in this program.
     """

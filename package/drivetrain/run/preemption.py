@@ -118,11 +118,7 @@ def _split_signals(given: str | int) -> list[str | int]:
 
 
 def as_preemption(spec: object) -> PreemptionConfig | None:
-    """Return the user's argument as a configuration; None if it disables preemption.
-
-    Raises:
-        ConfigError: It has another type; says what is allowed.
-    """
+    """Return the user's argument as a configuration; None if it disables preemption."""
     if isinstance(spec, bool):
         return PreemptionConfig() if spec else None
     if isinstance(spec, PreemptionConfig):
@@ -137,9 +133,6 @@ def as_preemption(spec: object) -> PreemptionConfig | None:
 
 class Preemption:
     """A context manager around a fit: signals end it in order, as soon as a run exists.
-
-    Args:
-        spec: The Trainer's argument.
 
     Raises:
         Preempted: A signal has asked for an end, and the run has ended or failed before it could stop in
@@ -175,7 +168,6 @@ class Preemption:
         """Let signals end this run.
 
         Args:
-            run: The run.
             resumable: Whether a run can go on from its checkpoints. Otherwise each signal is one of `stop`: a
                 program that is started again would fail at its start.
         """
@@ -236,12 +228,7 @@ class Preemption:
 
 
 def print_end(run: Run, left: str) -> None:
-    """Print that a signal has ended the run and what is left of it; an interrupt has a traceback for that.
-
-    Args:
-        run: The run.
-        left: What is left.
-    """
+    """Print that a signal has ended the run and what is left of it; an interrupt has a traceback for that."""
     if run.is_main and isinstance(run.stopping.ending, Preempted):
         _say(
             f"{run.stopping.ending.reason} after step {run.progress.steps}: {left}; exit code {EXIT_REQUEUE}"

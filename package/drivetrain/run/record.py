@@ -73,9 +73,6 @@ def versions() -> dict[str, Json]:
 def git_state(directory: Path) -> dict[str, Json] | None:
     """Return Git's commit and branch, and whether tracked files differ from it.
 
-    Args:
-        directory: A directory of the working tree.
-
     Returns:
         None without Git, a repository or a commit.
     """
@@ -99,11 +96,6 @@ def with_resumes(config: dict[str, Json], run: Run, override: str) -> dict[str, 
     """Return a configuration with the resumes of the run: each with its checkpoint, and what it has changed.
 
     Earlier ones, and the settings of before, are those of the ``config.json`` beside the checkpoint.
-
-    Args:
-        config: The configuration of now, with the part "run".
-        run: The run, once its checkpoint is restored.
-        override: What `fit(override=)` was given.
     """
     address = run.last_checkpoint
     if address is None:

@@ -47,15 +47,7 @@ class SaveErrors:
     def report(
         self, what: str, lost: str, error: Exception, last_checkpoint: str | None, then: str = AGAIN
     ) -> None:
-        """Count a failure, and warn if its cause is new; one with a known cause is a message for debugging.
-
-        Args:
-            what: The kind to count.
-            lost: What is missing now, such as "the checkpoint after step 6".
-            error: The cause.
-            last_checkpoint: The newest intact checkpoint, if there is one.
-            then: The consequence.
-        """
+        """Count a failure, and warn if its cause is new; one with a known cause is logged for debugging."""
         self.counts[what] += 1
         if not self._reports:
             return

@@ -277,11 +277,7 @@ class RunSettings:
 
 
 def check_stages(settings: RunSettings) -> None:
-    """Check that the other arguments fit numbers that change during a run.
-
-    Raises:
-        ConfigError: One does not; says what to do.
-    """
+    """Check that the other arguments fit numbers that change during a run."""
     for name, stages in stages_of(settings).items():
         if settings.group_by_length is not None:
             raise ConfigError(
@@ -299,11 +295,7 @@ def stages_of(settings: RunSettings) -> dict[str, Stages]:
 
 
 def check_samples(settings: RunSettings, name: str, stages: Stages) -> None:
-    """Check that the samples before each stage are known beforehand, if its points count them.
-
-    Raises:
-        ConfigError: Some may be left out.
-    """
+    """Check that the samples before each stage are known beforehand, if its points count them."""
     if stages.unit == "samples" and settings.on_bad_batch == "skip":
         raise ConfigError(
             f"{name}={stages!r} changes after samples, and on_bad_batch='skip' leaves some out. Give"
@@ -317,11 +309,7 @@ def same_on_all_ranks(settings: RunSettings) -> dict[str, Any]:
 
 
 def check_run_dir(spec: object) -> None:
-    """Check that it is a local path, or None.
-
-    Raises:
-        ConfigError: It is an address, no path at all, or one that no file can have.
-    """
+    """Check that it is a local path, or None."""
     if not isinstance(spec, (str, os.PathLike, type(None))):
         raise ConfigError(f"run_dir must be a path, or None for a new one, not {spec!r}")
     if "://" in str(spec):
@@ -341,22 +329,14 @@ def has_run_dir(settings: RunSettings) -> bool:
 
 
 def check_run_name(name: object) -> None:
-    """Check that a new directory may have this name, or that it is None.
-
-    Raises:
-        ConfigError: It may not.
-    """
+    """Check that a new directory may have this name, or that it is None."""
     if name is None or (isinstance(name, str) and name.strip(". ") and not {"/", "\\"} & {*name}):
         return
     raise ConfigError(f"run_name must be a text without '/' that can name a directory, not {name!r}")
 
 
 def checked_callbacks(spec: Any) -> tuple[Any, ...]:
-    """Return the callbacks after a check.
-
-    Raises:
-        ConfigError: They are not a sequence, a class instead of an object, or a method that is no hook.
-    """
+    """Return the callbacks after a check."""
     if not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping)):
         raise ConfigError(
             f"callbacks must be a sequence of callback objects, such as [EarlyStopping(...)], not {spec!r}"
@@ -367,21 +347,13 @@ def checked_callbacks(spec: Any) -> tuple[Any, ...]:
 
 
 def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
-    """Call `check_trainer(trainer, strategy)` of the callbacks.
-
-    Raises:
-        ConfigError: A callback does not fit; says why. A `StrategyError` if it does not fit the strategy.
-    """
+    """Call `check_trainer(trainer, strategy)` of the callbacks."""
     for callback in settings.callbacks:
         callback.check_trainer(settings, strategy)
 
 
 def checkpoint_policy(spec: object) -> object:
-    """Return what the Trainer was given as `checkpoint` after a check; several policies as a tuple.
-
-    Raises:
-        ConfigError: It is no policy, or several contradict each other.
-    """
+    """Return what the Trainer was given as `checkpoint` after a check; several policies as a tuple."""
     if isinstance(spec, (bool, CheckpointConfig)) or spec == "async":
         return spec
     if isinstance(spec, (list, tuple)):
@@ -417,11 +389,7 @@ def plain(value: Any) -> Any:
 
 
 def _check_graphs(settings: RunSettings) -> None:
-    """Check that no gradients accumulate in memory of a CUDA graph, which its next replay overwrites.
-
-    Raises:
-        ConfigError: They are; names the argument.
-    """
+    """Check that no gradients accumulate in memory of a CUDA graph, which its next replay overwrites."""
     config, steps = as_compile(settings.compile), settings.gradient_accumulation_steps
     if config is None or not makes_graphs(config):
         return
@@ -437,16 +405,7 @@ def _check_graphs(settings: RunSettings) -> None:
 
 
 def check_strategy_settings(settings: RunSettings, strategy: Strategy, batch_size: Any = None) -> None:
-    """Give a strategy the Trainer's arguments.
-
-    Args:
-        settings: The Trainer's arguments.
-        strategy: The run's strategy.
-        batch_size: The samples of a micro-batch, if known.
-
-    Raises:
-        ConfigError: The strategy's own configuration contradicts them.
-    """
+    """Give a strategy the Trainer's arguments."""
     asked = SharedSettings(
         batch_size if isinstance(batch_size, (int, Mapping)) else None,
         settings.gradient_accumulation_steps,

@@ -56,14 +56,7 @@ class Triggers:
 
 
 class RunState:
-    """The part of a run without feeds, callbacks and loggers; `Run` documents its attributes.
-
-    Args:
-        task: The task.
-        engine: The engine.
-        stage: "train", "validation", "test" or "predict".
-        on_save_error: What to do when a file cannot be written: "raise" or "warn".
-    """
+    """The part of a run without feeds, callbacks and loggers; `Run` documents its attributes."""
 
     def __init__(self, task: TaskModule, engine: Engine, stage: str, on_save_error: str = "raise") -> None:
         self.task = task

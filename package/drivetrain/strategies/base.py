@@ -90,12 +90,7 @@ class Support(NamedTuple):
 
 
 def installed(package: str, extra: str) -> Support:
-    """Return whether a package is installed, without importing it.
-
-    Args:
-        package: The package's name.
-        extra: The extra of drivetrain that installs it.
-    """
+    """Return whether a package is installed, without importing it."""
     if is_installed(package):
         return Support(True)
     return Support(False, f"the package {package!r} is not installed: pip install 'drivetrain[{extra}]'")
@@ -413,10 +408,6 @@ def gradients_of(inputs: Sequence[Tensor] | None, parameters: Iterable[Tensor]) 
 
     Shards are not leaves of the graph, so torch's `backward` does not accept them as its `inputs`. The
     gradients of all other parameters are restored afterwards.
-
-    Args:
-        inputs: The parameters that get gradients; None means all.
-        parameters: All parameters.
     """
     mine = {id(each) for each in inputs or ()}
     others = [] if inputs is None else [each for each in parameters if id(each) not in mine]

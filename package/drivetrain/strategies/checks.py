@@ -21,8 +21,6 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
     """Check that a task has all of its values before a strategy prepares it.
 
     Args:
-        task: The task.
-        name: The strategy's name.
         meta: Whether the strategy initialises a task on the meta device.
 
     Raises:
@@ -58,12 +56,7 @@ def check_gathering(task: nn.Module, memory: int | None = None, processes: int |
     Each of its processes gets them. Before the run it costs nothing to be told so.
 
     Args:
-        task: The task, with all of its parameters, on any device.
         memory: Bytes of the host; by default those of this machine, or what its control group may use.
-        processes: The processes on a machine; by default those of this launch.
-
-    Raises:
-        StrategyError: They do not fit.
     """
     if processes is None:
         found = detect(os.environ)
@@ -95,17 +88,7 @@ def check_dtypes(
     allowed: Callable[[Collection[torch.dtype]], bool],
     reason: str,
 ) -> None:
-    """Check the dtypes of trained parameters that a strategy exchanges together.
-
-    Args:
-        part: The task, or a module in it.
-        trained: Its trained parameters by name.
-        allowed: Whether the strategy can exchange parameters of these dtypes together.
-        reason: The end of the message: why it cannot, and what to do.
-
-    Raises:
-        StrategyError: It cannot; the message names one parameter of each dtype.
-    """
+    """Check the dtypes of trained parameters that a strategy exchanges together."""
     by_dtype: dict[torch.dtype, str] = {}
     for name, each in trained.items():
         by_dtype.setdefault(each.dtype, name)
@@ -120,11 +103,7 @@ def check_dimensions(task: nn.Module, otherwise: str = "") -> None:
     """Check that every parameter has at least one dimension.
 
     Args:
-        task: The task, or a module in it.
         otherwise: The end of the message: another way to deal with the parameter `{name}`.
-
-    Raises:
-        StrategyError: A parameter is a scalar; the message names it.
     """
     for name, parameter in task.named_parameters():
         if parameter.ndim == 0:
@@ -140,11 +119,7 @@ def _is_share(parameter: Tensor) -> bool:
 
 
 def check_options(config: Any, positive: Sequence[str], flags: Sequence[str]) -> None:
-    """Check that options are positive numbers or None, and that flags are True or False.
-
-    Raises:
-        ConfigError: One is not; the message names it.
-    """
+    """Check that options are positive numbers or None, and that flags are True or False."""
     kind = type(config).__name__
     for name in positive:
         value = getattr(config, name)

@@ -86,11 +86,7 @@ class DDPConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        """Check each option.
-
-        Raises:
-            ConfigError: An option is invalid; the message says what is allowed.
-        """
+        """Check each option."""
         check_options(self, ("bucket_mb", "timeout"), _FLAGS)
         hook = self.communication
         if isinstance(hook, str) and hook not in _HOOKS:
@@ -328,10 +324,6 @@ def fix_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parame
     than two processes the sums of an all-reduce depend on a gradient's position in its bucket, so the first
     step after a resume would differ in its last bits from the uninterrupted run's. Here a backward of zeros
     triggers the rebuild: its gradients become ready in the reverse order of the parameters.
-
-    Args:
-        wrapped: The model; every step uses all of its parameters.
-        parameters: The trained parameters.
     """
     sparse = {id(each) for each in trained_sparsely(wrapped)}
     total = torch.zeros((), device=parameters[0].device)

@@ -47,7 +47,6 @@ class LossScale:
     """A gradient scaler that reports whether a step overflowed.
 
     Args:
-        device: The device of losses and gradients.
         agree: A function that combines the number of overflows (0-d) over all ranks, in place; None if every
             rank has the same gradients.
     """

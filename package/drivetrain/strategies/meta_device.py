@@ -27,9 +27,6 @@ class Materialization:
     around it can still change it. So a process holds one whole part at a time.
 
     Construct it before the model is converted to another dtype: values are drawn in the task's dtype.
-
-    Args:
-        model: The whole model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,12 +54,7 @@ class Materialization:
 
         Args:
             parts: The modules that are handed on one at a time, inner modules before those that contain them.
-            device: The device of the values.
-            world_size: The number of processes that do this together.
             hand_on: A function called with each initialised part; it may replace the part's parameters.
-
-        Raises:
-            StrategyError: A module on the meta device cannot initialise itself; the message names it.
         """
         waiting = {id(each): each for each in parts}
 

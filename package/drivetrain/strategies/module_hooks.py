@@ -20,11 +20,7 @@ _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forw
 
 
 class HookSnapshot:
-    """The hooks that a module had at one moment.
-
-    Args:
-        module: The module.
-    """
+    """The hooks that a module had at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -57,12 +57,7 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def strategy_class(name: str) -> Any:
-    """Return the class of a strategy for several processes.
-
-    Raises:
-        ConfigError: The name is unknown, or another package has registered something without `ATTRIBUTES`.
-        MissingDependencyError: The strategy's module needs a package that is not installed.
-    """
+    """Return the class of a strategy for several processes."""
     found: Any = STRATEGIES[name]
     missing = [each for each in ATTRIBUTES if not hasattr(found, each)]
     if missing:
@@ -74,11 +69,7 @@ def strategy_class(name: str) -> Any:
 
 
 def configure(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the configuration of a strategy with some options set; None if there are no options.
-
-    Raises:
-        ConfigError: The strategy is unknown or has no options, or it does not take these options.
-    """
+    """Return the configuration of a strategy with some options set; None if there are no options."""
     preset = PRESETS.get(name, {})
     for option, value in preset.items():
         if options.get(option, value) != value:
@@ -96,11 +87,7 @@ def configure(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def config_type(name: str) -> type[Any]:
-    """Return the class of a strategy's configuration.
-
-    Raises:
-        ConfigError: The strategy is unknown, or has no options.
-    """
+    """Return the class of a strategy's configuration."""
     if STRATEGIES[name] is SingleDevice:
         raise ConfigError(f"strategy {name!r} has no options; 'ddp' and 'fsdp' have some")
     found: type[Any] = strategy_class(name).config_type
@@ -108,11 +95,7 @@ def config_type(name: str) -> type[Any]:
 
 
 def named(spec: Any) -> tuple[str, Any]:
-    """Return the name and the configuration of a user's `strategy`; the configuration is None for defaults.
-
-    Raises:
-        ConfigError: The name is unknown, or no strategy takes this configuration.
-    """
+    """Return the name and the configuration of a user's `strategy`; None stands for the defaults."""
     if not _is_configuration(spec):
         _check_name(spec)
         return spec, configure(spec, {}) if spec in PRESETS else None

@@ -157,12 +157,7 @@ def check_precision(strategy: Strategy, precision: Precision, what: str = "preci
     is going to have ranks does not ask; each rank does.
 
     Args:
-        strategy: The strategy.
-        precision: The precision.
         what: What was asked for, with a place for the precision's name.
-
-    Raises:
-        StrategyError: It does not; says why.
     """
     if strategy.device.type == "cuda" and strategy.world_size > 1 and not _is_rank():
         return

@@ -19,11 +19,7 @@ def trained_sparsely(module: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_sparse(task: nn.Module, strategy: str, reason: str) -> None:
-    """Check that no parameter of a task gets a sparse gradient.
-
-    Raises:
-        StrategyError: One does; the message names it.
-    """
+    """Check that no parameter of a task gets a sparse gradient."""
     sparse = {id(each) for each in trained_sparsely(task)}
     name = next((name for name, each in task.named_parameters() if id(each) in sparse), None)
     if name is not None:
@@ -35,16 +31,7 @@ def refuse_sparse(task: nn.Module, strategy: str, reason: str) -> None:
 
 
 def refuse_layouts(optimizer: Optimizer, names: Mapping[Any, str], error: RuntimeError) -> None:
-    """Explain why an optimizer's step has failed, if it takes no sparse gradients, or no dense ones.
-
-    Args:
-        optimizer: The optimizer, with the gradients.
-        names: The names of the task's parameters.
-        error: What its step raised.
-
-    Raises:
-        ConfigError: Its kind takes no gradients of this layout; the message names the parameters.
-    """
+    """Explain why an optimizer's step has failed, if it takes no sparse gradients, or no dense ones."""
     gradients = [
         (names.get(each, "a parameter"), each.grad.layout is torch.sparse_coo)
         for group in optimizer.param_groups
@@ -92,12 +79,7 @@ def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float, sparse: Sequen
     """Clip by the global norm.
 
     Args:
-        parameters: The parameters with the gradients to clip.
-        max_norm: The largest norm allowed.
         sparse: The parameters whose gradients may be sparse; torch cannot compute the norm of those.
-
-    Returns:
-        The norm before clipping (0-d).
     """
     if not sparse:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

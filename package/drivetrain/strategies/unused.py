@@ -18,7 +18,6 @@ def part_order(ranks: Ranks, needs_all: bool = False) -> CollectiveOrder:
     """Return a check that all ranks run the same parts of a model, for strategies that exchange them.
 
     Args:
-        ranks: All ranks.
         needs_all: Whether a step must use all parameters, so that ranks may not leave out the same ones.
     """
     ddp = "Or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"
@@ -59,13 +58,7 @@ def check_used(
     one.
 
     Args:
-        names: The names of the parameters.
-        parameters: The parameters that were trainable when the run started.
-        allow: The option that allows unused parameters.
         before: The gradients of the window's earlier micro-batches; None if there were none.
-
-    Raises:
-        ConfigError: A parameter has no gradient, or only that of earlier micro-batches; names it.
     """
     if before is None:
         without = [index for index, each in enumerate(parameters) if each.grad is None]
@@ -98,12 +91,7 @@ _STAGE_3 = "DeepSpeed's stage 3 would update them with the gradients of an earli
 
 
 class UsedParameters:
-    """A record of the parameters that have got gradients in a step.
-
-    Args:
-        task: The task.
-        optimizers: The optimizers.
-    """
+    """A record of the parameters that have got gradients in a step."""
 
     def __init__(self, task: nn.Module, optimizers: Collection[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -128,11 +116,7 @@ class UsedParameters:
             each.remove()
 
     def check(self) -> None:
-        """Check that all parameters have got a gradient, and begin with the next step.
-
-        Raises:
-            ConfigError: Some have not; the message names them.
-        """
+        """Check that all parameters have got a gradient, and begin with the next step."""
         check_all_used(self._names, self._used, self._optimizers)
         self._used.clear()
 
@@ -140,17 +124,7 @@ class UsedParameters:
 def check_all_used(
     names: Mapping[Tensor, str], used: Collection[Tensor], optimizers: Collection[Optimizer], stage: int = 0
 ) -> None:
-    """Check that a step of DeepSpeed's has used all parameters, unless a gradient of zero changes nothing.
-
-    Args:
-        names: The names of the trained parameters.
-        used: Those that have got a gradient.
-        optimizers: The optimizers.
-        stage: ZeRO's stage.
-
-    Raises:
-        ConfigError: Some have not; the message names them.
-    """
+    """Check that a step of DeepSpeed's has used all parameters, unless a gradient of zero changes nothing."""
     unused = [name for each, name in names.items() if each not in used]
     if unused and not (stage < 3 and all(map(_is_idle_at_zero, optimizers))):
         more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""

@@ -16,12 +16,7 @@ Wrap = str | int | tuple[str, ...] | Callable[[nn.Module], bool]
 
 
 def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
-    """Return the modules to gather one at a time, inner modules before those that contain them.
-
-    Raises:
-        ConfigError: The model has no module of a given class (the message gives the nearest name), or a
-            chosen module is a container such as a `ModuleList`.
-    """
+    """Return the modules to gather one at a time, inner modules before those that contain them."""
     if wrap == "auto":
         named = named_blocks(model)
         return separate(model, named) if named else repeated_blocks(model)
@@ -95,11 +90,7 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
 
 
 def ignored_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters that match a pattern, or belong to a module that matches.
-
-    Raises:
-        ConfigError: A pattern matches nothing; the message gives the nearest name.
-    """
+    """Return the names of the parameters that match a pattern, or belong to a module that matches."""
     return frozenset().union(*(names_matching(model, each, f"ignored={each!r}") for each in patterns))
 
 

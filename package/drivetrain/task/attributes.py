@@ -70,12 +70,7 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the objects of some classes in an attribute's value, each with its place.
-
-    Args:
-        value: The value.
-        kinds: The classes.
-    """
+    """Yield the objects of some classes in an attribute's value, each with its place."""
     seen: set[int] = set()
 
     def search(place: tuple[Any, ...], each: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -43,16 +43,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def select_modules(model: nn.Module, patterns: Sequence[str], argument: str) -> dict[str, nn.Module]:
-    """Return the modules of a model that are called and whose names match, in model order.
-
-    Args:
-        model: The model; it is not one of them itself.
-        patterns: Globs on names, as in `fnmatch`: ``*`` crosses dots.
-        argument: The user's name for the patterns, for the message.
-
-    Raises:
-        ConfigError: A pattern matches no module; names the nearest.
-    """
+    """Return the modules of a model that are called and whose names match, in model order."""
     named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if name and is_called(module):

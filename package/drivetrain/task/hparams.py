@@ -55,16 +55,7 @@ def _containers_copied(value: Any) -> Any:
 
 
 def construct(cls: type[T], arguments: Mapping[str, Any], where: str) -> T:
-    """Return a task built from its recorded arguments.
-
-    Args:
-        cls: The task's class, a subclass of `nn.Module`.
-        arguments: The arguments by name, as `record_arguments` returned them.
-        where: Their origin, for messages.
-
-    Raises:
-        ConfigError: The constructor does not take an argument, or a required one is missing.
-    """
+    """Return a task built from its recorded arguments."""
     signature = inspect.Signature(parameters_of(cls))  # type: ignore[arg-type]
     named = {name: arguments[name] for name in signature.parameters if name in arguments}
     others = {name: value for name, value in arguments.items() if name not in named}

@@ -57,11 +57,7 @@ class ModelInfo:
 
 
 def info_of(model: nn.Module) -> ModelInfo:
-    """Return what a task says of its model; of any other module, nothing is known.
-
-    Raises:
-        ConfigError: The task's method returns something else.
-    """
+    """Return what a task says of its model; of any other module, nothing is known."""
     describe = getattr(model, "model_info", None)  # a user's own loop may train any module
     info = ModelInfo() if describe is None else describe()
     if not isinstance(info, ModelInfo):

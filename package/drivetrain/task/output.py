@@ -41,11 +41,7 @@ _LOSS = ("loss",)
 
 
 def read_output(output: Any) -> StepValues:
-    """Split a step's return value: a scalar, a mapping with "loss", a `StepOutput`, or None.
-
-    Raises:
-        ConfigError: Another type, a mapping without "loss", a value that is no scalar, or a name given twice.
-    """
+    """Split a step's return value: a scalar, a mapping with "loss", a `StepOutput`, or None."""
     outputs = None
     extra: Mapping[str, Any] | None = None
     loss = output
@@ -99,10 +95,6 @@ def without_other_graphs(step: Callable[[Batch], Any], keep_outputs: bool) -> Ca
 
     For wrappers that hook every returned tensor that requires a gradient: each such tensor costs FSDP one
     more pass of its backward hook, although only the loss is used in the backward.
-
-    Args:
-        step: A training step.
-        keep_outputs: Whether to keep the outputs; otherwise they are dropped.
     """
 
     def run(batch: Batch) -> Any:

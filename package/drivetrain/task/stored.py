@@ -54,10 +54,6 @@ class StoredTask:
         """Return the constructor arguments: the stored ones, updated with `overrides`.
 
         Warns about arguments of another program's task that this class does not take.
-
-        Raises:
-            ConfigError: An argument is missing from `overrides` that could not be stored, or a dataclass that
-                the constructor does not name or that has changed.
         """
         arguments = dict(self.hparams)
         lacking = set(self.unstored)
@@ -172,12 +168,7 @@ def _is_made_of_fields(kind: type) -> bool:
 
 
 def _make(kinds: Iterable[type], stored: Json, what: str) -> Any:
-    """Return the stored dataclass; None if the constructor names no dataclass of that name.
-
-    Raises:
-        CheckpointError: The value is not a stored dataclass.
-        ConfigError: The dataclass has other fields now.
-    """
+    """Return the stored dataclass; None if the constructor names no dataclass of that name."""
     values = stored.get("values") if isinstance(stored, dict) else None
     if not isinstance(stored, dict) or not isinstance(values, dict):
         raise CheckpointError(f"{what} is not a stored dataclass")
@@ -199,11 +190,7 @@ def _make(kinds: Iterable[type], stored: Json, what: str) -> Any:
 
 
 def read_task(path: str) -> StoredTask:
-    """Return the constructor arguments and weights of a checkpoint; `path` as in `resolve`, or Lightning's.
-
-    Raises:
-        CheckpointError: The path is not readable, or the checkpoint has no constructor arguments.
-    """
+    """Return the constructor arguments and weights of a checkpoint, given as to `resolve`, or Lightning's."""
     files = file_system(path)
     if is_torch_file(path):
         read = torch_weights(path)
@@ -239,9 +226,6 @@ def read_frozen(path: str, task: nn.Module) -> Collection[str]:
     Args:
         path: A checkpoint, or a file of weights, which leaves out none.
         task: The task that is to get the checkpoint's weights.
-
-    Raises:
-        CheckpointError: The task has others; names them.
     """
     if is_weight_file(path):
         return ()
@@ -260,9 +244,6 @@ def read_extras(path: str) -> dict[str, Any]:
     Args:
         path: A checkpoint that a Trainer saved, or a file of weights. A file of weights gives an empty
             mapping.
-
-    Raises:
-        CheckpointError: They cannot be read.
     """
     if is_weight_file(path):
         return {}

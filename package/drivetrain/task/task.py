@@ -36,11 +36,7 @@ TARGETS = ("label", "labels", "target", "targets", "y")
 
 
 def check_constructed(module: nn.Module) -> None:
-    """Check that a module's constructor has called that of `nn.Module`.
-
-    Raises:
-        ConfigError: It has not; names the class.
-    """
+    """Check that a module's constructor has called that of `nn.Module`."""
     if "_parameters" not in vars(module):
         raise ConfigError(
             f"the constructor of {type(module).__name__} does not call super().__init__(); call it first,"
@@ -450,9 +446,6 @@ def train_loaded(task: TaskModule) -> None:
 def known_fit(task: TaskModule, totals: Totals, progress: Progress | None = None) -> Iterator[None]:
     """Run the block with the planned length of a fit in `task.totals` and its progress in `task.progress`;
     restore them afterwards.
-
-    Raises:
-        ConfigError: The task's class has another attribute of that name.
     """
     known: dict[str, Any] = {"totals": totals, "progress": Progress() if progress is None else progress}
     for name in known:
@@ -488,10 +481,6 @@ class StepModule(nn.Module):
 
     The wrapped module is the whole step, so a wrapper's forward hooks see every parameter that the step uses,
     including those used in the loss only.
-
-    Args:
-        task: The task, or any module whose forward must run under the context.
-        context: A factory of the context, or None; see `Precision.forward_context`.
     """
 
     def __init__(

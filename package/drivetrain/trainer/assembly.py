@@ -63,11 +63,7 @@ _TAKES = {
 
 
 def _check_parameters(task: TaskModule) -> None:
-    """Check that methods of the task take what they are given.
-
-    Raises:
-        ConfigError: One takes something else.
-    """
+    """Check that methods of the task take what they are given."""
     for method, names in _TAKES.items():
         if not overrides(task, method) or (method == "loss" and overrides(task, "training_step")):
             continue
@@ -82,11 +78,7 @@ def _check_parameters(task: TaskModule) -> None:
 
 
 def check_task(task: object) -> TaskModule:
-    """Return the task after a check of its type.
-
-    Raises:
-        ConfigError: It is a class, or no TaskModule, or one written for another library.
-    """
+    """Return the task after a check of its type."""
     if isinstance(task, TaskModule):
         waiting: list[Any] = [task]
         while waiting:
@@ -116,12 +108,6 @@ _LOGGED = 50
 def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: Any) -> Iterator[Engine]:
     """Run the block, the set-up of a run, with its engine; report an error to the other ranks before leaving
     them.
-
-    Args:
-        settings: The settings.
-        task: The task.
-        verb: The Trainer's method that was called.
-        **arguments: Further arguments that must be equal on all ranks.
     """
     engine = Engine(
         strategy=settings.strategy,
@@ -166,16 +152,7 @@ def _in_epochs(feed: Feed, max_epochs: float) -> tuple[int, tuple[int, int]] | N
 
 
 def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals:
-    """Return the length of a fit, as far as it is known.
-
-    Args:
-        settings: The settings.
-        feed: The training data.
-        world_size: The number of processes.
-
-    Raises:
-        ConfigError: No limit was given, or a fraction of an epoch of unknown length.
-    """
+    """Return the length of a fit, as far as it is known."""
     if settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
         raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
     max_epochs, plan = settings.max_epochs, feed.plan
@@ -224,11 +201,7 @@ def log_interval(settings: RunSettings, per_epoch: PerEpoch | None) -> Every | N
 
 
 def make_triggers(settings: RunSettings, steps_per_epoch: PerEpoch | None, validates: bool) -> Triggers:
-    """Return the triggers of logging and validation.
-
-    Raises:
-        ConfigError: A fraction of an epoch of unknown length.
-    """
+    """Return the triggers of logging and validation."""
     validate_every, begins = every(settings.validate_every), every(settings.validate_from)
     if not validates:
         validate = Trigger(None)
@@ -243,11 +216,7 @@ def make_triggers(settings: RunSettings, steps_per_epoch: PerEpoch | None, valid
 
 
 def checked_fit_data(settings: RunSettings, train_data: Any, validation_data: Any) -> tuple[Any, Any]:
-    """Return the training and validation data of what `fit` was given, after a check of the settings for it.
-
-    Raises:
-        ConfigError: A data object lacks a method, or settings would not be used.
-    """
+    """Return the training and validation data of what `fit` was given, after a check of the settings."""
     train_data, validation_data = fit_data(train_data, validation_data)
     batch_sizes(settings, train_data)
     check_settings_used(
@@ -272,11 +241,6 @@ def build_fit(
     """Build the run of a fit, and its saver unless checkpoints are off; `start_from` makes it ready to start.
 
     Args:
-        settings: The settings.
-        task: The task.
-        train_data: As given to `fit`.
-        validation_data: As given to `fit`.
-        resume: As given to `fit`.
         body: Whether the user's code runs between steps.
     """
     began = fit_began()
@@ -426,11 +390,7 @@ def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -
 
 
 def given_run_dir(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a run directory.
-
-    Raises:
-        ConfigError: A file has its name, or that of a folder above it.
-    """
+    """Return the absolute path of a run directory."""
     given = Path(run_dir).absolute()
     taken = next((each for each in (given, *given.parents) if each.exists()), None)
     if taken is not None and not taken.is_dir():
@@ -539,9 +499,6 @@ def sanity_batches(settings: RunSettings, run: Run) -> int | None:
 
     By default it validates where that is under a hundredth of the batches that it trains on in an epoch, and
     where what it reads can be read again.
-
-    Raises:
-        ConfigError: It is asked for, and the data can be read once.
     """
     feeds = [feed for _, feed in run.evaluation_feeds]
     asked = settings.sanity_validation
@@ -573,19 +530,7 @@ def describe_task(task: TaskModule) -> dict[str, Any]:
 def build_evaluation(
     settings: RunSettings, task: Any, data: Any, stage: str, checkpoint: str | None, metrics: bool = True
 ) -> Run:
-    """Build the run of a validation, test or prediction outside a fit: no loggers, no files.
-
-    Args:
-        settings: The settings.
-        task: The task.
-        data: The data, as given.
-        stage: "validation", "test" or "predict".
-        checkpoint: As given to the verb.
-        metrics: Whether metrics are computed.
-
-    Raises:
-        ConfigError: Named loaders to predict; a prediction has one order.
-    """
+    """Build the run of a validation, test or prediction outside a fit: no loggers, no files."""
     task = check_task(task)
     verb = _VERBS.get(stage, stage)
     with setting_up(settings, task, verb, checkpoint=checkpoint, metrics=metrics) as engine:

@@ -57,18 +57,7 @@ def make_saver(
     """Build the saver that the Trainer's policies ask for.
 
     Args:
-        settings: The settings.
-        task: The task.
-        run_dir: The run directory.
-        loaders: The names of the validation loaders.
-        resume: As given to `fit`.
-        ranks: The ranks of the job.
         closing: The fit's exit stack; the directory stays locked until it closes.
-
-    Raises:
-        ConfigError: A fresh start in a directory that has another run's checkpoints, or another job is
-            writing there.
-        CheckpointError: The directory cannot be locked, and save errors are not tolerated.
     """
     root = checkpoint_root(settings, run_dir)
     if settings.checkpoint is False or root is None:
@@ -152,12 +141,7 @@ def _manager(root: str, policies: Sequence[CheckpointConfig], ranks: Ranks = ALO
 def find_checkpoint(
     settings: RunSettings, run: Run, saver: CheckpointSaver | None, resume: str | None
 ) -> tuple[str, Snapshot] | None:
-    """Return the checkpoint that `resume` names, or None for a fresh start.
-
-    Raises:
-        ConfigError: "auto" without a run directory.
-        CheckpointError: Nothing readable at a path.
-    """
+    """Return the checkpoint that `resume` names, or None for a fresh start."""
     if saver is not None and saver.manager.entries() and _goes_on(run.engine.ranks):
         resume = "auto"
     if resume is None:
@@ -192,13 +176,7 @@ def find_checkpoint(
 
 
 def report_start(settings: RunSettings, run: Run, resume: object) -> None:
-    """Report where a resumed run begins, on the main rank, if progress is shown.
-
-    Args:
-        settings: The settings.
-        run: The run, in its initial state.
-        resume: As given to `fit`.
-    """
+    """Report where a resumed run begins, on the main rank, if progress is shown."""
     if not (run.is_main and settings.progress_bar):
         return
     at, progress = as_given(settings, run.last_checkpoint), run.progress
@@ -266,11 +244,6 @@ def _check_resume(resume: str | os.PathLike[str]) -> None:
 def named_checkpoint(settings: RunSettings, checkpoint: str) -> str:
     """Return the path of a checkpoint or of a file of weights, given as a path, "last", "best", or
     "best:<metric>".
-
-    Raises:
-        ConfigError: A word without a run directory, "best" with several metrics that rank, a metric that
-            ranks nothing, or no path at all.
-        CheckpointError: There is none.
     """
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise ConfigError(f"checkpoint={checkpoint!r}. Give 'best' or 'last' of run_dir, or a path")

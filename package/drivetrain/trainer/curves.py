@@ -16,16 +16,7 @@ _SIZE = (4.0, 2.8)  # of a plot, in inches
 
 
 def plot(history: Sequence[Mapping[str, float]], names: Sequence[str] = ()) -> Figure:
-    """Return a figure with a plot for each value; "train/loss" and "validation/loss" share one.
-
-    Args:
-        history: As `FitResult.history`.
-        names: Of the values; all of them if empty.
-
-    Raises:
-        ConfigError: No value has the name, or there are no values.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Return a figure with a plot for each value; "train/loss" and "validation/loss" share one."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -28,9 +28,6 @@ _LOADERS = {
 def pick_data(data: Any, stage: str) -> Any:
     """Return a stage's data: the data as given, or the result of the object's `train_data()`,
     `validation_data()` and so on.
-
-    Raises:
-        ConfigError: The object lacks the method of this stage.
     """
     method = f"{'train' if stage == 'training' else stage}_data"
     if _has(data, method):
@@ -77,8 +74,6 @@ def begun(verb: str, task: TaskModule, *given: Any) -> Iterator[None]:
     """Call `begin` of the data objects, run the block that asks them for data, and call their `end`.
 
     Args:
-        verb: The Trainer's method that was called.
-        task: The task.
         *given: The data as given; what is no data object, or has neither method, is left alone.
     """
     for each in given:
@@ -102,11 +97,7 @@ def _is_data_object(data: Any) -> bool:
 
 
 class DataObject(Callback):
-    """The state of a data object as a part of a run's checkpoints.
-
-    Args:
-        data: The data object.
-    """
+    """The state of a data object as a part of a run's checkpoints."""
 
     def __init__(self, data: Stateful) -> None:
         self.state_dict, self.load_state_dict = data.state_dict, data.load_state_dict

@@ -25,10 +25,6 @@ def train_feed(
     """Return the training data as windows of micro-batches.
 
     Args:
-        settings: The settings.
-        engine: The engine.
-        task: The task.
-        data: The user's data.
         changes: Whether the user's code may change it during the run.
     """
     steps, sizes = settings.gradient_accumulation_steps, settings.batch_size
@@ -81,12 +77,6 @@ def evaluation_feeds(
     """Return evaluation or prediction data by loader name; an empty result for None.
 
     Args:
-        settings: The settings.
-        engine: The engine.
-        task: The task.
-        data: The user's data.
-        stage: "validation", "test" or "predict".
-        callbacks: The run's callbacks.
         changes: Whether the user's code may change it during the run.
         declared: The task's metrics; None for a prediction without them.
     """
@@ -119,11 +109,7 @@ def evaluation_feeds(
 
 
 def batch_sizes(settings: RunSettings, data: Any) -> Stages | None:
-    """Return the stages of the training data's batch size; None if it does not change.
-
-    Raises:
-        ConfigError: The data has a batch size of its own.
-    """
+    """Return the stages of the training data's batch size; None if it does not change."""
     sizes = settings.batch_size
     if not isinstance(sizes, Stages):
         return None

@@ -73,16 +73,7 @@ def find_batch_size(
     memory: int | str | None,
     largest: int | None,
 ) -> BatchSizeResult:
-    """Find the size; see `Trainer.find_batch_size`.
-
-    Args:
-        settings: The Trainer.
-        task: The task.
-        data: The data.
-        fit: Fits a task on data with another Trainer.
-        memory: The limit.
-        largest: The largest size to try.
-    """
+    """Find the size; see `Trainer.find_batch_size`."""
     data = pick_data(data, "training")
     if isinstance(data, (DataLoader, IterableDataset)) or not _is_indexed(data):
         raise ConfigError(

@@ -84,17 +84,7 @@ def find_learning_rate(
     steps: int,
     metric: str | None,
 ) -> LearningRateCurve:
-    """Make the range test; see `Trainer.find_learning_rate`.
-
-    Args:
-        settings: The Trainer.
-        task: The task.
-        fit: Fits a task with another Trainer.
-        lowest: The rate of the first step.
-        highest: The rate of the last step.
-        steps: The number of steps.
-        metric: The name of the loss, or None.
-    """
+    """Make the range test; see `Trainer.find_learning_rate`."""
     number("find_learning_rate(lowest=)", lowest, above=0)
     number("find_learning_rate(highest=)", highest, above=lowest)
     count("find_learning_rate(steps=)", steps, at_least=2 * _FIRST)
@@ -111,11 +101,7 @@ def find_learning_rate(
 
 
 def copied(task: object) -> TaskModule:
-    """Return a deep copy of a task.
-
-    Raises:
-        ConfigError: It is no task, or cannot be copied.
-    """
+    """Return a deep copy of a task."""
     checked = check_task(task)
     try:
         return copy.deepcopy(checked)
@@ -127,12 +113,7 @@ def copied(task: object) -> TaskModule:
 
 
 def without_traces(settings: Settings, **changes: Any) -> Settings:
-    """Return a Trainer of the same step that writes and shows nothing, and never validates.
-
-    Args:
-        settings: The Trainer.
-        **changes: Other arguments that differ.
-    """
+    """Return a Trainer of the same step that writes and shows nothing, and never validates."""
     nothing: dict[str, Any] = dict.fromkeys(
         ("max_epochs", "max_time", "min_epochs", "min_steps", "dry_run", "validate_every", "validate_from")
     )

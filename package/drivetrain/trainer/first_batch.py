@@ -20,12 +20,7 @@ from drivetrain.trainer.data_objects import begun
 def first_batch(
     settings: RunSettings, task: TaskModule, train_data: Any, validation_data: Any = None
 ) -> Batch:
-    """Return the first batch of the training data in its own order, on the host; random streams do not move.
-
-    Raises:
-        ConfigError: Settings that the data would not use, as in `fit`.
-        DataError: The data is empty or of an unknown kind, or raised.
-    """
+    """Return the first batch of the training data in its own order, on the host. No random stream moves."""
     with preserved(), begun("fit", task, train_data, validation_data):
         data, _ = checked_fit_data(settings, train_data, validation_data)
         source = as_source(

@@ -20,9 +20,6 @@ class Observer(Protocol):
     def begins(self, trainer: RunSettings) -> Mapping[str, Any]:
         """Observe the start of a fit.
 
-        Args:
-            trainer: The Trainer's settings.
-
         Returns:
             Arguments that replace the Trainer's, and "resume" to replace that.
         """
@@ -48,13 +45,7 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def observed(trainer: Settings, is_fit: bool, resume: str | None = None) -> tuple[Settings, str | None]:
-    """Return the Trainer of a verb and its `resume`, as the observer changes them.
-
-    Args:
-        trainer: The Trainer.
-        is_fit: Whether the verb is a fit, not a validation, test or prediction.
-        resume: As given to `fit`.
-    """
+    """Return the Trainer of a verb and its `resume`, as the observer changes them."""
     observer = _observer.get()
     if observer is None:
         return trainer, resume

@@ -661,11 +661,7 @@ class Trainer(RunSettings):
 
 
 def _overrides(given: object, resume: object) -> str:
-    """Return the word for the optimizer's settings in a resume; empty if there is none.
-
-    Raises:
-        ConfigError: There is no resume, or it names something else.
-    """
+    """Return the word for the optimizer's settings in a resume; empty if there is none."""
     words = list(given) if isinstance(given, (list, tuple)) else [None]
     if len(words) > 1 or any(each not in ("optimizer", KEEP) for each in words):
         raise ConfigError(

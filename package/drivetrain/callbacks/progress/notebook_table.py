@@ -8,12 +8,7 @@ from typing import Any
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table in HTML.
-
-    Args:
-        head: The titles of the columns; empty for none.
-        rows: The cells of each row; texts are escaped.
-    """
+    """Return a table in HTML."""
     lines = [f"<tr>{_cells('th', head)}</tr>"] if head else []
     lines += [f"<tr>{_cells('td', row)}</tr>" for row in rows]
     return f"<table>{''.join(lines)}</table>"

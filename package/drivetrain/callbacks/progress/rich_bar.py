@@ -14,15 +14,7 @@ _LEAST = 4
 
 
 class RichBar:
-    """A bar. The bars of one run share a display, which ends with the last of them.
-
-    Args:
-        total: The steps at its end; None if unknown.
-        desc: The text before it.
-        initial: The steps made already.
-        unit: Not shown.
-        leave: Whether it stays on the screen when it is closed.
-    """
+    """A bar. The bars of one run share a display, which ends with the last of them."""
 
     progress: ClassVar[Progress]
     options: ClassVar[dict[str, Any]] = {}

@@ -175,11 +175,7 @@ def _of_gpu(device: torch.device) -> dict[str, Callable[[], float | None]]:
 
 
 class _CounterRate:
-    """The growth of a counter per second since the last call; 0 in the first one.
-
-    Args:
-        counter: Reads it.
-    """
+    """The growth of a counter per second since the last call; 0 in the first one."""
 
     def __init__(self, counter: Callable[[], float]) -> None:
         self._counter = counter

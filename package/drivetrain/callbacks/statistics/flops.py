@@ -155,9 +155,6 @@ class FlopsByLength:
     """The operations of one sample as a function of its length, from the lengths that were counted.
 
     One counted length gives a straight line through the origin, and each further one a degree more.
-
-    Args:
-        counted: Operations per sample, by length.
     """
 
     def __init__(self, counted: Mapping[int, Flops] | None = None) -> None:

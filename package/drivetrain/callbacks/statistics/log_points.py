@@ -33,11 +33,7 @@ class LogPoints:
     """The first log point at or after each end of an interval, once for each step.
 
     Args:
-        argument: The user's name for the interval, such as "WeightHistograms(every=)".
         every: The interval in steps or whole epochs; None takes every log point.
-
-    Raises:
-        ConfigError: It is another interval.
     """
 
     def __init__(self, argument: str, every: Interval | None) -> None:

@@ -272,8 +272,6 @@ def is_starved(run: Run, wall: float, idle: float) -> bool:
     """Return whether the device waits for the host.
 
     Args:
-        run: The run.
-        wall: Seconds since the log point before.
         idle: On CUDA, the share of steps whose data came when the GPU had nothing left to do. The wait at
             the log point does not tell: if the queue of launches is full, the host waits in each launch.
     """

@@ -163,13 +163,7 @@ def _part_of_gradient(run: Run, parameter: nn.Parameter) -> tuple[Tensor, float]
 
 
 class _Counts:
-    """The counts of several tensors, on the device and equal on all ranks.
-
-    Args:
-        run: The run.
-        parts: This rank's part of each tensor, and its share, by name.
-        bins: The number of bins.
-    """
+    """The counts of several tensors, on the device and equal on all ranks."""
 
     @torch.no_grad()
     def __init__(self, run: Run, parts: Mapping[str, tuple[Tensor, float]], bins: int) -> None:
@@ -222,13 +216,7 @@ def _ends(part: Tensor) -> Tensor:
 
 
 def _row(part: Tensor, outer: Tensor, bins: int) -> Tensor:
-    """Return how many values are not finite, the sum, the sum of squares, and the counts by bin.
-
-    Args:
-        part: The values.
-        outer: The first and the last edge.
-        bins: The number of bins.
-    """
+    """Return how many values are not finite, the sum, the sum of squares, and the counts by bin."""
     row = torch.zeros(3 + bins, dtype=outer.dtype, device=part.device)
     if not part.numel():
         return row

@@ -107,14 +107,7 @@ def import_deepspeed(
 
 
 class _Model:
-    """The content of the model's files, without the optimizer's.
-
-    Attributes:
-        shapes: The shapes of the trained parameters.
-
-    Args:
-        files: The files.
-    """
+    """The content of the model's files, without the optimizer's."""
 
     def __init__(self, files: Files) -> None:
         self._files = files

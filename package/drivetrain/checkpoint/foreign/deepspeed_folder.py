@@ -38,9 +38,6 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> Files:
     Args:
         folder: The folder that was given to DeepSpeed's `save_checkpoint`, or the one inside with the files.
         tag: The name of the folder inside; None uses the one in `latest`.
-
-    Raises:
-        CheckpointError: There is no such folder, the checkpoint is of another kind, or a file is missing.
     """
     inner = _inner(Path(folder), tag)
     names = _names(inner)
@@ -134,12 +131,7 @@ def _in_order(found: Mapping[tuple[int, int], str], kind: str, where: str) -> li
 
 
 class TypedEntries:
-    """A mapping in one of the files. Its entries must have the types that DeepSpeed writes.
-
-    Args:
-        values: The mapping.
-        where: The file, for messages.
-    """
+    """A mapping in one of the files. Its entries must have the types that DeepSpeed writes."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
@@ -148,11 +140,7 @@ class TypedEntries:
         self.where = where
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return an entry; `default` if it is missing or None.
-
-        Raises:
-            CheckpointError: The entry has another type.
-        """
+        """Return an entry; `default` if it is missing or None."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -161,11 +149,7 @@ class TypedEntries:
         return value
 
     def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """Return an entry that must exist.
-
-        Raises:
-            CheckpointError: The entry is missing, or has another type.
-        """
+        """Return an entry that must exist."""
         value = self.get(key, kind)
         if value is None:
             raise CheckpointError(

@@ -41,15 +41,7 @@ class Joined:
 
 
 def join_shards(files: Files, shapes: Shapes) -> Joined:
-    """Read the files of all processes, one after another.
-
-    Args:
-        files: The files.
-        shapes: The shapes in the model's file.
-
-    Raises:
-        CheckpointError: Something is missing or malformed.
-    """
+    """Read the files of all processes, one after another."""
     found = Joined()
     pieces: list[list[Tensor]] = [[] for _ in shapes]
     paddings: list[Any] = []
@@ -86,13 +78,7 @@ def _join(
     """Join the parameters of a group.
 
     Args:
-        pieces: The piece of each process.
-        shapes: The parameters' shapes, in order.
         paddings: The number of padding elements after each parameter; empty if there is no padding.
-        stage: The stage of ZeRO.
-
-    Raises:
-        ValueError: The pieces have too few or too many elements.
     """
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     values: dict[str, Tensor] = {}
@@ -120,17 +106,7 @@ def _join(
 
 
 class _RankShard:
-    """The file of one process.
-
-    Attributes:
-        stage: The stage of ZeRO.
-        version: The version of DeepSpeed.
-
-    Args:
-        archive: The file.
-        shapes: The shapes of the trained parameters.
-        size: The number of processes with files.
-    """
+    """The file of one process."""
 
     def __init__(self, archive: TorchArchive, shapes: Shapes, size: int) -> None:
         self._archive = archive

@@ -107,10 +107,6 @@ class TorchArchive:
         content: The saved object: lists, tuples, mappings, texts and numbers unchanged, tensors as
             `StoredTensor`s, and anything else as a `Foreign`.
 
-    Args:
-        path: The file.
-        files: The file system.
-
     Raises:
         DamagedCheckpointError: The file is not a complete `torch.save` file.
         CheckpointError: The file cannot be read.
@@ -136,11 +132,7 @@ class TorchArchive:
         self._source.close()
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """Read a tensor, and check its bytes against the archive's checksum.
-
-        Raises:
-            DamagedCheckpointError: The bytes are damaged.
-        """
+        """Read a tensor, and check its bytes against the archive's checksum."""
         with self._errors():
             if self._last is None or self._last[0] != stored.storage:  # often shared with the last
                 self._last = stored.storage, self._numbers(stored.storage)

@@ -65,10 +65,6 @@ class TorchWeights:
 def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
     """Read the weights in a `torch.save` file, without running or importing anything that it names.
 
-    Args:
-        path: The file.
-        files: The file system.
-
     Raises:
         DamagedCheckpointError: The file is not a complete `torch.save` file.
         CheckpointError: The file cannot be read, or has no weights by name.

@@ -67,12 +67,7 @@ def dump_assets(records: Mapping[str, FileRecord]) -> Json:
 
 
 def load_assets(value: Json, what: str) -> dict[str, FileRecord]:
-    """Parse the result of `dump_assets`.
-
-    Raises:
-        DamagedCheckpointError: The value is malformed, a name leads out of the folder, or the files are too
-            many or too large.
-    """
+    """Parse the result of `dump_assets`."""
     records = {}
     for name, each in as_object(value, what).items():
         if trouble := name_trouble(name):

@@ -226,12 +226,7 @@ def check_version(version: Json, what: str) -> int:
 
 
 def check_file_name(name: str, what: str) -> str:
-    """Check that a file name stays in the directory and is an ordinary name on every system.
-
-    Raises:
-        DamagedCheckpointError: The name has other characters than letters, digits, ".", "_" and "-", or not
-            one of our suffixes; or it is a device on Windows.
-    """
+    """Check that a file name stays in the directory and is an ordinary name on every system."""
     ours = name.endswith((TENSORS, ".json")) and name != MANIFEST and len(name) < 256
     if not ours or not _FILE_NAME.fullmatch(name) or _DEVICE.fullmatch(name):
         raise DamagedCheckpointError(f"{what} lists the file {name[:80]!r}, which no checkpoint contains")
@@ -239,12 +234,7 @@ def check_file_name(name: str, what: str) -> str:
 
 
 def check_part_name(name: str, what: str, error: type[CheckpointError] = CheckpointError) -> str:
-    """Check the name of a group or an object, which becomes a file name, also on disks that ignore case.
-
-    Raises:
-        CheckpointError: The name has other characters than lower-case letters, digits, "_" and "-", or is
-            "manifest" or a device on Windows.
-    """
+    """Check the name of a group or an object, which becomes a file name, also on disks that ignore case."""
     if not _PART_NAME.fullmatch(name) or name == "manifest" or _DEVICE.fullmatch(name):
         raise error(
             f"{what}: {name[:80]!r} cannot be a file name everywhere; allowed are lower-case letters, "
@@ -261,11 +251,7 @@ def dump_metrics(metrics: Mapping[str, float]) -> dict[str, Json]:
 
 
 def load_metrics(value: Json, what: str) -> dict[str, float]:
-    """Parse the result of `dump_metrics`.
-
-    Raises:
-        DamagedCheckpointError: The value is not an object of numbers and those three texts.
-    """
+    """Parse the result of `dump_metrics`."""
     metrics = {}
     for name, each in as_object(value, what).items():
         if isinstance(each, str) and each in _NOT_FINITE:

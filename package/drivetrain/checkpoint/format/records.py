@@ -144,9 +144,6 @@ class Layout:
 class Cells:
     """The individual pieces of a layout.
 
-    Args:
-        layout: The layout.
-
     Attributes:
         starts: The offsets of the pieces, by dimension.
         numbers: The process of each piece, relative to the first; the last dimension varies fastest.
@@ -315,11 +312,7 @@ def _content(name: str, text: Json, what: str) -> bytes:
 
 
 def load_file(name: str, value: Json, what: str) -> FileRecord:
-    """Parse the result of `dump_file`.
-
-    Raises:
-        DamagedCheckpointError: The value is malformed.
-    """
+    """Parse the result of `dump_file`."""
     fields = dict(as_object(value, what))
     size = read_sizes([fields.pop("bytes", None)], f"{what}: bytes")[0]
     content = _content(name, fields.pop("content"), f"{what}: content") if "content" in fields else None
@@ -339,11 +332,7 @@ def dump_hashes(hashes: Hashes) -> dict[str, Json]:
 
 
 def load_hashes(value: Json, what: str) -> Hashes:
-    """Parse the result of `dump_hashes`.
-
-    Raises:
-        DamagedCheckpointError: The value is malformed.
-    """
+    """Parse the result of `dump_hashes`."""
     fields = as_object(value, what)
     check_keys(fields, {"header_xxh3_128", "tensors_xxh3_128"}, what)
     named = as_object(fields["tensors_xxh3_128"], what)
@@ -374,17 +363,7 @@ def dump_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> tuple[list
 def load_tensors(
     layouts: Json, tensors: Json, processes: int, what: str
 ) -> dict[str, dict[str, TensorRecord]]:
-    """Parse the result of `dump_tensors`.
-
-    Args:
-        layouts: Parsed JSON.
-        tensors: Parsed JSON.
-        processes: The number of processes that wrote the checkpoint.
-        what: The name for messages.
-
-    Raises:
-        DamagedCheckpointError: A value is malformed, or names a process that does not exist.
-    """
+    """Parse the result of `dump_tensors`."""
     if not isinstance(layouts, list):
         raise DamagedCheckpointError(f"{what}: layouts is not a list")
     known = [_layout(each, processes, f"{what}: layout {number}") for number, each in enumerate(layouts)]
@@ -456,11 +435,7 @@ _MAX_CUTS = 16
 
 
 def read_numbers(value: Json, what: str) -> tuple[int, ...]:
-    """Parse a list of process numbers, or counts of processes.
-
-    Raises:
-        DamagedCheckpointError: The value is not a list of such numbers.
-    """
+    """Parse a list of process numbers, or counts of processes."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise DamagedCheckpointError(f"{what} is not a list of whole numbers")
     numbers = tuple(each for each in value if isinstance(each, int))
@@ -481,22 +456,14 @@ def _cuts(value: Json, size: int, what: str) -> tuple[int, ...]:
 
 
 def as_object(value: Json, what: str) -> dict[str, Json]:
-    """Return a value that must be a JSON object.
-
-    Raises:
-        DamagedCheckpointError: It is something else.
-    """
+    """Return a value that must be a JSON object."""
     if not isinstance(value, dict):
         raise DamagedCheckpointError(f"{what} is a {type(value).__name__}, not an object")
     return value
 
 
 def check_keys(fields: Mapping[str, Json], expected: set[str], what: str) -> None:
-    """Check that an object has exactly the expected keys.
-
-    Raises:
-        DamagedCheckpointError: Keys are missing or unexpected; names them.
-    """
+    """Check that an object has exactly the expected keys."""
     if set(fields) != expected:
         wrong = ", ".join(repr(name[:40]) for name in sorted(set(fields) ^ expected)[:8])
         raise DamagedCheckpointError(
@@ -505,11 +472,7 @@ def check_keys(fields: Mapping[str, Json], expected: set[str], what: str) -> Non
 
 
 def as_text(value: Json, what: str) -> str:
-    """Return a value that must be a text.
-
-    Raises:
-        DamagedCheckpointError: It is something else.
-    """
+    """Return a value that must be a text."""
     if not isinstance(value, str):
         raise DamagedCheckpointError(f"{what} is a {type(value).__name__}, not a text")
     return value

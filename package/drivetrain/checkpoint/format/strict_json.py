@@ -115,11 +115,7 @@ def seal(body: dict[str, Json], what: str) -> bytes:
 
 
 def unseal(data: bytes | bytearray, what: str) -> dict[str, Json]:
-    """Parse the result of `seal`.
-
-    Raises:
-        DamagedCheckpointError: The data is not a JSON object, or its content does not match its hash.
-    """
+    """Parse the result of `seal`."""
     value = parse_json(data, what)
     if not isinstance(value, dict):
         raise DamagedCheckpointError(f"{what} does not hold a JSON object")

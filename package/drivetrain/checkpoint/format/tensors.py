@@ -82,15 +82,7 @@ class TensorSpan:
 
 
 def check_tensor(tensor: Tensor, where: str) -> None:
-    """Check that a safetensors file can store a tensor.
-
-    Args:
-        tensor: The tensor, on any device.
-        where: Its name for the message.
-
-    Raises:
-        CheckpointError: A sparse or quantised tensor, one without data, or a dtype that the format lacks.
-    """
+    """Check that a safetensors file can store a tensor."""
     if tensor.layout != torch.strided:
         raise CheckpointError(
             f"{where}: a tensor of layout {tensor.layout} cannot be stored; call .to_dense() on it"
@@ -119,10 +111,6 @@ def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
 
     Args:
         tensors: The tensors by name; `check_tensor` has accepted each.
-        what: The name for messages.
-
-    Raises:
-        CheckpointError: A tensor has the one name that the format reserves.
     """
     return _plan(tensors, what)[0]
 
@@ -246,9 +234,6 @@ def read_tensors(reader: HashedReader) -> dict[str, Tensor]:
     Args:
         reader: At the file's start; at its end afterwards. The caller checks the hash before it uses the
             tensors.
-
-    Raises:
-        DamagedCheckpointError: The file is not well-formed safetensors.
     """
     result = {}
     for span in read_header(reader):
@@ -263,8 +248,6 @@ def room_for(shape: tuple[int, ...], dtype: str, what: str) -> Tensor:
 
     Args:
         shape: From a file that is large enough to have it, or with a dimension of 0.
-        dtype: A key of `DTYPES`.
-        what: The name for the message.
 
     Raises:
         CheckpointError: There is not enough memory.
@@ -286,9 +269,6 @@ def read_header(reader: HashedReader, digest: str | None = None) -> list[TensorS
     Args:
         reader: At the file's start; at the first tensor afterwards.
         digest: The header's hash, checked before the header is parsed; None skips the check.
-
-    Raises:
-        DamagedCheckpointError: The file is not well-formed safetensors.
     """
     what = f"the header of {reader.path!r}"
     room = reader.size - 8
@@ -337,11 +317,7 @@ def _span(name: str, entry: Json, what: str) -> TensorSpan:
 
 
 def read_sizes(value: Json, where: str) -> tuple[int, ...]:
-    """Parse a list of sizes or offsets.
-
-    Raises:
-        DamagedCheckpointError: The value is not a short list of whole numbers of at most 63 bits.
-    """
+    """Parse a list of sizes or offsets."""
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
         raise DamagedCheckpointError(f"{where} is not a list of at most {_MAX_DIMENSIONS} sizes")
     sizes = []

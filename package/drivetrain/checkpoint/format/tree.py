@@ -79,14 +79,7 @@ def unpack(value: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 @contextmanager
 def well_formed(what: str) -> Iterator[None]:
-    """Run the block, which loads a file's content, with its errors turned into one of ours.
-
-    Args:
-        what: The name of the content in the message.
-
-    Raises:
-        CheckpointError: A key is missing, or a value has another type than the saved one.
-    """
+    """Run the block, which loads a file's content, with its errors turned into one of ours."""
     try:
         yield
     except DrivetrainError:

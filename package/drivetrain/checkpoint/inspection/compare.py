@@ -113,11 +113,7 @@ def compare(first: str, second: str) -> Comparison:
 
 
 class _Side:
-    """One of the two checkpoints.
-
-    Args:
-        reader: The checkpoint's reader.
-    """
+    """One of the two checkpoints."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

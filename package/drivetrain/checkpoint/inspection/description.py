@@ -21,9 +21,6 @@ class CheckpointTotals:
     """The totals of a group of tensors.
 
     Attributes:
-        tensors: The number of tensors.
-        elements: The number of elements.
-        bytes: The size.
         dtypes: The number of elements by dtype, as safetensors names it ("F32", "BF16").
     """
 
@@ -38,7 +35,6 @@ class OptimizerSettings:
     """An optimizer in a checkpoint.
 
     Attributes:
-        optimizer: The name of its class.
         groups: The settings of each parameter group; "parameters" is their number.
     """
 
@@ -51,18 +47,11 @@ class Description:
     """The description of a checkpoint. Values that JSON lacks are in a form for people; see `readable`.
 
     Attributes:
-        path: Its directory.
-        format_version: The format version that it was written in.
         saved_by: Versions, and the task's name.
-        progress: The counts of `Progress`.
-        metrics: The latest logged metrics.
         purpose: Its purpose and its place in the order; empty if no manager saved it.
-        hparams: The constructor arguments of the task.
         unstored: The names of arguments that a file cannot store.
-        optimizers: The optimizers' settings by name.
         files: The size of each file in bytes, except the assets and the files of hashes.
         assets: The size of each file stored beside the weights.
-        groups: The totals of each group of tensors.
     """
 
     path: str
@@ -91,12 +80,7 @@ def open_checkpoint(path: str) -> Reader:
 
 
 def describe(reader: Reader) -> Description:
-    """Describe a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: A JSON file is damaged.
-        CheckpointError: A JSON file cannot be read.
-    """
+    """Describe a checkpoint."""
     manifest = reader.manifest
     objects = {name: reader.object(name) for name in manifest.objects()}
     hparams = mapping(objects.get("hparams"))

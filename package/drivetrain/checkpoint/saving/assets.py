@@ -44,15 +44,7 @@ _FORMS = (
 
 
 def checked_assets(given: Any, what: str) -> Assets:
-    """Return a copy of assets after a check; nothing is written yet.
-
-    Args:
-        given: The assets.
-        what: The argument or method that they come from, for messages.
-
-    Raises:
-        ConfigError: They have another form, or a path does not exist; says what is allowed.
-    """
+    """Return a copy of assets after a check; nothing is written yet."""
     if isinstance(given, Mapping):
         for name in given:
             trouble = name_trouble(name) if isinstance(name, str) else "it is not a text"
@@ -112,11 +104,6 @@ def make_assets(*given: tuple[str, Assets]) -> dict[str, bytes]:
 
     Returns:
         The content of each file by its path in the folder, with "/" between the parts.
-
-    Raises:
-        ConfigError: Two assets of one source write different files of the same name, an asset writes no
-            file, a link leads out of its folder, or the files are too many or too large.
-        CheckpointError: A file cannot be read.
     """
     files: dict[str, bytes] = {}
     for what, assets in given:

@@ -177,11 +177,7 @@ def _check_directory(directory: object) -> None:
 
 
 def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[CheckpointConfig, ...]:
-    """Return one policy or several as a tuple, after a check that they go together.
-
-    Raises:
-        ConfigError: There is none, one is no policy, or they contradict each other; says which.
-    """
+    """Return one policy or several as a tuple, after a check that they go together."""
     policies = (given,) if isinstance(given, CheckpointConfig) else tuple(given)
     wrong = [each for each in policies if not isinstance(each, CheckpointConfig)]
     if wrong or not policies:

@@ -138,9 +138,6 @@ def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
 
     A checkpoint that no manager saved counts as a resume point at the number of steps in its progress, and
     as older than all others.
-
-    Raises:
-        DamagedCheckpointError: The entry in the checkpoint is malformed.
     """
     purpose = snapshot.objects.get(PURPOSE)
     if isinstance(purpose, dict):
@@ -153,10 +150,6 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
     """Apply the policies: each keeps its newest resume points and its best; the newest of all always stays.
 
     Resume points of an interval that no policy has, and saves at no interval, count for the first policy.
-
-    Args:
-        entries: The entries, oldest first.
-        policies: The policies.
 
     Returns:
         The entries to keep, with their remaining purposes, and those to remove; both oldest first.
@@ -200,10 +193,6 @@ def best_by_metric(entries: Sequence[Entry], policies: Sequence[CheckpointConfig
 
     A best checkpoint by a metric that no policy ranks by (another policy chose it) comes last in the first
     ranking, where it stays until one with a value takes its place.
-
-    Args:
-        entries: The entries, oldest first.
-        policies: The policies.
     """
     found = {by: rank(entries, by, policy.direction) for by, policy in rankings(policies).items()}
     for ranked in list(found.values())[:1]:

@@ -189,8 +189,6 @@ class UnfinishedCheckpoint:
     """The directory of a checkpoint that is being written: each process writes its share, one the manifest.
 
     Args:
-        files: The file system.
-        directory: The directory.
         final: The path after the commit, for messages.
 
     Attributes:
@@ -213,13 +211,8 @@ class UnfinishedCheckpoint:
         manifest.
 
         Args:
-            plan: The division of the writing.
-            rank: The number of this process.
             own: The groups that belong to an object. The first process writes them, and keeps small ones for
                 the manifest, which it writes too.
-
-        Raises:
-            CheckpointError: The write failed.
         """
         written: dict[str, FileRecord] = {}
         with self._closing():
@@ -290,16 +283,7 @@ class UnfinishedCheckpoint:
         return records
 
     def write_rest(self, shares: list[dict[str, FileRecord]], plan: WritePlan, snapshot: Snapshot) -> None:
-        """Write everything except tensors, and the manifest last.
-
-        Args:
-            shares: The results of `write_share` of all processes.
-            plan: The plan of the first process.
-            snapshot: The content.
-
-        Raises:
-            CheckpointError: The write failed.
-        """
+        """Write everything except tensors, and the manifest last."""
         written = {file: record for share in shares for file, record in share.items()} | self._held
         objects, assets = dict(snapshot.objects), snapshot.assets
         folders = sorted(
@@ -354,11 +338,7 @@ def verify(path: str) -> Manifest:
 
 
 def discard(directory: str, files: FileSystem) -> None:
-    """Delete an unfinished or unwanted checkpoint; after a kill the rest is still recognised as such.
-
-    Raises:
-        OSError: Something could not be deleted.
-    """
+    """Delete an unfinished or unwanted checkpoint; after a kill the rest is still recognised as such."""
     if not files.renames:
         # The manifest first, so that no partial checkpoint counts; the marker last, so that the rest has it.
         for name in sorted(files.entries(directory), key=lambda name: name != MANIFEST):

@@ -66,14 +66,10 @@ class Owner:
     """The job that holds a lock, as the lock file names it.
 
     Attributes:
-        host: The name of its machine.
         machine: The machine and the process namespace in which `pid` counts.
-        pid: The process of its rank 0.
         started: The start time of that process, in the system's ticks; None if unknown.
         job: Its number in the batch system, such as "SLURM_JOB_ID=42"; empty if there is none.
         token: Unique for each fit.
-        since: The time when it took the lock, in seconds since 1970.
-        renewed: The time when it last renewed the lock, in seconds since 1970.
     """
 
     host: str
@@ -109,11 +105,6 @@ class DirectoryLock:
     """The lock of one directory of checkpoints, held by rank 0 of a job from the start of a fit to its end.
 
     While it is held, a thread renews it once a minute, so that a run that saves rarely keeps it.
-
-    Args:
-        directory: The directory of checkpoints; created if it does not exist.
-        files: The file system of the directory.
-        clock: Returns the seconds since 1970.
     """
 
     def __init__(self, directory: str, files: FileSystem, clock: Callable[[], float] = time.time) -> None:
@@ -134,12 +125,7 @@ class DirectoryLock:
         return self._token in _held
 
     def refuse_others(self) -> None:
-        """Check that no other job holds the lock, without taking it.
-
-        Raises:
-            ConfigError: A living job holds it; names the job, and what to do.
-            CheckpointError: The lock cannot be read.
-        """
+        """Check that no other job holds the lock, without taking it."""
         with os_errors("read", self.path):
             found = self._read(self.path)
         if found is not None and not found.is_this_process and found.is_alive(self._clock()):
@@ -165,16 +151,7 @@ class DirectoryLock:
         return self._token
 
     def check_seen(self, token: str, rank: int) -> None:
-        """Check that this process sees the lock that another rank has taken, and may write beside it.
-
-        Args:
-            token: What `take` returned there.
-            rank: This process.
-
-        Raises:
-            ConfigError: It sees no lock, or another one, or may not write there.
-            CheckpointError: The lock cannot be read.
-        """
+        """Check that this process sees the lock that another rank has taken, and may write beside it."""
         until = time.monotonic() + _APPEARS
         while True:
             with os_errors("read", self.path):
@@ -205,9 +182,6 @@ class DirectoryLock:
         """Check before a save that the lock is still held; take it again if someone has removed the file.
 
         If the storage cannot be read or written now, this raises nothing: the save that follows reports it.
-
-        Raises:
-            ConfigError: Another job holds it now.
         """
         with suppress(OSError, CheckpointError):
             with self._turn:
@@ -356,11 +330,7 @@ def _put(temporary: str, path: str) -> bool:
 
 
 def _owner(found: Json) -> Owner:
-    """Return the owner in a lock file.
-
-    Raises:
-        DamagedCheckpointError: The file holds something else, or values that no lock has.
-    """
+    """Return the owner in a lock file."""
     if not isinstance(found, dict) or found.keys() != {each.name for each in fields(Owner)}:
         raise DamagedCheckpointError("it has other fields")
     owner = Owner(**found)  # type: ignore[arg-type]

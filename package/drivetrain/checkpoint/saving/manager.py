@@ -53,10 +53,6 @@ class _PendingSave:
         entry: The checkpoint that is saved, or that gets an additional purpose.
         before: The entries without it.
         every: The entries with it, before pruning.
-        stays: The entries to keep.
-        goes: The entries to remove.
-        is_written: Whether the checkpoint is committed.
-        is_indexed: Whether the index includes it.
         trouble: Harmless problems to warn of.
     """
 

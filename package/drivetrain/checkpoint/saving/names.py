@@ -20,9 +20,6 @@ def check_name(template: object) -> None:
     """Check a template, such as "loss={validation/loss:.3f}".
 
     The number of steps begins each name, so that names sort by it and two of them never collide.
-
-    Raises:
-        ConfigError: It is malformed, has a character that some storage does not take, or is too long.
     """
     what = f"CheckpointConfig: name={template!r}"
     if not isinstance(template, str) or not template:

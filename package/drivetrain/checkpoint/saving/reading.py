@@ -36,10 +36,6 @@ from drivetrain.core.types import Json
 class Reader:
     """A checkpoint that is being read.
 
-    Args:
-        files: The file system.
-        path: The checkpoint's directory.
-
     Raises:
         DamagedCheckpointError: There is no checkpoint, or a damaged one.
         CheckpointError: The format is newer, or there is no permission.
@@ -320,10 +316,6 @@ def _fill(
 
     Args:
         reader: The file, positioned at the piece.
-        span: The piece in the file.
-        hashes: The hashes of the file.
-        piece: The piece's place in the whole tensor.
-        target: The memory of the box.
         begin: The offset of the box in the whole tensor.
     """
     starts = [max(each) for each in zip(piece.offset, begin, strict=True)]

@@ -36,8 +36,6 @@ def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[E
 
     Args:
         directory: The directory of checkpoints and their index; may be missing.
-        io: The storage.
-        files: The file system of the directory.
 
     Returns:
         The entries of the existing checkpoints, oldest first, and a text for each problem found.
@@ -69,13 +67,6 @@ def load_together(
     path: str, like: Like | None, io: CheckpointIO, files: FileSystem, ranks: Ranks
 ) -> Snapshot | DamagedCheckpointError:
     """Read a checkpoint that rank 0 has listed, on all ranks.
-
-    Args:
-        path: The checkpoint.
-        like: As in `CheckpointIO.load`.
-        io: The storage.
-        files: The file system of the checkpoint.
-        ranks: The processes.
 
     Returns:
         Its content; or, on all ranks, the damage that one of them found.
@@ -137,14 +128,7 @@ def set_aside(path: str, error: DamagedCheckpointError, files: FileSystem) -> tu
 def removed(
     directory: str, gone: Collection[str], entries: Sequence[Entry], policies: Sequence[CheckpointConfig]
 ) -> str:
-    """Return a warning for checkpoints that someone has removed during the run.
-
-    Args:
-        directory: Their directory.
-        gone: Their names.
-        entries: All checkpoints known to the run, including these.
-        policies: The policies, which rank them.
-    """
+    """Return a warning for checkpoints that someone has removed during the run."""
     best = {each.name for ranked in best_by_metric(entries, policies).values() for each in ranked[:1]}
     named = ", ".join(f"{each} (the best)" if each in best else each for each in gone)
     left = ", ".join(each.name for each in entries if each.name not in gone)

@@ -63,10 +63,6 @@ def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Write
         tensors: Group to name to tensor. Each process writes its shard of a `DTensor`. A plain tensor is
             equal on every process, and one of them writes it.
         unshared: Groups that differ between the processes; rank 0 writes its tensors.
-        ranks: The processes.
-
-    Raises:
-        CheckpointError: A tensor cannot be stored, or the tensors differ between the processes.
     """
     shared: dict[_Key, Tensor] = {}
     plan = WritePlan({group: {} for group in tensors}, {group: {} for group in tensors}, ranks.size)
@@ -115,9 +111,6 @@ def divide(tensors: Mapping[_Key, Tensor], processes: int) -> dict[_Key, TensorR
     A tensor that several processes hold is written by those with the least to write so far, the largest
     tensors first. A small tensor goes to the process of the one before, while that has less than its fair
     share: then a process that reads all of them opens few files.
-
-    Raises:
-        CheckpointError: A tensor cannot be stored, or there are too many processes.
     """
     if processes > MAX_PROCESSES:
         raise CheckpointError(f"{processes} processes cannot save together; at most {MAX_PROCESSES} can")
@@ -191,11 +184,7 @@ def _layout(tensor: Any, where: str) -> tuple[Layout, list[int]]:
 def _take(
     tensors: Mapping[_Key, Tensor], records: Mapping[_Key, TensorRecord], plan: WritePlan, rank: int
 ) -> None:
-    """Add rank 0's records and this process's pieces to the plan.
-
-    Raises:
-        CheckpointError: This process has other tensors than rank 0, or holds other pieces.
-    """
+    """Add rank 0's records and this process's pieces to the plan."""
     for key, each in tensors.items():
         check_tensor(each, "/".join(key))
     mine = {f"{'/'.join(key)}: {CODES[each.dtype]}{list(each.shape)}" for key, each in tensors.items()}
@@ -224,12 +213,7 @@ def box_to_read(name: str, shape: tuple[int, ...], pattern: Tensor | None) -> Bo
     """Return the box of a stored tensor that this process needs.
 
     Args:
-        name: The tensor's name.
-        shape: The stored shape.
         pattern: A tensor with the sharding of the result; None reads the whole tensor.
-
-    Raises:
-        CheckpointError: `pattern` has another shape.
     """
     if pattern is None:
         return (0,) * len(shape), shape

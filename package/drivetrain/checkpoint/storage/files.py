@@ -40,9 +40,6 @@ def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) ->
         chunks: The content in order; consumed one at a time.
         files: The file system.
 
-    Returns:
-        The size in bytes.
-
     Raises:
         OSError: The write failed; the caller deletes the unfinished file.
     """
@@ -144,11 +141,6 @@ class HashedReader:
         files: The file system.
         source: The open file; None opens the one at the path.
 
-    Attributes:
-        path: The given path.
-        size: The size in bytes.
-        position: The next byte to read.
-
     Raises:
         DamagedCheckpointError: The file is missing, or not a regular file.
         CheckpointError: The file cannot be opened.
@@ -174,11 +166,7 @@ class HashedReader:
         self._source.close()
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes.
-
-        Raises:
-            DamagedCheckpointError: The file ends early.
-        """
+        """Fill `target` with the next bytes."""
         done = 0
         with os_errors("read", self.path):
             while done < len(target):
@@ -198,11 +186,7 @@ class HashedReader:
         return data
 
     def read_json(self) -> bytearray:
-        """Return the content of a small file.
-
-        Raises:
-            DamagedCheckpointError: The file is larger than any file of ours.
-        """
+        """Return the content of a small file."""
         if self.size > MAX_JSON_BYTES:
             raise DamagedCheckpointError(
                 f"{self.path!r} has {self.size} bytes; at most {MAX_JSON_BYTES} are allowed"
@@ -226,20 +210,12 @@ class HashedReader:
         self._digest.reset()
 
     def check_size(self, size: int) -> None:
-        """Compare the file's size with the manifest's, before reading.
-
-        Raises:
-            DamagedCheckpointError: They differ.
-        """
+        """Compare the file's size with the manifest's, before reading."""
         if self.size != size:
             raise DamagedCheckpointError(f"{self.path!r} has {self.size} bytes, but {size} were written")
 
     def check_hash(self, expected: str, what: str = "") -> None:
-        """Compare the hash of the bytes read since the start, or since `begin_piece`, with the manifest's.
-
-        Raises:
-            DamagedCheckpointError: They differ.
-        """
+        """Compare the hash of the bytes read since the start, or since `begin_piece`, with the manifest's."""
         found = self._digest.hexdigest()
         if found != expected:
             raise DamagedCheckpointError(

@@ -86,11 +86,7 @@ class Sink(Protocol):
 
 
 class ByteSource(Protocol):
-    """A file that is being read.
-
-    Attributes:
-        size: The size in bytes.
-    """
+    """A file that is being read."""
 
     size: int
 
@@ -108,11 +104,7 @@ class ByteSource(Protocol):
 
 
 class BytesSource:
-    """A `ByteSource` of bytes in memory.
-
-    Args:
-        content: The bytes.
-    """
+    """A `ByteSource` of bytes in memory."""
 
     def __init__(self, content: bytes) -> None:
         self.size = len(content)
@@ -191,11 +183,7 @@ class FileSystem(Protocol):
 
 
 def plain_path(path: str) -> str:
-    """Return the path of a "file://..." address (RFC 8089: "%20" is a blank); other paths are unchanged.
-
-    Raises:
-        CheckpointError: The address names another machine.
-    """
+    """Return the path of a "file://..." address (RFC 8089: "%20" is a blank); other paths are unchanged."""
     scheme, separator, rest = path.partition("://")
     if not separator or scheme.lower() != "file":
         return path

@@ -9,12 +9,7 @@ from drivetrain.checkpoint.storage.remote import RemoteFileSystem
 
 
 def file_system(path: str) -> FileSystem:
-    """Return the file system for a path or an address ("s3://bucket/run").
-
-    Raises:
-        MissingDependencyError: The package for the address is not installed.
-        CheckpointError: The address has an unknown scheme.
-    """
+    """Return the file system for a path or an address ("s3://bucket/run")."""
     scheme, separator, _ = path.partition("://")
     if separator and scheme.lower() != "file":
         return _remote(scheme.lower())

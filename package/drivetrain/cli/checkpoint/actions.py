@@ -179,11 +179,7 @@ def _export_folder(parsed: argparse.Namespace) -> int:
 
 
 def _write_torch(weights: Mapping[str, Tensor], output: str, dtype: str | None) -> str:
-    """Write a file that `torch.load(output, weights_only=True)` reads, whole or not at all.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Write a file that `torch.load(output, weights_only=True)` reads, whole or not at all."""
     lazy = LazyTensors(weights, floating_dtype(dtype), f"the weights for {output!r}")
     state = {name: lazy.materialize(name) for name in weights}
     path = Path(plain_path(output))

@@ -19,13 +19,7 @@ _ONE = "a checkpoint, or a run directory: its newest good checkpoint"
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `drivetrain checkpoint` with the words after it, and return the exit code.
-
-    Raises:
-        ConfigError: An unknown option.
-        SystemExit: A usage message, or help, was printed.
-        DrivetrainError: The action failed.
-    """
+    """Run `drivetrain checkpoint` with the words after it, and return the exit code."""
     parsed = _parser().parse_args(words)
     # Imported here, so that --help and a wrong command line do not wait for torch.
     from drivetrain.cli.checkpoint.actions import ACTIONS

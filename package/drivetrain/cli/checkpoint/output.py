@@ -56,12 +56,7 @@ def _listed_json(each: Listed) -> dict[str, Any]:
 
 
 def print_listing(listing: Listing, now: float) -> None:
-    """Print a listing.
-
-    Args:
-        listing: The listing.
-        now: The time, in seconds since 1970.
-    """
+    """Print a listing."""
     names = {name for each in listing.checkpoints if each.entry for name in each.entry.metrics}
     head = ("name", "order", "step", "epoch", "kept for", "metric", "size", "age")
     table(
@@ -209,7 +204,6 @@ def print_comparison(found: Comparison, limit: int | None) -> None:
     """Print the differences.
 
     Args:
-        found: The comparison.
         limit: The largest number of tensors to print, and of values; None prints all.
     """
     if found.is_same:

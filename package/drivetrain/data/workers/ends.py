@@ -44,7 +44,6 @@ def how_ended(iterator: Any, error: Exception) -> str | None:
     """Return how the first dead worker of a loader ended, with advice; None if all are alive.
 
     Args:
-        iterator: The loader's iterator.
         error: The error it raised. A broken connection shows a moment before the worker's end does.
     """
     if not workers_of(iterator):

@@ -82,9 +82,6 @@ class Workers:
             position: Where to begin.
             limit: The maximum number of its batches; None for all.
             following: The epochs that are read after it.
-
-        Raises:
-            DataError: The sampler raised, or the workers cannot be started.
         """
         if self._next == (epoch, position, limit):
             return

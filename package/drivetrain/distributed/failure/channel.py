@@ -63,11 +63,8 @@ class FailureChannel:
     moments. Rank 0 then waits up to a minute for the others.
 
     Args:
-        rank: This process.
-        world_size: The number of ranks.
         store: A torch store that all ranks share, for the first contact; None uses that of the default
             process group.
-        timing: The times of the channel; None uses the defaults.
         describe: Says how far this rank is, such as "step 17" or "in training, after step 17". Called in
             a thread.
         progress: Returns a number that grows with every step and is the same on all ranks at the same place.
@@ -80,9 +77,6 @@ class FailureChannel:
             hour more. None disables it.
         directory: Where the stacks of all ranks go after a failure, into "failures"; None writes none.
         stopping: Agrees with the other ranks on when to stop or to act together, over these connections.
-
-    Raises:
-        StrategyError: Rank 0 cannot be reached.
     """
 
     def __init__(
@@ -180,10 +174,6 @@ class FailureChannel:
         """Report an error on this rank, and wait a moment to learn whether it was the first.
 
         Leaving the context with an error does the same. Only the first report of a rank counts.
-
-        Args:
-            error: The error raised here.
-            besides: A sentence to add to it.
         """
         if self._line is None or self._reported is not None:
             return

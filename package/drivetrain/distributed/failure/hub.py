@@ -81,11 +81,7 @@ class Hub:
     itself.
 
     Args:
-        world_size: The number of ranks.
         host: The address to listen on; empty for all of this machine's.
-        timing: The times of the channel.
-        hang_timeout: Seconds without progress on any rank that count as a hang; None for no limit.
-        clock: Returns seconds, as `time.monotonic` does.
         token: The secret that a rank must send, of `TOKEN_BYTES` characters; None makes one.
 
     Attributes:

@@ -35,7 +35,6 @@ def record(error: BaseException, is_first: bool = True) -> None:
     """Record an error for torchrun's summary, which otherwise has only an exit code.
 
     Args:
-        error: The error.
         is_first: Whether it is the job's first failure. torchrun takes the rank with the earliest time, in
             whole seconds, as the root cause, so the error of a rank that only ends because of another is
             recorded with a later time.

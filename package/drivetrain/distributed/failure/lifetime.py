@@ -22,10 +22,6 @@ class ProgramChannel:
 
     If the program ends by an error, the error is reported before the interpreter shuts down, while the other
     ranks still wait for this one. All ranks must open it; with one rank it does nothing.
-
-    Args:
-        ranks: All ranks.
-        progress: This rank's progress.
     """
 
     def __init__(self, ranks: Ranks, progress: Progress) -> None:

@@ -141,14 +141,7 @@ class Cause:
 
     @classmethod
     def of_error(cls, rank: int, where: str, error: BaseException, besides: str = "") -> Cause:
-        """Return the cause for an error on this rank; long texts lose their middle.
-
-        Args:
-            rank: This process.
-            where: How far it is.
-            error: The error raised here.
-            besides: A sentence to add to it.
-        """
+        """Return the cause for an error on this rank; long texts lose their middle."""
         what = shortened("".join(traceback.format_exception_only(type(error), error)).strip())
         what = f"{what}. {besides}" if besides else what
         where_raised = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
@@ -170,11 +163,7 @@ class Cause:
         return self.kind == "error" and self.what.startswith("KeyboardInterrupt")
 
     def failure(self, more: str = "") -> RankFailure:
-        """Return the error to raise on the other ranks; a known traceback becomes its `__cause__`.
-
-        Args:
-            more: A line to print before the failure.
-        """
+        """Return the error to raise on the other ranks; a known traceback becomes its `__cause__`."""
         failure = RankFailure(str(self))
         failure.__suppress_context__ = True  # this rank's own error is only a consequence
         if self.frames or more:
@@ -251,10 +240,6 @@ def is_voluntary(error: BaseException) -> bool:
 
 class Line:
     """A connection for messages with one other process. Any thread may send; one receives.
-
-    Args:
-        connection: A connected socket.
-        timeout: Seconds that sending may take.
 
     Attributes:
         broken: Why nothing can be sent any more; None while the connection works.
@@ -334,14 +319,8 @@ def connect(rank: int, offer: dict[str, Any], address: str | None, timeout: floa
     """Return an authenticated connection to rank 0.
 
     Args:
-        rank: This process.
         offer: Rank 0's entry in the store: its "machine", "network", "port", "token", "hosts", and whether it
             listens on these alone, "bound".
-        address: Rank 0's address according to the launcher, or None.
-        timeout: In seconds.
-
-    Raises:
-        StrategyError: Rank 0 cannot be reached.
     """
     here = (
         offer["machine"] is not None and offer["machine"] == machine() and offer.get("network") == network()

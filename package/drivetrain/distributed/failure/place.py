@@ -61,19 +61,12 @@ def place_of_thread(thread: int) -> str:
     """Return a thread's place now: "in the forward", "in on_step_end of MyCallback", "in a save".
 
     Empty if the thread is in no named function.
-
-    Args:
-        thread: The thread's identifier, as `threading.get_ident` returns it.
     """
     return _innermost(each.f_code for each in _outward(sys._current_frames().get(thread)))
 
 
 def phase_of_thread(thread: int) -> tuple[Phase, str]:
-    """Return a thread's phase and, if it waits, the collective, such as "barrier (train.py:12)".
-
-    Args:
-        thread: The thread's identifier, as `threading.get_ident` returns it.
-    """
+    """Return a thread's phase and, if it waits, the collective, such as "barrier (train.py:12)"."""
     threads = sys._current_frames()
     stack = list(_outward(threads.get(thread)))
     awaited = {named_places.waits[each.f_code] for each in stack if each.f_code in named_places.waits}

@@ -47,11 +47,6 @@ class Silence:
     Time is counted in calls of `tick`, not by the clock: while this process is itself suspended, no other
     counts as silent.
 
-    Args:
-        of_machine: The machine of the process, as `machine` names it.
-        pid: Its process id there.
-        timeout: In seconds.
-
     Attributes:
         ticks: Ticks since the process last sent something.
         is_near: Whether the process is on this machine and can be observed.

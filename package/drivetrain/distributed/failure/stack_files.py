@@ -33,11 +33,6 @@ def now() -> str:
 class StackFiles:
     """One rank's stack file; rank 0 also writes those of ranks on its machine that do not write theirs.
 
-    Args:
-        rank: This process.
-        world_size: The number of ranks.
-        directory: The run directory; None writes nothing.
-
     Attributes:
         told: A line that says where the files are; empty without files.
     """
@@ -64,13 +59,7 @@ class StackFiles:
         return stacks.signal, stacks.descriptor
 
     def begin(self, where: str, error: BaseException | None, hub: Hub | None) -> None:
-        """Write the stacks in a thread of their own.
-
-        Args:
-            where: How far this rank is.
-            error: The error raised here, or None.
-            hub: On rank 0, the hub that knows the other ranks.
-        """
+        """Write the stacks in a thread of their own."""
         if self._directory is None or self._thread is not None:
             return
         self.told = f"the stacks of all ranks are in {self._directory}"

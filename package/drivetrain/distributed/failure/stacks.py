@@ -71,8 +71,6 @@ class Stacks:
 
         Args:
             path: The file; its directory is made. Text of another process in it stays.
-            title: The first line.
-            error: The error raised here, or None; its traceback comes first.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_file(path, "a", encoding="utf-8") as file:
@@ -102,8 +100,6 @@ def asked(pid: int, number: int, owner: int, descriptor: int) -> str:
     """Return the stacks of another process of this machine; empty if it does not answer.
 
     Args:
-        pid: The process.
-        number: The signal that makes it write.
         owner: The process that opened the file: the same one, or the one that it was forked from.
         descriptor: The file's descriptor there.
     """

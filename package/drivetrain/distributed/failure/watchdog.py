@@ -28,7 +28,6 @@ class Stillness:
     """The time without any progress, in the caller's ticks, and its limit.
 
     Args:
-        limit: Seconds that count as a hang.
         opaque: Seconds more for `Phase.OPAQUE`, which shows no progress until it is done.
     """
 
@@ -51,10 +50,6 @@ class Stillness:
 
         The longer limit counts while a rank compiles, saves or loads. No limit counts while all ranks are in
         the body of the program's own loop.
-
-        Args:
-            seconds: The time since the last call.
-            phases: The phases of all ranks.
         """
         phases = set(phases)
         if Phase.OPAQUE in phases:
@@ -74,13 +69,6 @@ class Watchdog:
     threads go to standard error and to `hang-stacks.txt` in `directory`, and the process exits with
     `EXIT_HANG` without unwinding: a main thread that is stuck in a system call or a kernel cannot be
     interrupted. A suspended process, as by closing a laptop's lid, does not count as hung.
-
-    Args:
-        timeout: Seconds without progress that count as a hang.
-        heartbeat: Returns a value that changes with every progress.
-        describe: Says where the run is.
-        directory: Where the stacks are written too; None for standard error only.
-        phase: Returns how the time counts.
     """
 
     def __init__(

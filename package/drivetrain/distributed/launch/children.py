@@ -47,8 +47,6 @@ class Child:
     """A process that was started here.
 
     Args:
-        rank: Its rank.
-        pid: Its process id.
         poll: Returns its exit code, negative for a signal, or None while it runs.
     """
 
@@ -133,7 +131,6 @@ class Guard:
     another process that has got the same number.
 
     Args:
-        children: The ranks that this process has started.
         store: The file in which they meet. Its folder is removed if this process can no longer do that.
         kills_parent: Whether this process, too, is killed when a rank has failed and it does not notice.
     """
@@ -202,9 +199,6 @@ def environment_of(rank: int, world_size: int, port: int, threads: int | None) -
     In addition they keep the ranks' connections on the loopback interface.
 
     Args:
-        rank: The rank.
-        world_size: The number of ranks.
-        port: The port that rank 0 will listen on.
         threads: The number of threads of each rank; None keeps the user's setting.
     """
     return {
@@ -260,9 +254,6 @@ def end_with_parent(mark: str) -> None:
 
     Does nothing in a process that has only inherited the mark from its own parent. On Windows, where a
     process does not learn of its parent's end, only the failure channel does.
-
-    Args:
-        mark: The value of `PARENT`.
     """
     global _dies_at_once
     number, thread = mark.split()

@@ -26,12 +26,7 @@ class ProcessEnvironment:
 
     Attributes:
         launcher: What started them: "torchrun", "slurm", "openmpi", "mpich" or "mvapich".
-        rank: This process, from 0.
-        world_size: The number of processes.
-        local_rank: This process among those of its machine, from 0.
-        local_world_size: The number of processes on its machine.
         address: Rank 0's address; None if the launcher does not give it.
-        port: Rank 0's port; None if the launcher does not give it.
         attempt: How often the launcher has started the processes again after a failure.
         restarts: How often it may do so in all.
         one_machine: Whether the launcher says that all processes are on this machine.
@@ -49,11 +44,7 @@ class ProcessEnvironment:
     one_machine: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the numbers are consistent, and that the port is valid.
-
-        Raises:
-            StrategyError: They are not, or it is not.
-        """
+        """Check that the numbers are consistent, and that the port is valid."""
         fits = (
             0 <= self.rank < self.world_size
             and 0 <= self.local_rank < self.local_world_size <= self.world_size
@@ -83,12 +74,6 @@ def detect(environment: Mapping[str, str]) -> ProcessEnvironment | None:
 
     torchrun's variables take precedence: `accelerate launch`, `deepspeed` and `drivetrain launch` set them
     too, even inside a batch system's job.
-
-    Args:
-        environment: The variables, as `os.environ`.
-
-    Raises:
-        StrategyError: A launcher's variables are incomplete or invalid.
     """
     for read in (_torchrun, _slurm, _openmpi, _mpich, _mvapich):
         found = read(environment)

@@ -52,7 +52,6 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
 
     Args:
         function: Takes no arguments; forms a process group, and leaves it.
-        world_size: The number of ranks.
 
     Returns:
         The function's result on rank 0.
@@ -150,12 +149,7 @@ def _first_cause(children: Sequence[Child], pipes: Sequence[int]) -> Cause | Non
 
 
 def cause_of_end(child: Child, pipe: int) -> Cause | None:
-    """Return why a fork has failed: the error that it raised, or how its process ended; None if it has not.
-
-    Args:
-        child: The fork.
-        pipe: What `fork_copy` returned with it.
-    """
+    """Return why a fork has failed: the error that it raised, or how its process ended; else None."""
     code = child.poll()
     try:
         text = os.read(pipe, 1 << 16)
@@ -172,9 +166,6 @@ def fork_copy(
     """Call a function in a fork of this process, which ends with it, and with this process.
 
     Args:
-        function: Takes no arguments; its result is dropped.
-        rank: The number of the fork.
-        environment: Variables to set in it.
         others: Pipes of other forks, which it closes.
 
     Returns:

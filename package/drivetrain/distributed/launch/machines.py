@@ -82,11 +82,7 @@ class _Numbered(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the other machines, and return the store of the agents.
-
-        Raises:
-            StrategyError: A machine does not come, or the first one cannot be reached.
-        """
+        """Wait for the other machines, and return the store of the agents."""
         here = self._meeting
         if here.size == 1:
             self._own = self._own or loopback_store()
@@ -142,20 +138,12 @@ class _Signed(RendezvousBackend):
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token.
-
-        Raises:
-            RendezvousStateError: The state is not signed with the job's secret.
-        """
+        """Return the state and its token."""
         found = self._backend.get_state()
         return None if found is None else (self._checked(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write a state, as `RendezvousBackend.set_state` does.
-
-        Raises:
-            RendezvousStateError: The state that is there is not signed with the job's secret.
-        """
+        """Write a state, as `RendezvousBackend.set_state` does."""
         mark = hmac.digest(self._key, state, "sha256")
         found: Any = self._backend.set_state(mark + state, token)
         return None if found is None else (self._checked(found[0]), *found[1:])

@@ -76,9 +76,6 @@ def private_place(port: int) -> dict[str, str]:
 
     Args:
         port: The job's MASTER_PORT. A process of another job that has inherited the variables has another.
-
-    Raises:
-        StrategyError: The folder cannot be made, or the processes could not connect to one another.
     """
     check_loopback()
     try:
@@ -100,9 +97,6 @@ def loopback_store() -> TCPStore:
     """Return a store that only this machine reaches, for programs that form torch's process group themselves.
 
     Theirs would listen on all interfaces. They become clients of this one where `HOSTED` is set.
-
-    Raises:
-        StrategyError: The loopback interface is down.
     """
     check_loopback()
     with closing_sockets_in_forks():
@@ -127,16 +121,10 @@ class Meeting:
     """The place where the processes of a job meet, as one of them sees it.
 
     Attributes:
-        number: This process, from 0.
-        size: The number of processes.
-        address: The host of number 0.
-        port: Its port.
         variable: The option or variable that has the address, for messages.
         each: What a process is called, such as "rank".
-        one_machine: Whether all are on this machine.
         is_hosted: Whether another process, such as torch's agent, has the store.
         says: Whether this process says whom it waits for.
-        say: Says it.
     """
 
     number: int
@@ -151,11 +139,7 @@ class Meeting:
     say: Callable[[str], None] = _LOG.warning
 
     def store(self, timeout: timedelta) -> Store:
-        """Return the store, after waiting for the process that has it.
-
-        Raises:
-            StrategyError: The address does not resolve, the port is in use, or nobody answers there in time.
-        """
+        """Return the store, after waiting for the process that has it."""
         if self._is_private():
             return FileStore(os.environ[STORE], self.size)
         host = "127.0.0.1" if self.one_machine and not self.is_hosted else self.address
@@ -194,16 +178,7 @@ class Meeting:
     def wait(
         self, store: Store, check: Callable[[], None] = lambda: None, limit: float | None = None
     ) -> None:
-        """Wait until all processes have reached the store; say after ten seconds which one is missing.
-
-        Args:
-            store: The store.
-            check: Called often; may raise.
-            limit: Seconds to wait; None takes the default.
-
-        Raises:
-            StrategyError: They have not all come in time.
-        """
+        """Wait until all processes have reached the store; say after ten seconds which one is missing."""
         store.set(_HERE.format(self.number), "")
         keys = [_HERE.format(each) for each in range(self.size)]
         patience = Patience(self._say, limit)
@@ -270,12 +245,7 @@ class Meeting:
 
 
 class Patience:
-    """Pauses between two checks, with a message now and then, up to a limit.
-
-    Args:
-        say: Takes a message.
-        limit: Seconds; None takes that of the environment.
-    """
+    """Pauses between two checks, with a message now and then, up to a limit."""
 
     def __init__(self, say: Callable[[str], None], limit: float | None = None) -> None:
         self._say = say
@@ -292,15 +262,7 @@ class Patience:
         return self.waited() >= min(self._next, self._limit)
 
     def wait(self, whom: str, advice: str = "") -> None:
-        """Pause once.
-
-        Args:
-            whom: Whom this process waits for.
-            advice: Sentences about what may be wrong, each after a space.
-
-        Raises:
-            StrategyError: The limit is over.
-        """
+        """Pause once."""
         waited = self.waited()
         if waited >= self._limit:
             raise StrategyError(
@@ -315,11 +277,7 @@ class Patience:
 
 
 def join_timeout() -> float:
-    """Return the seconds that a job waits for a process that does not come.
-
-    Raises:
-        StrategyError: The variable has no number of seconds.
-    """
+    """Return the seconds that a job waits for a process that does not come."""
     given = os.environ.get(LIMIT, str(DEFAULT_LIMIT))
     with suppress(ValueError):
         if 0 < float(given) < float("inf"):

@@ -66,14 +66,6 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
 
     At its end, rank 0 waits for the others, and its exit code is nonzero if one of theirs is. They end when
     rank 0 dies, and rank 0 ends when one of them fails.
-
-    Args:
-        local_world_size: The number of processes on this machine.
-        num_nodes: The number of machines.
-
-    Raises:
-        StrategyError: A launcher has started another number; several machines without a launcher; or the
-            program's command cannot be run again (see `rerun_obstacle`).
     """
     global _followed
     asked = local_world_size * num_nodes

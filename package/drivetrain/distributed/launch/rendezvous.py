@@ -39,13 +39,6 @@ def gather(rank: int, world_size: int) -> None:
     """Wait until all ranks have called this as often as this one, however long that takes.
 
     A warning names a rank that is missing after ten seconds: it may still be busy elsewhere.
-
-    Args:
-        rank: This process.
-        world_size: The number of ranks.
-
-    Raises:
-        RankFailure: A rank has ended instead.
     """
     store = _store()
     begun, pause, is_reported = time.monotonic(), _PAUSES[0], False

@@ -51,12 +51,7 @@ _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def main(words: Sequence[str], logs: Path) -> int:
-    """Run torchrun and return the exit code of the first rank that failed.
-
-    Args:
-        words: torchrun's arguments.
-        logs: Its log directory.
-    """
+    """Run torchrun and return the exit code of the first rank that failed."""
     end_with_launcher()
     for name in _IGNORED:
         if hasattr(signal, name):  # the launcher sends them to the ranks; torch would kill those after 30 s
@@ -121,8 +116,6 @@ def _kill_stuck(logs: Path, started: int, failed: float | None) -> float | None:
     torch's agent does the same after 30 seconds, and has no option for the time.
 
     Args:
-        logs: The log directory, where a rank that fails records its error.
-        started: The number of ranks on this machine.
         failed: The result of the last call.
 
     Returns:

@@ -32,13 +32,7 @@ def joined(batches: Sequence[Any], padding: float | None = PADDING) -> Any:
     """Join batches of arrays, in tuples and mappings to any depth, to one of the same structure.
 
     Args:
-        batches: The batches in order; at least one.
         padding: The value that fills up shorter rows; None refuses rows of different shapes.
-
-    Raises:
-        ValueError: A batch has other arrays than the ones before.
-        DataError: Its rows have another shape, and there is no padding, or none that their dtype can hold; or
-            another number of dimensions.
     """
     pieces: dict[str, list[np.ndarray[Any, Any]]] = {place: [] for place, _ in _leaves(batches[0])}
     for batch in batches:

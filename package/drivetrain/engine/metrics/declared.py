@@ -29,11 +29,7 @@ from drivetrain.engine.metrics.states import (
 
 
 def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict[str, float]:
-    """Return the values of the step and of the declared metrics, under one prefix.
-
-    Raises:
-        ConfigError: Both have a value of the same name.
-    """
+    """Return the values of the step and of the declared metrics, under one prefix."""
     for name in declared:
         if name in returned:
             raise ConfigError(
@@ -46,9 +42,6 @@ def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict
 def declared_by(task: Any) -> Any:
     """Return what a task's `metrics` returns, a module of several, such as torchmetrics' MetricCollection, as
     a mapping: its metrics by their names.
-
-    Raises:
-        ConfigError: It returns neither None nor a mapping.
     """
     if isinstance(getattr(type(task), "metrics", None), property):
         raise ConfigError("metrics is a method: write `def metrics(self)` without @property")
@@ -68,19 +61,10 @@ def declared_by(task: Any) -> Any:
 class DeclaredMetrics:
     """A task's declared metrics for one purpose: updated together, computed to named floats, reset.
 
-    Args:
-        metrics: By name; anything with `update`, `compute` and `reset`.
-        device: Where they are updated.
-        ranks: The processes that update them; what is computed is of all of them together.
-
     Attributes:
         results: What each metric returned when they were computed last, by name; that of an `EpochMetric` on
             rank 0 alone.
         drawn: The metrics that are drawn: a matrix or a curve that they compute gives no numbers.
-
-    Raises:
-        ConfigError: A value that is no metric or has two names, or, with several processes, one that cannot
-            be joined.
     """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, ranks: Ranks = ALONE) -> None:
@@ -146,11 +130,7 @@ class DeclaredMetrics:
         """Update every metric with the same inputs, without gradients.
 
         Args:
-            inputs: The arguments of each metric's `update`.
             number: The number of the round, equal on all ranks, that the inputs belong to.
-
-        Raises:
-            ConfigError: The inputs are no tuple or list.
         """
         if not isinstance(inputs, (tuple, list)):  # a tensor would be taken apart into its rows
             raise ConfigError(
@@ -173,9 +153,6 @@ class DeclaredMetrics:
         """Return all values as floats: a mapping or a vector gives one for each entry, `name/key` or
         `name/0`. If the metric has `labels`, as many texts as a dimension has entries, they replace the
         numbers: `name/cat`.
-
-        Args:
-            whole: Whether to compute each `EpochMetric` too.
         """
         self.results = {}
         if self._ranks.alone:
@@ -217,23 +194,14 @@ class DeclaredMetrics:
         self.updated = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all metrics, copied.
-
-        Raises:
-            CheckpointError: A metric cannot return its state.
-        """
+        """Return the states of all metrics, copied."""
         return {
             "updated": self.updated,
             "metrics": {name: _metric_state(name, metric) for name, metric in self._metrics.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states that `state_dict` returned.
-
-        Raises:
-            CheckpointError: The task declares different metrics from the checkpoint's, or one has another
-                type.
-        """
+        """Restore the states that `state_dict` returned."""
         stored = state["metrics"]
         if set(stored) != set(self._metrics):
             raise CheckpointError(
@@ -245,11 +213,7 @@ class DeclaredMetrics:
         self.updated = bool(state["updated"])
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take over the states of one process, or of several as if this one had made all their updates.
-
-        Raises:
-            CheckpointError: As `load_state_dict`.
-        """
+        """Take over the states of one process, or of several as if this one had made all their updates."""
         together: list[list[dict[str, Any]]] = []
         updated = False
         for state in states:

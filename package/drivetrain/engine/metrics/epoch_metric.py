@@ -187,11 +187,7 @@ def _place(record: Record) -> Place:
 
 
 def _kept(value: Any) -> Any:
-    """Return a copy: of a view only what it shows is kept, and a compiled step may reuse its outputs' memory.
-
-    Raises:
-        DataError: Something in it is no tensor or number.
-    """
+    """Return a copy: of a view only what it shows; a compiled step may reuse its outputs' memory."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":

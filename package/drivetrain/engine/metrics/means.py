@@ -73,7 +73,6 @@ class MetricBuffer:
 
         Args:
             rows: The scalars; the list must not change afterwards.
-            step: The step they belong to, for messages.
         """
         self._pending.append((rows, step))
         if len(self._pending) >= FOLD:
@@ -104,9 +103,6 @@ class MetricBuffer:
         Args:
             refuse_nonfinite: Whether a loss that is NaN or infinite is an error.
             beside: What each rank has measured of itself; becomes rank 0's on all, in the same exchange.
-
-        Raises:
-            NonFiniteError: A loss was NaN or infinite; names the first such step and all bad values.
         """
         if not self._folded and self._ranks.alone:
             means = self._plain_means()
@@ -160,9 +156,6 @@ class MetricBuffer:
     def check(self) -> None:
         """Look for a bad loss of any rank without folding anything, so that looking changes no later sum;
         waits for the device.
-
-        Raises:
-            NonFiniteError: A loss since the last reset was NaN or infinite.
         """
         groups = self._by_names().items()
         pending = [(names, _sums(names, rows, steps)) for names, (rows, steps) in groups]
@@ -190,11 +183,7 @@ class MetricBuffer:
         return {"pending": groups, "adds": len(self._pending), "folded": folded}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | None = None) -> None:
-        """Take over what `state_dict` gave.
-
-        Raises:
-            CheckpointError: It is not that.
-        """
+        """Take over what `state_dict` gave."""
         if type(state["adds"]) is not int or not 0 <= state["adds"] <= FOLD:
             raise CheckpointError(f"the checkpoint's logged scalars were added {state['adds']!r} times")
         for each in (*state["pending"], *state["folded"]):

@@ -51,11 +51,7 @@ def turn_synchronisation_off(metrics: Mapping[str, Any]) -> None:
 
 
 def check_joinable(metrics: Mapping[str, Any]) -> None:
-    """Check that the states of several processes can be joined.
-
-    Raises:
-        ConfigError: A metric does not say how to join its states.
-    """
+    """Check that the states of several processes can be joined."""
     for name, metric in metrics.items():
         if not _owners([metric]):
             raise ConfigError(

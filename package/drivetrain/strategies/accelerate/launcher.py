@@ -48,12 +48,6 @@ def read_request(environment: Mapping[str, str]) -> Request | None:
 
     Settings that do not change results are ignored: backward prefetching, the type of state dict, original
     parameters, loading on one rank, and DeepSpeed's handling of 16-bit copies of a model.
-
-    Args:
-        environment: The variables, such as `os.environ`.
-
-    Raises:
-        StrategyError: A setting is not supported; the message names the variable.
     """
     if not any(name.startswith("ACCELERATE_") for name in environment):
         return None
@@ -69,14 +63,7 @@ def read_request(environment: Mapping[str, str]) -> Request | None:
 
 
 def read_precision(environment: Mapping[str, str]) -> str | None:
-    """Return the name of `accelerate launch`'s precision; None means any.
-
-    Args:
-        environment: The variables, such as `os.environ`.
-
-    Raises:
-        StrategyError: The precision is not supported; the message names the variable.
-    """
+    """Return the name of `accelerate launch`'s precision; None means any."""
     name = "ACCELERATE_MIXED_PRECISION"
     if name not in environment:
         return None

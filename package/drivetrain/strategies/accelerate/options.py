@@ -66,11 +66,7 @@ class AccelerateConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        """Check each option.
-
-        Raises:
-            ConfigError: An option is invalid, or contradicts another one.
-        """
+        """Check each option."""
         check_options(self, ("timeout",), ())
         if not isinstance(self.options, Mapping):
             raise ConfigError(
@@ -136,12 +132,7 @@ def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
     """Return the settings that a configuration and a launcher's environment ask for.
 
     Args:
-        config: The options.
         environment: The variables, such as `os.environ`; used if there is no accelerator and no file.
-
-    Raises:
-        ConfigError: The file cannot be read.
-        StrategyError: A setting is unknown, or this strategy does not support it.
     """
     if config.accelerator is not None:
         return _of(config.accelerator, environment)

@@ -23,21 +23,7 @@ from drivetrain.strategies.precision.base import Precision
 
 
 class Session:
-    """The Accelerator of a run: the user's, or a new one.
-
-    Args:
-        config: The options.
-        mixed_precision: Accelerate's name for the run's precision.
-        precision: The run's precision.
-        sharded: Whether the FSDP plugin shards the model.
-        member: This process as a member of the job.
-
-    Raises:
-        ConfigError: accelerate refuses the options.
-
-    Attributes:
-        accelerator: The Accelerator.
-    """
+    """The Accelerator of a run: the user's, or a new one."""
 
     def __init__(
         self,

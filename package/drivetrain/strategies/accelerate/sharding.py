@@ -22,13 +22,6 @@ def shard(module: StepModule, accelerator: Any) -> None:
 
     The plugin's layers are sharded here, before the Accelerator gets the module. Its own search could choose
     the task itself, which a step need not call.
-
-    Args:
-        module: The step module, on its device.
-        accelerator: The Accelerator with the plugin.
-
-    Raises:
-        ConfigError: The plugin names layers that do not exist, or chooses them in an unsupported way.
     """
     state, task = accelerator.state, module.task
     before = state.fsdp_plugin

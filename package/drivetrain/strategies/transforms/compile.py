@@ -105,11 +105,7 @@ class CompileConfig:
 
 
 def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig | None:
-    """Return a user's `compile` argument as a configuration; None if compilation is off.
-
-    Raises:
-        ConfigError: The argument is invalid; the message says what is allowed.
-    """
+    """Return a user's `compile` argument as a configuration; None if compilation is off."""
     if isinstance(spec, CompileConfig):
         return spec
     if isinstance(spec, Mapping):
@@ -126,12 +122,7 @@ def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig 
 
 
 def check_compile(spec: bool | Mapping[str, Any] | CompileConfig, strategy: Strategy) -> CompileConfig | None:
-    """Return the result of `as_compile`, checked against the strategy.
-
-    Raises:
-        ConfigError: The argument is invalid; the message says what is allowed.
-        StrategyError: The strategy does not support compilation, or not with this scope; says why.
-    """
+    """Return the result of `as_compile`, checked against the strategy."""
     config = as_compile(spec)
     if (
         config is not None
@@ -151,10 +142,6 @@ def check_compile(spec: bool | Mapping[str, Any] | CompileConfig, strategy: Stra
 class Compilation:
     """The compiled parts of one run.
 
-    Args:
-        spec: The `compile` argument; False disables compilation.
-        strategy: The run's strategy.
-
     Attributes:
         parts: The number of compiled modules by the name of their class.
     """
@@ -169,9 +156,6 @@ class Compilation:
         """Install the compiled methods, which compile when first called. Call it before sharding or wrapping.
 
         Modules that the user has compiled, and modules that contain them, are left alone.
-
-        Raises:
-            ConfigError: Scope "step" was given for a model that is not a task, or for several optimizers.
         """
         if self._config is None:
             return
@@ -253,15 +237,7 @@ def makes_graphs(config: CompileConfig) -> bool:
 
 
 class Compiled:
-    """A compiled method that replaces a module's original one.
-
-    Args:
-        module: The module.
-        method: The method's name.
-        name: The module's name.
-        function: The compiled function of the module's class.
-        config: The options that it was compiled with.
-    """
+    """A compiled method that replaces a module's original one."""
 
     def __init__(
         self,
@@ -302,10 +278,6 @@ class Compiled:
         """Recompute activations in backward, inside the compiled code.
 
         From outside, the operations within the compiled code could not be told apart.
-
-        Args:
-            again: A function that calls another one with recomputation; takes it, its positional and its
-                named arguments.
         """
         self._around = again
 

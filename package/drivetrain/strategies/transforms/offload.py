@@ -26,11 +26,6 @@ class Offload:
     Copies to and from a GPU go through pinned memory, in turn with the computation, so that the memory of a
     tensor that was moved serves the next one. Parameters and buffers are not moved, as the device keeps them
     anyway, nor are the 16-bit copies of parameters that autocast makes.
-
-    Args:
-        model: The model that holds the parameters and buffers.
-        at_least: The smallest size, in bytes, of a tensor that is moved.
-        pinned: Whether the host's memory is pinned.
     """
 
     def __init__(self, model: nn.Module, at_least: int, pinned: bool) -> None:

@@ -50,15 +50,7 @@ _KEPT = (
 
 
 def as_recompute_option(owner: str, again: object) -> RecomputeOption:
-    """Return a user's `activation_checkpointing` in one form: classes as a tuple of their names.
-
-    Args:
-        owner: The configuration's class, for the message.
-        again: The user's value.
-
-    Raises:
-        ConfigError: The value is invalid; the message says what is allowed.
-    """
+    """Return a user's `activation_checkpointing` in one form: classes as a tuple of their names."""
     if again is False or (callable(again) and not isinstance(again, type)):
         return again
     if again is True or again in ("full", "selective"):
@@ -74,14 +66,7 @@ def as_recompute_option(owner: str, again: object) -> RecomputeOption:
 
 
 def checkpoint_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
-    """Recompute blocks in backward, as `FSDPConfig.activation_checkpointing` says.
-
-    Returns:
-        The recomputed blocks.
-
-    Raises:
-        ConfigError: The model has no module of a given class; the message gives the nearest.
-    """
+    """Recompute blocks in backward, as `FSDPConfig.activation_checkpointing` says."""
     if not again:
         return []
     classes = isinstance(again, (tuple, list))
@@ -94,7 +79,6 @@ def recompute(blocks: Sequence[nn.Module], again: RecomputeOption) -> None:
     """Recompute these modules in backward.
 
     Args:
-        blocks: The modules, recomputed one at a time.
         again: "selective" and a policy keep the results of some operations; anything else keeps none.
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -117,9 +101,6 @@ def chosen_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
     A model without repeated blocks, such as one with a single layer, has those that the task's
     `ModelInfo` names.
     Unlike for sharding, blocks may share parameters with the rest of the model: nothing is gathered.
-
-    Raises:
-        ConfigError: No module matches, or there are no repeated blocks; the message says what there is.
     """
     if not isinstance(again, (tuple, list)):
         all_blocks = repeated_blocks(model, tied=True) or named_blocks(model)
@@ -147,18 +128,7 @@ def chosen_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
 
 
 class Recomputation:
-    """Recomputation of a model's blocks, until `remove`.
-
-    Args:
-        model: The model, before it is sharded or wrapped.
-        again: Which blocks, and how; see `FSDPConfig.activation_checkpointing`.
-
-    Attributes:
-        blocks: The recomputed blocks.
-
-    Raises:
-        ConfigError: No block matches.
-    """
+    """Recomputation of a model's blocks, until `remove`."""
 
     def __init__(self, model: nn.Module, again: RecomputeOption) -> None:
         self.blocks = chosen_blocks(model, again)
@@ -184,10 +154,6 @@ class RecomputingCall:
     global ones, and buffers that the forward writes to. Inside compiled code the compiler handles that. A
     forward that the compiler cannot handle runs uncompiled as a whole: its compiled pieces could not be told
     apart from the code compiled around it.
-
-    Args:
-        module: The module.
-        contexts: Further contexts, such as those that keep some operations' results; or None.
     """
 
     def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
@@ -248,10 +214,6 @@ class Recomputed:
     """A forward that is recomputed in backward and replaces a module's original one.
 
     The forward is replaced, not the call, so that hooks on the module run once and names do not change.
-
-    Args:
-        module: The module.
-        contexts: See `RecomputingCall`.
     """
 
     def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
@@ -316,11 +278,7 @@ class _ForwardState:
 
 
 class _ReusableContext:
-    """A reusable context, for a graph whose backward runs twice.
-
-    Args:
-        make: A factory of the context.
-    """
+    """A reusable context, for a graph whose backward runs twice."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -344,14 +302,7 @@ class _Value:
 
 
 class _Buffers:
-    """The buffers of one module.
-
-    Args:
-        module: The module.
-
-    Attributes:
-        now: The module's current buffers by name.
-    """
+    """The buffers of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.now = module._buffers

@@ -19,16 +19,7 @@ _PATCHED = ("forward", "_xla_checkpointed_forward_original", "_xla_checkpointed_
 
 
 def check_blocks(kind: str, wrap: Wrap, again: RecomputeOption) -> None:
-    """Check the options that choose blocks.
-
-    Args:
-        kind: The configuration's class, for messages.
-        wrap: The blocks that are sharded together.
-        again: The blocks that are recomputed.
-
-    Raises:
-        ConfigError: An option is invalid.
-    """
+    """Check the options that choose blocks."""
     count = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap > 0
     if not (wrap == "auto" or _names(wrap) or count or callable(wrap)):
         raise ConfigError(
@@ -49,12 +40,6 @@ def checkpoint_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Modul
     """Recompute blocks in backward, by torch_xla's `checkpoint_module`.
 
     XLA's compiler would undo torch's own recomputation, because it merges equal computations.
-
-    Returns:
-        The blocks.
-
-    Raises:
-        ConfigError: The model has no module of a given class; the message gives the nearest.
     """
     from torch_xla.distributed.fsdp import checkpoint_module
 

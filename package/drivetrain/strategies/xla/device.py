@@ -35,11 +35,7 @@ _CLIENT = "PJRT_DEVICE"
 
 
 def check_alone(name: str, world_size: int) -> None:
-    """Check that a strategy runs in one process.
-
-    Raises:
-        StrategyError: There are several.
-    """
+    """Check that a strategy runs in one process."""
     if world_size != 1:
         raise StrategyError(
             f"strategy {name!r} runs 1 process, not {world_size}: with several, torch_xla's collectives on a"
@@ -57,7 +53,6 @@ def open_device(name: str, spmd: bool = False) -> torch.device:
     """Open this process's XLA device: a TPU, or without one the CPU, unless the environment says otherwise.
 
     Args:
-        name: The strategy's name.
         spmd: Whether the device represents all devices of the process.
 
     Raises:
@@ -118,15 +113,7 @@ def move(module: nn.Module, device: torch.device | str) -> None:
 
 
 def check_run_after(kind: str, value: str) -> None:
-    """Check the option `run_after` of XLA's configurations.
-
-    Args:
-        kind: The configuration's class.
-        value: The user's value.
-
-    Raises:
-        ConfigError: The value is unknown.
-    """
+    """Check the option `run_after` of XLA's configurations."""
     if value not in RUN_AFTER:
         raise ConfigError(f"{kind}(run_after={value!r}) is unknown. {nearest(str(value), RUN_AFTER)}")
 
@@ -185,12 +172,7 @@ class Trace:
         self._backward = True
 
     def update(self, optimizer: Optimizer, before: Callable[[Optimizer], Any] | None = None) -> None:
-        """Step, and run all operations, without gradients: XLA would keep those as results that nobody reads.
-
-        Args:
-            optimizer: The optimizer.
-            before: A function called with the optimizer after the step and before the run.
-        """
+        """Step, and run all operations, without gradients: XLA would keep those as results nobody reads."""
         step(optimizer)
         if before is not None:
             before(optimizer)
@@ -201,16 +183,7 @@ class Trace:
 
 
 class OnXLA(Strategy):
-    """The base of XLA's strategies, which run in one process.
-
-    Args:
-        config: The options.
-        device: The kind of device, "xla".
-        world_size: The number of processes; it must be 1.
-
-    Raises:
-        StrategyError: There is more than one process.
-    """
+    """The base of XLA's strategies, which run in one process."""
 
     config_type: type[Any]
     refusals: Mapping[str, str] = {

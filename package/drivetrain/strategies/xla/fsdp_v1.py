@@ -67,11 +67,7 @@ class XLAFSDPConfig:
     run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
-        """Check each option.
-
-        Raises:
-            ConfigError: An option is invalid; the message says what is allowed.
-        """
+        """Check each option."""
         kind = type(self).__name__
         check_blocks(kind, self.wrap, self.activation_checkpointing)
         check_run_after(kind, self.run_after)
@@ -116,11 +112,7 @@ class XLAFSDP(OnXLA):
         return super().supports(precision)
 
     def setup(self) -> None:
-        """Open the device.
-
-        Raises:
-            StrategyError: There are several devices.
-        """
+        """Open the device."""
         self.device = open_device(self.name)
         import torch_xla.runtime as runtime
 
@@ -135,12 +127,7 @@ class XLAFSDP(OnXLA):
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
-        """Move and shard the module, then build the optimizers on the shards.
-
-        Raises:
-            StrategyError: A parameter is a scalar, which cannot be sharded.
-            ConfigError: torch_xla refuses the settings.
-        """
+        """Move and shard the module, then build the optimizers on the shards."""
         check_values(module.task, self.name)
         check_dimensions(module.task)
         self.move_to_device(module, precision)
@@ -189,16 +176,7 @@ class _MappingResult(nn.Module):
 
 
 class _Sharded(nn.Module):
-    """A step module sharded by torch_xla: each block separately, and the rest together.
-
-    Args:
-        module: The step module, on the device.
-        config: The options.
-        mixed: Whether it computes in another dtype than that of its parameters.
-
-    Raises:
-        ConfigError: torch_xla refuses the settings.
-    """
+    """A step module sharded by torch_xla: each block separately, and the rest together."""
 
     def __init__(self, module: StepModule, config: XLAFSDPConfig, mixed: bool) -> None:
         super().__init__()

@@ -38,11 +38,7 @@ def forget_corrections(model: nn.Module) -> None:
 
 
 class _Correction:
-    """Hooks around the forward of one norm; their few operations are traced with it.
-
-    Args:
-        module: The norm.
-    """
+    """Hooks around the forward of one norm; their few operations are traced with it."""
 
     def __init__(self, module: _NormBase) -> None:
         self._before: Tensor | None = None

@@ -26,11 +26,7 @@ class XLAConfig:
     run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
-        """Check the option.
-
-        Raises:
-            ConfigError: The option is invalid; the message says what is allowed.
-        """
+        """Check the option."""
         check_run_after(type(self).__name__, self.run_after)
 
 

@@ -93,11 +93,7 @@ def build_optimizer(
 
 
 def check_sharded(optimizer: Optimizer) -> None:
-    """Check that torch can step an optimizer on its parameters, if they are sharded.
-
-    Raises:
-        ConfigError: It computes something that torch cannot compute of shards.
-    """
+    """Check that torch can step an optimizer on its parameters, if they are sharded."""
     if not isinstance(optimizer, _UNSHARDED):
         return
     shards = sum(_is_sharded(each) for group in optimizer.param_groups for each in group["params"])
@@ -124,11 +120,7 @@ def _set_float16_eps(groups: Sequence[dict[str, Any]], config: OptimizerConfig) 
 
 
 def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tensor]) -> bool | None:
-    """Return the value of `fused`; None leaves the choice to the optimizer.
-
-    Raises:
-        ConfigError: The user asks for it, and these parameters do not allow it.
-    """
+    """Return the value of `fused`; None leaves the choice to the optimizer."""
     factory = config.factory
     if "fused" not in (keywords(factory) or ()):
         return None

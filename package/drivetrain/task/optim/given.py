@@ -65,12 +65,6 @@ def apply_changes(
     """Set what has changed, after an optimizer and its schedule have taken over a checkpoint's state.
 
     A new base rate changes the rate now in proportion, so that a schedule goes on from where it is.
-
-    Args:
-        changed: The result of `changes`.
-        fresh: The result of `fresh_values` before the state was taken over.
-        optimizer: The optimizer.
-        timed: Its torch schedule, or None.
     """
     stored = [name for name in changed if name.startswith("scheduler ") and name not in _OF_TIMES]
     state = copy.deepcopy(timed.scheduler.state_dict()) if timed is not None and stored else None

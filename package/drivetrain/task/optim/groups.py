@@ -104,16 +104,7 @@ def matches_part(name: str, pattern: str) -> bool:
 
 
 def names_matching(module: nn.Module, pattern: str, what: str) -> set[str]:
-    """Return the clean names of the parameters that match a glob, or belong to a module that does.
-
-    Args:
-        module: The module that holds the parameters.
-        pattern: The glob.
-        what: The user's argument, for the message.
-
-    Raises:
-        ConfigError: The pattern matches nothing; names the nearest.
-    """
+    """Return the clean names of the parameters that match a glob, or belong to a module that does."""
     names = [name for each in named_parameters(module) for name in each.names]
     found = {name for name in names if matches_part(name, pattern)}
     if not found:
@@ -132,17 +123,7 @@ def select_parameters(
     patterns: Sequence[str] | None,
     argument: str = "parameters",
 ) -> list[NamedParameter]:
-    """Return the parameters that have one of `names` and match one of `patterns`; None does not restrict.
-
-    Args:
-        module: The module that holds the parameters.
-        names: Names of parameters.
-        patterns: Globs on names.
-        argument: The user's name for the patterns, for the message.
-
-    Raises:
-        ConfigError: A name or a pattern fits no parameter; names the nearest.
-    """
+    """Return the parameters that have one of `names` and match one of `patterns`; None does not restrict."""
     selected = named_parameters(module)
     every = [name for each in selected for name in each.names]
     if names is not None:
@@ -194,17 +175,7 @@ def make_groups(
     group, the order is the model's.
 
     Args:
-        module: The module that holds the parameters; decides which belong to norms.
-        selected: The parameters this optimizer may train.
-        rules: The user's groups.
-        lr: The base learning rate.
-        weight_decay: The weight decay of parameters that decay.
-        decay_all: Whether all parameters decay.
         decayed: The names of those that do, instead of the rule above.
-
-    Raises:
-        ConfigError: No parameter is trainable, a name in `decayed` belongs to none, or a rule matches nothing
-            that an earlier one left.
     """
     decays = _decay_rule(module, decay_all, decayed)
     groups: dict[tuple[int, int], dict[str, Any]] = {}
@@ -244,8 +215,6 @@ def group_titles(
     without a rate of their own.
 
     Args:
-        module: The module that holds the parameters.
-        optimizer: The optimizer.
         rules: The user's groups, in the order in which they were matched; None for an optimizer that a user
             made. Its groups are titled by their entry "name", by the module that has all of their parameters,
             or by their number.

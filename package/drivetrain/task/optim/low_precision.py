@@ -122,10 +122,6 @@ class _Steps:
     """The steps of one optimizer, in float32.
 
     Args:
-        optimizer: The optimizer; its groups and its state have the module's parameters.
-        kind: "stochastic" or "master".
-        keys: The first keys of its random numbers.
-        progress: The run's progress.
         size: The number of weights to update at once; None chooses by device.
     """
 
@@ -218,7 +214,6 @@ class _Copies:
     """Float32 copies of 16-bit weights, and of their gradients during a step.
 
     Args:
-        weights: The weights: of one device, one dtype and one share of the shards.
         keeps: Whether to keep the copies from step to step, as `MASTER` in the optimizer's state.
 
     Attributes:
@@ -298,9 +293,6 @@ class _Copies:
 class _Flat:
     """Float32 tensors in the shape of some weights, in one memory that exists from `allocate` to `free`.
 
-    Args:
-        weights: The weights.
-
     Attributes:
         whole: All numbers.
         views: The numbers of each weight, or of its local part.
@@ -375,11 +367,6 @@ def round_at_random_(values: Tensor, dtype: torch.dtype, generator: torch.Genera
     random number is added to the bits that the dtype drops, and these are cut off. Numbers that the dtype can
     hold stay unchanged, and NaN and infinity become NaN. float16 numbers below 6e-5, where the distance is
     6e-8, are rounded to the nearest.
-
-    Args:
-        values: Contiguous float32 numbers.
-        dtype: bfloat16 or float16.
-        generator: The generator to draw from, on the same device.
     """
     dropped = _DROPPED[dtype]
     nothing = values * 0  # NaN where there is no number to round: its bits could become those of a zero

@@ -130,11 +130,7 @@ def _not_hidden(module: nn.Module) -> frozenset[nn.Parameter]:
 def _split(
     param_groups: Sequence[dict[str, Any]], by_adamw: frozenset[nn.Parameter]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the groups for Muon and those for AdamW, each with the settings that its part takes.
-
-    Raises:
-        ConfigError: Nothing is left for Muon.
-    """
+    """Return the groups for Muon and those for AdamW, each with the settings that its part takes."""
     for_muon: list[dict[str, Any]] = []
     for_adamw: list[dict[str, Any]] = []
     for group in param_groups:

@@ -31,11 +31,7 @@ QUANTIZED = {name.lower(): f"drivetrain.task.optim.quantized:{name.lower()}" for
 
 
 def __getattr__(name: str) -> Callable[..., Optimizer]:
-    """Import a class of torchao by its lower-case name.
-
-    Raises:
-        MissingDependencyError: torchao is not installed.
-    """
+    """Import a class of torchao by its lower-case name."""
     kind = next((each for each in _OF_TORCHAO if each.lower() == name), None)
     if kind is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -75,16 +71,6 @@ def from_parts(optimizer: Optimizer, parameter: Tensor, slot: str, parts: dict[s
     """Return a quantized tensor of this optimizer with the values of these parts.
 
     The optimizer makes the tensor; no class is looked up by a name in a file.
-
-    Args:
-        optimizer: The optimizer.
-        parameter: One of its parameters.
-        slot: The slot's name.
-        parts: The values by name.
-
-    Raises:
-        CheckpointError: The optimizer makes no quantized tensor here, or one of other parts, shapes or
-            dtypes.
     """
     make = getattr(optimizer, "_new_buffer", None)
     fresh = None if make is None else make(parameter, slot == "exp_avg")

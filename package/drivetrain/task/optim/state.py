@@ -47,19 +47,12 @@ def state_by_name(
 ) -> tuple[dict[str, Tensor], dict[str, Json]]:
     """Return the state of an optimizer as tensors and JSON.
 
-    Args:
-        optimizer: Any optimizer whose state per parameter holds tensors, numbers and None.
-        names: The names of its parameters.
-
     Returns:
         Two mappings. Tensors by ``"<parameter>/<slot>"``, live ones: copy them before the next step. And a
         JSON tree: "optimizer" (the class's name, for comparison), "groups" (settings, and the names under
         "parameters"), "scalars" (by ``"<parameter>/<slot>"``), "parameters" and "slots" (their dtypes and
         shapes), and "quantized" (the slots whose tensors are stored in parts, by
         ``"<parameter>/<slot>.<part>"``).
-
-    Raises:
-        CheckpointError: A parameter without a name, or a value that is neither a tensor nor a number.
     """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Json] = {}
@@ -115,12 +108,6 @@ def load_state_by_name(
 
     Args:
         optimizer: An optimizer of the same kind over the same parameters in the same groups.
-        names: The names of its parameters.
-        tensors: The tensors, on any device.
-        meta: The JSON tree.
-
-    Raises:
-        CheckpointError: The optimizer's kind, a parameter, a group, a shape or a dtype differs; names it.
     """
     saved = _read(meta)
     own = [
@@ -330,11 +317,7 @@ def _tree(kind: str, groups: Iterable[Mapping[str, Any]], parameters: Mapping[st
 
 
 def _require_same(there: Mapping[str, str], here: Mapping[str, str], remedy: str) -> None:
-    """Check that a checkpoint's optimizer state and the present one have the same description.
-
-    Raises:
-        CheckpointError: They differ; names the first difference.
-    """
+    """Check that a checkpoint's optimizer state and the present one have the same description."""
     for name in sorted({*there, *here}):  # the optimizer, then parameters, then groups
         theirs, ours = there.get(name, "not there"), here.get(name, "not there")
         if theirs != ours:

@@ -95,15 +95,7 @@ def benchmark(
 def run_turns(
     make: Make, over: Mapping[str, Sequence[Any]], *, rounds: int, seconds: float, limit: float
 ) -> BenchmarkResult:
-    """Let each combination take its turns; see `benchmark`.
-
-    Args:
-        make: Makes what is trained, in the turn's process.
-        over: The values to compare.
-        rounds: The number of rounds.
-        seconds: The measured time of a turn.
-        limit: The longest time of a turn.
-    """
+    """Let each combination take its turns; see `benchmark`."""
     count("rounds", rounds, at_least=1)
     number("seconds", seconds, above=0)
     number("limit, the seconds of a turn,", limit, above=0)
@@ -141,15 +133,7 @@ def run_turns(
 
 
 def check_over(over: Mapping[str, Sequence[Any]], options: Mapping[str, frozenset[str] | None]) -> None:
-    """Check the names and the kinds of what is compared.
-
-    Args:
-        over: The values to compare.
-        options: The arguments of "task" and "data"; None for any.
-
-    Raises:
-        ConfigError: An unknown name, names the nearest; or no list of values.
-    """
+    """Check the names and the kinds of what is compared."""
     if not isinstance(over, Mapping):
         raise ConfigError(f"over must be a mapping of names to lists of values, not {over!r}")
     fixed = (*LENGTH, "run_dir")

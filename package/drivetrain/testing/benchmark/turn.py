@@ -56,15 +56,9 @@ class BlockClock:
     It waits for the device only where a block begins or ends. A machine's other work only ever adds time, so
     the fastest block repeats best.
 
-    Args:
-        seconds: The time of all blocks together.
-
     Attributes:
         first: Seconds from the making of the clock to the end of the first step.
-        fastest: Seconds of a step in the fastest block.
         size: The steps of a block; 0 during the warm-up.
-        blocks: The number of complete blocks.
-        wait: Waits for the device.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -134,14 +128,7 @@ class Probe(Callback):
 def watched(
     trainer: Trainer, probe: Probe, compared: Iterable[str] = (), folder: str | None = None
 ) -> Iterator[Trainer]:
-    """Give the block a Trainer whose fit is watched, and has checkpoints and logs only if they are compared.
-
-    Args:
-        trainer: The Trainer.
-        probe: The probe.
-        compared: The names of the arguments that are compared.
-        folder: Where files go; None is the system's folder for temporary files.
-    """
+    """Give the block a Trainer whose fit is watched; it saves and logs only if that is compared."""
     strategy, watches = trainer.select_strategy(), [*trainer.callbacks, probe]
     if as_compile(trainer.compile) is None and strategy.device.type == "cpu" and strategy.name != "deepspeed":
         watches.append(MemoryReport(show=False))  # the second step, which is in the warm-up
@@ -155,11 +142,7 @@ def watched(
 def turn(
     trainer: Trainer, task: TaskModule, data: Any, compared: Iterable[str], clock: BlockClock, folder: str
 ) -> dict[str, Any]:
-    """Train until the clock has timed enough steps, and return what `measured` returns.
-
-    Raises:
-        DataError: The data or a callback ended the fit before.
-    """
+    """Train until the clock has timed enough steps, and return what `measured` returns."""
     probe = Probe(clock)
     with watched(trainer, probe, compared, folder) as trainer:
         result = trainer.fit(task, data)
@@ -173,12 +156,6 @@ def turn(
 
 def measured(trainer: Trainer, task: TaskModule, data: Any, probe: Probe) -> dict[str, Any]:
     """Return the values of a fit that has ended, and of a hand-written loop, which follows now.
-
-    Args:
-        trainer: The watched Trainer.
-        task: The task that it has trained.
-        data: Its data.
-        probe: Its probe.
 
     Returns:
         Values by the names of `BenchmarkRow`; "notes" says why one is missing.

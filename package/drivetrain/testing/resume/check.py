@@ -119,11 +119,7 @@ def check_program(program: Sequence[str], check: Check, nproc: int | None = None
 
 
 def check_exists(program: Sequence[str]) -> None:
-    """Check that a program is given, and that its file exists.
-
-    Raises:
-        ConfigError: It is not, or does not.
-    """
+    """Check that a program is given, and that its file exists."""
     if not program or (program[0] == "-m" and len(program) < 2):
         raise ConfigError("no program given. Give its file, or -m and a module")
     if program[0] != "-m" and not os.path.isfile(program[0]):
@@ -254,11 +250,7 @@ def _scratch() -> Iterator[Path]:
 
 
 def _run_to_end(start: _Start, recording: Recording) -> None:
-    """Run the program and check that its fit was recorded to the end.
-
-    Raises:
-        ProgramError: The program failed, or ran no fit.
-    """
+    """Run the program and check that its fit was recorded to the end."""
     code, output = start(recording)
     recorded = read(recording.directory, recording.kind)
     failed = next((each.failed for each in recorded if each.failed is not None), None)

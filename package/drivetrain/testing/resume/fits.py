@@ -29,9 +29,6 @@ class RunRecorder:
     """Records, stops and saves one fit of this process, and redirects all runs to temporary directories.
 
     The program is ended where the run after the recorded fit would begin.
-
-    Args:
-        recording: What to record, and when to save and kill.
     """
 
     def __init__(self, recording: Recording) -> None:

@@ -53,11 +53,7 @@ class Recording:
     fit: int = 1
 
     def kill_after(self, base: int) -> int:
-        """Return the number of steps after which the run is killed; those after the save are lost.
-
-        Args:
-            base: The step at which the uninterrupted run began.
-        """
+        """Return the number of steps after which the run is killed; those after the save are lost."""
         saved = self.save_after or 0
         # Saving happens at an interval, so a second save would follow after twice as many steps.
         return min(saved + 2, self.steps, base + 2 * saved)
@@ -77,9 +73,6 @@ def first_step(directory: Path) -> int:
 
 class Recorder(Callback):
     """Records one fit on one rank.
-
-    Args:
-        recording: The run to record.
 
     Attributes:
         step: The last step.
@@ -173,12 +166,7 @@ class Recorder(Callback):
         self.failed(run.exception, run.progress.steps)
 
     def failed(self, error: BaseException, step: int) -> None:
-        """Record that an exception ended the fit.
-
-        Args:
-            error: The exception, of the fit or of the body of the user's loop.
-            step: The last step before it.
-        """
+        """Record that an exception ended the fit."""
         self.is_over = True
         self._add("failed", step, text=f"{type(error).__name__}: {error}".partition("\n")[0])
 

@@ -14,9 +14,6 @@ Values = dict[tuple[str, str], str]
 class Recorded:
     """The record of one run on one rank.
 
-    Args:
-        file: The file to read.
-
     Attributes:
         base: The step before the first, or None if the fit did not begin.
         begin: The state before the first step.

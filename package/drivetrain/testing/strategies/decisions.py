@@ -20,9 +20,6 @@ class CompareRanks(Callback):
     """Compares the values that decisions depend on, before any rank decides.
 
     Ranks that decide differently would deadlock. This fails at once.
-
-    Attributes:
-        evaluated: The step and the value of `validation/loss` of each validation.
     """
 
     def __init__(self) -> None:
@@ -69,11 +66,7 @@ def _fit_and_compare(job: Job, alone: bool, *callbacks: Any, **options: Any) -> 
 
 
 class StopBelow(Callback):
-    """Stops when the logged `train/loss` is at most a bound.
-
-    Args:
-        bound: The bound.
-    """
+    """Stops when the logged `train/loss` is at most a bound."""
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
@@ -118,11 +111,7 @@ def _same_decisions(job: Job, found: Outcome, alone: Outcome, what: str) -> None
 
 
 class ClockAhead(Callback):
-    """Makes two hours pass on one rank during the third step.
-
-    Args:
-        rank: The rank.
-    """
+    """Makes two hours pass on one rank during the third step."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -147,12 +136,7 @@ def all_ranks_have_one_clock(job: Job) -> None:
 
 
 class StopOnOneRank(Callback):
-    """Stops the run on one rank, after the third step.
-
-    Args:
-        rank: The rank.
-        hook: The hook in which to stop.
-    """
+    """Stops the run on one rank, after the third step."""
 
     def __init__(self, rank: int, hook: str) -> None:
         self.rank = rank
@@ -166,9 +150,6 @@ class StopOnOneRank(Callback):
 
 class NoteStops(Callback):
     """Notes when `StopOnOneRank` would stop the run, for several hooks in one fit.
-
-    Args:
-        hooks: The hooks.
 
     Attributes:
         steps: By hook, the step after which it would first stop the run.

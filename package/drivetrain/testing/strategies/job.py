@@ -71,11 +71,7 @@ class Record(Callback):
 
 
 class StopAfter(Callback):
-    """Stops a run after a step.
-
-    Args:
-        step: The step.
-    """
+    """Stops a run after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -87,13 +83,7 @@ class StopAfter(Callback):
 
 
 class Outcome(NamedTuple):
-    """The results of a finished run.
-
-    Attributes:
-        weights: The task's full weights, on the host.
-        result: The return value of `fit`.
-        record: The record of the run.
-    """
+    """The results of a finished run."""
 
     weights: Mapping[str, Tensor]
     result: FitResult
@@ -196,11 +186,7 @@ class Job:
 
 
 def assert_same_on_all_ranks(value: Any, what: str) -> None:
-    """Check that all ranks have the same value, to the last bit. All ranks must call it.
-
-    Raises:
-        AssertionError: The values differ; the message has two that do.
-    """
+    """Check that all ranks have the same value, to the last bit. All ranks must call it."""
     seen: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(
         seen, repr(value)

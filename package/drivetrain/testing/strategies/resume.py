@@ -228,11 +228,7 @@ def _run(job: Job, alone: bool, *callbacks: Callback, **options: Any) -> Outcome
 
 
 def _check_samples(seen: Sequence[tuple[int, int]], what: str) -> None:
-    """Check that each sample was seen once in each epoch.
-
-    Raises:
-        AssertionError: A sample was missed, or seen more than once.
-    """
+    """Check that each sample was seen once in each epoch."""
     expected = {(epoch, index) for epoch in range(2) for index in range(len(Sequences()))}
     lost, twice = sorted(expected - set(seen)), sorted({each for each in seen if seen.count(each) > 1})
     right = sorted(seen) == sorted(expected)

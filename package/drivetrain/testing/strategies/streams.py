@@ -18,11 +18,7 @@ from drivetrain.testing.strategies.tasks import Tokens
 
 
 class WithDropout(Tokens):
-    """`Tokens` with dropout and plain SGD.
-
-    Attributes:
-        seeds: The seed of the random stream of each forward.
-    """
+    """`Tokens` with dropout and plain SGD."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.3)

@@ -28,8 +28,6 @@ class Sequences(Dataset[dict[str, Tensor]]):
     """Padded sequences of very different lengths, each with its index. One is all padding.
 
     Args:
-        count: The number of sequences.
-        length: The length of each in tokens, with padding.
         empty: The index of the sequence that is all padding, or None.
     """
 
@@ -50,16 +48,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 class Tokens(TaskModule):
-    """A small next-token model. Its loss is a mean over the tokens without padding.
-
-    Args:
-        optimizer: A name in `OPTIMIZERS`.
-        frozen: Whether the first block is frozen.
-        tied: Whether the head shares the embedding's weight.
-        dropout: The dropout probability after the embedding.
-        schedule: The learning rate schedule.
-        with_metric: Whether the task declares a metric.
-    """
+    """A small next-token model. Its loss is a mean over the tokens without padding."""
 
     def __init__(
         self,

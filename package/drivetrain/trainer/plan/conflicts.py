@@ -153,11 +153,7 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
 
 
 def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> Iterator[str]:
-    """Yield what a fit would refuse where it runs, or what this machine's memory does not hold.
-
-    Raises:
-        ConfigError: The run directory cannot be made.
-    """
+    """Yield what a fit would refuse where it runs, or what this machine's memory does not hold."""
     if settings.run_dir is not None:
         given_run_dir(settings.run_dir)
     root = checkpoint_root(settings, settings.run_dir) if settings.checkpoint else None

@@ -147,9 +147,6 @@ def firings(
     """Compute when an interval is due in a run, from the number of times it has passed after each step.
 
     Args:
-        interval: The interval.
-        epoch: The data.
-        totals: The planned length.
         begins: The point before which nothing is due.
         first: Whether the first step is due too.
         ends_epochs: Whether an interval of steps is due at the end of every epoch too.

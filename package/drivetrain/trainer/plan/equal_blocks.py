@@ -34,10 +34,6 @@ class EqualBlocks:
     the second. It is run as any other if it is called with other inputs than the third, or if the third kept
     another amount than the second. What a block changes besides its outputs, such as a cache, is left out
     too.
-
-    Args:
-        model: The model, on tensors without values; its blocks are changed.
-        watch: The watch of the forward.
     """
 
     def __init__(self, model: nn.Module, watch: MemoryWatch) -> None:

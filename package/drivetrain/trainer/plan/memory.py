@@ -57,12 +57,6 @@ class StepMemory(NamedTuple):
 def example_batch(settings: RunSettings, task: TaskModule, data: Any, limit: int | None = None) -> Batch:
     """Return a micro-batch of copies of the first sample: no other is fetched.
 
-    Args:
-        settings: The settings.
-        task: The task.
-        data: The training data.
-        limit: The most samples.
-
     Raises:
         Unknown: The data is a stream, or its first sample or batch raises.
     """
@@ -102,12 +96,6 @@ def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batc
 
     Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
     needed. The task is a copy, and stays as it is.
-
-    Args:
-        settings: The settings.
-        task: The task, on any device.
-        held: What a process holds of it.
-        batch: A micro-batch with values.
 
     Raises:
         Unknown: The step needs values, as `tensor.item()` does, or raises.

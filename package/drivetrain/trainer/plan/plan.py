@@ -193,10 +193,6 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
     of the parameters that have shapes and dtypes but no values (torch's "meta" device), which gives the size
     of their state. Copies of the first sample make a micro-batch, and one forward on it without values gives
     the size of the activations.
-
-    Raises:
-        ConfigError: Arguments, task and data do not fit together, as in `fit`.
-        DataError: The data is empty or of an unknown kind.
     """
     with preserved(), begun("fit", task := check_task(task), train_data, validation_data):
         train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
