@@ -256,6 +256,10 @@ def test_runs_show_and_list_tell_attempts_shares_and_what_cannot_be_read(tmp_pat
     head, row, trouble = printed("list", tmp_path).splitlines()
     assert head.split() == ["run", "attempts", "steps", "wall", "goodput", "ended", "heard"]
     assert row.split()[:3] == [str(run_dir), "2", "10"]
+    monkeypatch.chdir(tmp_path)
+    run_dir.rename("runs")
+    assert printed("list").splitlines()[1].split()[0] == "runs"
+    (tmp_path / "runs").rename(run_dir)
     assert str(other) in trouble
     assert str(other) in printed("list", other, code=1)  # nothing could be read
     with (run_dir / NAME).open("a", encoding="ascii") as out:

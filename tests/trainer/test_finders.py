@@ -39,6 +39,9 @@ def test_the_range_test_leaves_the_task_and_all_streams_untouched_and_suggests_a
     assert curve.rates[0] == 1e-4
     assert 20 < len(curve.rates) == len(curve.losses) < 60  # it has diverged
     assert 1e-3 < curve.suggestion < 1.0
+    assert repr(curve).startswith(
+        f"LearningRateCurve(suggestion={curve.suggestion}, {len(curve.rates)} rates from 0.0001 to "
+    )
     lowest = curve.rates[min(range(len(curve.smoothed)), key=curve.smoothed.__getitem__)]
     assert curve.suggestion < lowest
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")

@@ -25,7 +25,7 @@ _ABOUT = {
     "report": "Write one HTML file with the curves of runs, their time, warnings, failures and settings. It"
     " needs no network.",
 }
-_PATHS = {"list": "a directory of runs, such as runs", "show": "a run directory, or its ledger.jsonl"}
+_PATHS = {"list": "a directory of runs; runs if not given", "show": "a run directory, or its ledger.jsonl"}
 _RUNS = "a run directory"
 _OUTPUT = "the file to write; report.html if not given"
 
@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         purpose = about.partition(",")[0].lower()
         command = commands.add_parser(name, help=purpose, description=about, allow_abbrev=False)
         if name in _PATHS:
-            command.add_argument("path", metavar="PATH", help=_PATHS[name])
+            nargs = "?" if name == "list" else None
+            command.add_argument("path", metavar="PATH", nargs=nargs, default="runs", help=_PATHS[name])
         else:
             command.add_argument("paths", metavar="RUN", nargs="+", help=_RUNS)
         if name == "report":
@@ -179,7 +180,10 @@ def _report(parsed: argparse.Namespace) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, page)
     curves = len({name for run in runs for name in run.curves})
-    line(f"{path}: {len(runs)} runs, {curves} curves, {sized(path.stat().st_size)}; open it in a browser")
+    counts = ", ".join(
+        f"{number} {word}{'s' * (number != 1)}" for word, number in (("run", len(runs)), ("curve", curves))
+    )
+    line(f"{path}: {counts}, {sized(path.stat().st_size)}; open it in a browser")
     return 0
 
 

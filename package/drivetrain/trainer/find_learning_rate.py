@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
 from drivetrain.core.validation import count, number
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.build import apply_factor
@@ -34,7 +34,7 @@ _FIRST = 10
 """Steps that neither end the test nor give the suggestion: the smoothed loss begins with few values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LearningRateCurve:
     """The loss by the learning rate, from `Trainer.find_learning_rate`.
 
@@ -53,18 +53,21 @@ class LearningRateCurve:
     smoothed: tuple[float, ...]
     suggestion: float | None
 
+    def __repr__(self) -> str:
+        given = f"suggestion={self.suggestion}, {len(self.rates)} rates"
+        span = f" from {self.rates[0]:.3g} to {self.rates[-1]:.3g}" if self.rates else ""
+        return f"{type(self).__name__}({given}{span})"
+
     def plot(self) -> Figure:
         """Return the curve as a figure of matplotlib, which a notebook shows.
 
         Raises:
-            ConfigError: matplotlib is not installed.
+            MissingDependencyError: matplotlib is not installed.
         """
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise ConfigError(
-                "the plot is made by matplotlib, which is not installed: pip install matplotlib"
-            ) from None
+            raise MissingDependencyError("matplotlib", "plots", "LearningRateCurve.plot") from None
         figure = Figure(figsize=(6.0, 4.0), layout="constrained")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
         axes.plot(self.rates, self.losses, alpha=0.4, label="loss")
