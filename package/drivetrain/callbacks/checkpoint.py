@@ -139,7 +139,6 @@ class CheckpointSaver(Callback):
         return self.manager.best_value(next(iter(found))) if found else None
 
     def wait_for_save(self, run: Run) -> None:
-        """Wait for a save in progress."""
         committed = None
         with self._tolerating(run):
             committed = self.manager.wait()

@@ -93,7 +93,6 @@ def predict(settings: Settings, as_json: bool) -> None:
 
 
 def plan(settings: Settings, as_json: bool) -> None:
-    """Print the plan of a fit."""
     trainer, task = _trainer_and_task(settings, without_values=True)
     found = make_plan(trainer, task, *fit_data(settings))
     if as_json:

@@ -37,7 +37,6 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Raise for a wrong command line."""
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
             hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))

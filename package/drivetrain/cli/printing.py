@@ -37,7 +37,6 @@ def shortened(value: Any) -> str:
 
 
 def line(text: str = "") -> None:
-    """Print a line."""
     print(plain(text))
 
 

@@ -41,7 +41,6 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
-    """Return the records of runs."""
     ledgers = [read_ledger(each) for each in paths]
     places = [each.directory.resolve() for each in ledgers]
     for place in places:

@@ -179,7 +179,6 @@ class Settings:
         return self._options.get(name)
 
     def trainer(self) -> Trainer:
-        """Make the Trainer."""
         arguments = self._section("trainer")
         for name, kind in self._kinds.items():
             given, options = self._tree["trainer"][name], dict(vars(arguments[name]))

@@ -57,7 +57,6 @@ class Preempted(SystemExit):
         self.reason = reason
 
     def __str__(self) -> str:
-        """Return the reason."""
         return self.reason
 
 

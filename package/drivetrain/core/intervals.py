@@ -290,6 +290,5 @@ class FirstStepTrigger(Trigger):
         return due or first
 
     def start(self, progress: Progress) -> None:
-        """Begin at `progress`."""
         super().start(progress)
         self._awaited = progress.steps == 0

@@ -50,7 +50,6 @@ class Listener(logging.NullHandler):
         self._hear = hear
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Pass a message."""
         self._hear(record.getMessage())
         return True
 

@@ -107,7 +107,6 @@ class _XLAGenerator:
         return torch.tensor(self._xla.get_rng_state(self._device), dtype=torch.uint64)
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Restore a state."""
         self.manual_seed(int(state.numpy()))
 
 
@@ -263,7 +262,6 @@ class HostDraws:
         return None if same else now
 
     def restore(self) -> None:
-        """Restore the generators."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 

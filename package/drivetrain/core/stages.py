@@ -57,12 +57,10 @@ class Stages(Mapping[Any, int]):
 
     @property
     def most(self) -> int:
-        """The largest number."""
         return max(self._numbers)
 
     @property
     def first(self) -> int:
-        """The number at the start."""
         return self._numbers[0]
 
     def at(self, done: int) -> int:

@@ -241,7 +241,6 @@ class IndexedSource(Source):
         return f"Its workers start anew in every epoch: persistent_workers=True keeps them. {more}"
 
     def close(self) -> None:
-        """End the workers."""
         if self._workers is not None:
             self._workers.close()
 

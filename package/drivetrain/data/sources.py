@@ -226,7 +226,6 @@ class BatchSource(Source):
         return rounds(max(0, len(self._batches) - position), self.shard)
 
     def description(self) -> dict[str, Any]:
-        """Return the number of batches."""
         return {"kind": "a list of batches", "its number of batches": len(self._batches)}
 
 
@@ -360,7 +359,6 @@ class IterableSource(Source):
             _LOG.warning(f"{what}: correct its __len__, which the schedule relies on")
 
     def settings(self) -> dict[str, Any]:
-        """Return the loader's batch size and workers."""
         sizes = {name: getattr(self._data, name, None) for name in ("batch_size", "num_workers")}
         return {name: value for name, value in sizes.items() if isinstance(value, int) and value}
 
@@ -481,7 +479,6 @@ class IterableSource(Source):
         return failure if advice is None else DataError(f"{failure}; {advice}")
 
     def close(self) -> None:
-        """End the loader's workers."""
         iterator = None if self._begun is None else self._begun()
         self._begun = None
         if iterator is not None and getattr(self._data, "_iterator", None) is iterator:
@@ -513,13 +510,11 @@ class IterableSource(Source):
         return copy.deepcopy(self._data.state_dict()) if self.stateful else None  # type: ignore[attr-defined]
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore the iterable's own state."""
         if self.stateful and state is not None:
             self._data.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._restored = True
 
     def reload(self, state: dict[str, Any] | None) -> None:
-        """Restore the iterable's state."""
         self.restore(state)
 
     def seed_epoch(self, epoch: int) -> None:

@@ -111,16 +111,13 @@ class SplitSource(Source):
         self._own.skip_bad_batches()
 
     def waiting(self, epoch: int, number: int) -> str:
-        """Describe the batch of this process's part that is waited for."""
         return self._own.waiting(epoch, number)
 
     @property
     def advice(self) -> str:
-        """The advice for this process's part."""
         return self._own.advice
 
     def close(self) -> None:
-        """End the workers of this process's part."""
         self._own.close()
 
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
@@ -223,11 +220,9 @@ class SplitSource(Source):
         return None if self._rounds is None else max(0, self._rounds - position)
 
     def description(self) -> dict[str, Any]:
-        """Return a text that says that the ranks divide the data."""
         return {"kind": "already split"}
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the state of this process's part."""
         return self._own.snapshot()
 
     def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -240,31 +235,24 @@ class SplitSource(Source):
         return parts[self.shard.rank] if len(parts) == self.shard.size else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore the state of this process's part."""
         self._own.restore(self.own_part(state))
 
     def reload(self, state: dict[str, Any] | None) -> None:
-        """Restore a state of this process's part."""
         self._own.reload(state)
 
     def seed_epoch(self, epoch: int) -> None:
-        """Seed what this process's part draws as it begins an epoch."""
         self._own.seed_epoch(epoch)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of this process's part."""
         return self._own.settings()
 
     def check_settings(self, before: dict[str, Any]) -> None:
-        """Check the settings of this process's part."""
         self._own.check_settings(before)
 
     def order_state(self) -> dict[str, Any] | None:
-        """Return the order of this process's part."""
         return self._own.order_state()
 
     def restore_order(self, state: dict[str, Any], position: int) -> None:
-        """Restore the order of this process's part."""
         self._own.restore_order(state, position)
 
     def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:

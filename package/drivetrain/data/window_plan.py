@@ -54,7 +54,6 @@ class Stretch(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """The number of rounds."""
         return self.end.rounds - self.start.rounds
 
 
@@ -153,7 +152,6 @@ class WindowPlan:
 
     @property
     def knows_length(self) -> bool:
-        """Whether the length of an epoch is known."""
         return self._length is not None
 
     def windows_in(self, epoch: int) -> int:

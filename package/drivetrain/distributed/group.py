@@ -240,7 +240,6 @@ def _end() -> None:
 
 
 def note_failure() -> None:
-    """Note that a run has failed, on this rank or another."""
     global _failed
     _failed = True
 

@@ -57,7 +57,6 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._hear)
 
     def close(self) -> None:
-        """Stop listening and restore the process's handlers."""
         global _current
         self._signals = None
         if self._ends is None:

@@ -212,7 +212,6 @@ class Joint:
         self.of_all: list[Any] = []
 
     def __enter__(self) -> Joint:
-        """Begin the block."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:

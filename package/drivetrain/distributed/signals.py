@@ -162,7 +162,6 @@ class Signals:
 
     @property
     def handled(self) -> tuple[signal.Signals, ...]:
-        """The signals that are handled."""
         return tuple(self._before)
 
     def unheard(self) -> float:

@@ -92,7 +92,6 @@ def reserve_port() -> int:
 
 
 def release_port(port: int) -> None:
-    """Release a reserved port."""
     line = _reserved.pop(port, None)
     if line is not None:
         line.close()

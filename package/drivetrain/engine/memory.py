@@ -41,7 +41,6 @@ class MemoryConfig:
     offload_at_least: int = 2**20
 
     def __post_init__(self) -> None:
-        """Check each option."""
         again = as_recompute_option("MemoryConfig", self.activation_checkpointing)
         object.__setattr__(self, "activation_checkpointing", again)
         flag("MemoryConfig(offload_activations=...)", self.offload_activations)
@@ -52,7 +51,6 @@ NOTHING = MemoryConfig()
 
 
 def as_memory(spec: Mapping[str, Any] | MemoryConfig | None) -> MemoryConfig:
-    """Return the user's argument as a configuration."""
     if spec is None or isinstance(spec, MemoryConfig):
         return spec or NOTHING
     if not isinstance(spec, Mapping):
@@ -114,7 +112,6 @@ class MemoryInUse:
             step_module.context = within(offload, step_module.context)
 
     def release(self) -> None:
-        """Undo all effects."""
         in_use, self._in_use = self._in_use, []
         for each in in_use:
             each.remove()

@@ -113,7 +113,6 @@ class MemoryWatch(TorchDispatchMode):
         self._count(tree_leaves(batch), "activations")
 
     def __enter__(self) -> Self:
-        """Begin."""
         self._steps = [vars(each).get("step") for each in self._optimizers]
         for each in self._optimizers:
             vars(each)["step"] = functools.wraps(each.step)(functools.partial(self._step, each, each.step))
@@ -122,7 +121,6 @@ class MemoryWatch(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        """End."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for optimizer, before in zip(self._optimizers, self._steps, strict=True):
             del vars(optimizer)["step"]

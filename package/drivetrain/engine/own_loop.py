@@ -97,7 +97,6 @@ class EngineData:
         self._streams = streams
 
     def __len__(self) -> int:
-        """Return the batches in an epoch."""
         count = self._feed.batches_per_epoch
         if count is None:
             raise TypeError("this data has no known length")

@@ -45,7 +45,6 @@ _NOT_EVEN_ONE = "drivetrain: not even a micro-batch of one sample fits"
 
 
 def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
-    """Check that batches can be split as asked."""
     if spec is None:
         return
     if isinstance(spec, str) and spec != AUTO:
@@ -267,7 +266,6 @@ class MicroBatches:
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
-        """The size found."""
         return {"size": self.size}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -30,7 +30,6 @@ IN_A_ROW = 100
 
 
 def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
-    """Check that a strategy supports `on_nonfinite`."""
     if choice not in CHOICES or not isinstance(choice, str):
         raise ConfigError(f"on_nonfinite={choice!r}. {nearest(str(choice), CHOICES)}")
     if choice == "skip":
@@ -38,7 +37,6 @@ def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
 
 
 def check_skipping(asked: str, strategy: Strategy) -> None:
-    """Check that a strategy can skip steps."""
     if reason := strategy.refuses("skipping"):
         raise StrategyError(
             f"{asked} with strategy {strategy.name!r}: {reason}. Use on_nonfinite='stop', or"

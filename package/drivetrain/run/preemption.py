@@ -56,7 +56,6 @@ class PreemptionConfig:
     deadline: str | float | timedelta | None = "auto"
 
     def __post_init__(self) -> None:
-        """Check every field, and normalise signals to names."""
         for name in ("requeue", "stop"):
             object.__setattr__(self, name, _named(name, getattr(self, name)))
         both = [each for each in self.requeues if each in self.stops]

@@ -347,7 +347,6 @@ def checked_callbacks(spec: Any) -> tuple[Any, ...]:
 
 
 def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
-    """Call `check_trainer(trainer, strategy)` of the callbacks."""
     for callback in settings.callbacks:
         callback.check_trainer(settings, strategy)
 

@@ -86,7 +86,6 @@ class DDPConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        """Check each option."""
         check_options(self, ("bucket_mb", "timeout"), _FLAGS)
         hook = self.communication
         if isinstance(hook, str) and hook not in _HOOKS:

@@ -58,7 +58,6 @@ class LossScale:
         self._scaler.scale(torch.zeros((), device=device))
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
@@ -100,10 +99,8 @@ class LossScale:
             self._scaler._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its growth counter."""
         state: dict[str, Any] = self._scaler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
         self._scaler.load_state_dict(dict(state))

@@ -57,7 +57,6 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def strategy_class(name: str) -> Any:
-    """Return the class of a strategy for several processes."""
     found: Any = STRATEGIES[name]
     missing = [each for each in ATTRIBUTES if not hasattr(found, each)]
     if missing:
@@ -87,7 +86,6 @@ def configure(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def config_type(name: str) -> type[Any]:
-    """Return the class of a strategy's configuration."""
     if STRATEGIES[name] is SingleDevice:
         raise ConfigError(f"strategy {name!r} has no options; 'ddp' and 'fsdp' have some")
     found: type[Any] = strategy_class(name).config_type

@@ -111,7 +111,6 @@ class UsedParameters:
         ]
 
     def stop(self) -> None:
-        """Stop recording."""
         for each in self._handles:
             each.remove()
 

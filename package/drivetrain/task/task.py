@@ -36,7 +36,6 @@ TARGETS = ("label", "labels", "target", "targets", "y")
 
 
 def check_constructed(module: nn.Module) -> None:
-    """Check that a module's constructor has called that of `nn.Module`."""
     if "_parameters" not in vars(module):
         raise ConfigError(
             f"the constructor of {type(module).__name__} does not call super().__init__(); call it first,"
@@ -493,7 +492,6 @@ class StepModule(nn.Module):
         self.use(task)
 
     def use(self, step: Callable[..., Any]) -> None:
-        """Run this step from now on."""
         # Bypasses nn.Module's bookkeeping: a module that is the step must not be registered as a second
         # child.
         object.__setattr__(self, "step", step)
@@ -519,7 +517,6 @@ class StepModule(nn.Module):
 
     @named_place("in the forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the current step on one micro-batch."""
         if self.context is None:
             return self.step(*args, **kwargs)
         with self.context():

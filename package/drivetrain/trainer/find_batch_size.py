@@ -61,7 +61,6 @@ class _PeakOfAll(MemoryReport):
     peak: int | None = None
 
     def on_fit_end(self, run: Run) -> None:
-        """Take the largest peak."""
         self.peak = max(run.engine.ranks.all_gather(0 if self.use is None else self.use.measured)) or None
 
 

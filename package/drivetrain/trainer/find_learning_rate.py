@@ -163,7 +163,6 @@ class _RangeTest(Callback):
             run.stop(f"the loss has diverged at a rate of {self._rates[len(self._losses) - 1]:.3g}")
 
     def curve(self) -> LearningRateCurve:
-        """Return the result."""
         rates = self._rates[: len(self._losses)]
         return LearningRateCurve(
             tuple(rates), tuple(self._losses), tuple(self._smoothed), _steepest(rates, self._smoothed)

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table in HTML."""
     lines = [f"<tr>{_cells('th', head)}</tr>"] if head else []
     lines += [f"<tr>{_cells('td', row)}</tr>" for row in rows]
     return f"<table>{''.join(lines)}</table>"

@@ -34,7 +34,6 @@ class RichBar:
 
     @property
     def fp(self) -> Any:
-        """The stream that it is written to."""
         return self.progress.console.file
 
     @property
@@ -43,16 +42,13 @@ class RichBar:
         return {"ncols": self.progress.console.width}
 
     def set_description(self, text: str, refresh: bool = True) -> None:
-        """Replace the text before the bar."""
         self.progress.update(self._task, description=text, refresh=refresh)
 
     def update(self, steps: int) -> None:
-        """Add steps, and draw."""
         self.n += steps
         self.progress.update(self._task, completed=self.n, refresh=True)
 
     def reset(self, total: int | None) -> None:
-        """Begin again."""
         self.n, self._total = 0, total
         self.progress.reset(self._task, total=total, completed=0)
 
@@ -69,12 +65,10 @@ class RichBar:
         self.progress.update(self._task, values=", ".join(shown))
 
     def write(self, text: str, file: Any) -> None:
-        """Write lines above the bars."""
         self.progress.update(self._task, completed=self.n, refresh=True)
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """End it."""
         if self._leave:
             self.progress.stop_task(self._task)
             self.progress.refresh()

@@ -128,7 +128,6 @@ class FlopCount:
         self._forgotten = self._total
 
     def close(self) -> None:
-        """Stop counting."""
         self._stack.close()
 
 
@@ -166,7 +165,6 @@ class FlopsByLength:
         return not near and len(self.counted) < _KNOWN
 
     def add(self, length: int, flops: Flops) -> None:
-        """Add the operations of one sample."""
         self.counted[length] = flops
 
     def at(self, length: float) -> Flops:

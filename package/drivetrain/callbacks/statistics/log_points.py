@@ -25,7 +25,6 @@ def may_be_logged(run: Run) -> bool:
 
 
 def ends_epoch(run: Run) -> bool:
-    """Return whether the step that is being made is the last of its epoch."""
     return run.window is not None and bool(run.window.last)
 
 
@@ -65,9 +64,7 @@ class LogPoints:
         return now // int(self.every.amount) > before // int(self.every.amount)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the epoch of the last of these log points."""
         return {"steps": self._steps, "epochs": self._epochs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._steps, self._epochs = int(state["steps"]), int(state["epochs"])

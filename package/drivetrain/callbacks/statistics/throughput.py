@@ -302,7 +302,6 @@ class _LogMark:
 
 
 def _mean(window: Sequence[tuple[int, int]]) -> int:
-    """Return the mean length of the samples of a window."""
     return round(
         sum(number * length for number, length in window) / (sum(number for number, _ in window) or 1)
     )

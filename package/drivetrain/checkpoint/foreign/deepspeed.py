@@ -45,7 +45,6 @@ class ImportedCheckpoint:
     dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return a line with what was imported and the version of DeepSpeed."""
         return (
             f"{self.path}: {self.tensors} tensors, after {self.steps} steps of DeepSpeed"
             f" {self.version or 'of an unknown version'} with ZeRO {self.stage} on {self.processes}"

@@ -153,7 +153,6 @@ class _RankShard:
 
 
 def _stage(state: TypedEntries) -> int:
-    """Return the stage of ZeRO in a file."""
     told = state.get("zero_stage", (Foreign, int))
     number = told.args[0] if isinstance(told, Foreign) and told.args else told
     if number is None and "single_partition_of_fp32_groups" in state.values:

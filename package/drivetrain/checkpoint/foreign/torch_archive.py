@@ -90,12 +90,10 @@ class StoredTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
         return self.storage.dtype
 
     @property
     def elements(self) -> int:
-        """Its number of elements."""
         return math.prod(self.shape)
 
 

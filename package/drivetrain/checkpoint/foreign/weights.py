@@ -36,7 +36,6 @@ class ImportedWeights:
     dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the line: what was imported, and from where."""
         parts = [f"{self.path}: {self.tensors} tensors"]
         if self.arguments:
             parts.append(f"the arguments {', '.join(self.arguments)}")

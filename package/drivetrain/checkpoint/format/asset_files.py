@@ -62,7 +62,6 @@ def clash(names: Iterable[str]) -> str:
 
 
 def dump_assets(records: Mapping[str, FileRecord]) -> Json:
-    """Return the list as JSON."""
     return {name: dump_file(_LISTED, record) for name, record in records.items()}
 
 

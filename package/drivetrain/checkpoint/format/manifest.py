@@ -251,7 +251,6 @@ def dump_metrics(metrics: Mapping[str, float]) -> dict[str, Json]:
 
 
 def load_metrics(value: Json, what: str) -> dict[str, float]:
-    """Parse the result of `dump_metrics`."""
     metrics = {}
     for name, each in as_object(value, what).items():
         if isinstance(each, str) and each in _NOT_FINITE:

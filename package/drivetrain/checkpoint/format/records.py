@@ -104,7 +104,6 @@ class Layout:
 
     @classmethod
     def whole(cls, dtype: str, shape: tuple[int, ...]) -> Layout:
-        """Return the layout of a tensor in one piece."""
         return cls(dtype, shape, ((),) * len(shape))
 
     def __hash__(self) -> int:
@@ -113,7 +112,6 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
@@ -134,7 +132,6 @@ class Layout:
         return sum((parts - 1) * step for cuts in self.grid for parts, step in cuts)
 
     def to_json(self) -> Json:
-        """Return the layout as JSON."""
         told: dict[str, Json] = {"dtype": self.dtype, "shape": list(self.shape)}
         if self.files:
             return {**told, "cuts": [list(each) for each in self.cuts], "files": list(self.files)}
@@ -241,12 +238,10 @@ class TensorRecord:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole tensor's shape."""
         return self.layout.shape
 
     @property
     def dtype(self) -> str:
-        """The safetensors format's name of the dtype."""
         return self.layout.dtype
 
     @property
@@ -256,7 +251,6 @@ class TensorRecord:
 
     @property
     def count(self) -> int:
-        """The number of pieces."""
         return len(cells(self.layout).numbers)
 
     def piece(self, number: int) -> Piece | None:
@@ -312,7 +306,6 @@ def _content(name: str, text: Json, what: str) -> bytes:
 
 
 def load_file(name: str, value: Json, what: str) -> FileRecord:
-    """Parse the result of `dump_file`."""
     fields = dict(as_object(value, what))
     size = read_sizes([fields.pop("bytes", None)], f"{what}: bytes")[0]
     content = _content(name, fields.pop("content"), f"{what}: content") if "content" in fields else None
@@ -332,7 +325,6 @@ def dump_hashes(hashes: Hashes) -> dict[str, Json]:
 
 
 def load_hashes(value: Json, what: str) -> Hashes:
-    """Parse the result of `dump_hashes`."""
     fields = as_object(value, what)
     check_keys(fields, {"header_xxh3_128", "tensors_xxh3_128"}, what)
     named = as_object(fields["tensors_xxh3_128"], what)

@@ -211,7 +211,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _copied_bytes(tensor: Tensor) -> bytes:
-    """Return the values in C order."""
     # By a call of numpy: those of torch take several times as long, and a save may have many small tensors.
     return _for_numpy(tensor).numpy(force=True).tobytes()
 
@@ -317,7 +316,6 @@ def _span(name: str, entry: Json, what: str) -> TensorSpan:
 
 
 def read_sizes(value: Json, where: str) -> tuple[int, ...]:
-    """Parse a list of sizes or offsets."""
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
         raise DamagedCheckpointError(f"{where} is not a list of at most {_MAX_DIMENSIONS} sizes")
     sizes = []

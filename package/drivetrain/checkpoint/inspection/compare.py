@@ -125,7 +125,6 @@ class _Side:
         self._hashes: dict[str, dict[str, str]] = {}
 
     def names(self) -> list[tuple[str, str]]:
-        """Return the group and name of every tensor."""
         return [(group, name) for group, names in self._records.items() for name in names]
 
     def record(self, group: str, name: str) -> TensorRecord | None:

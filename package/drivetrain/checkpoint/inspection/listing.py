@@ -75,7 +75,6 @@ class Listing:
     trouble: str = ""
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to show."""
         return bool(self.checkpoints or self.trouble)
 
 

@@ -25,9 +25,7 @@ from drivetrain.core.files import check_path
 class SavesPretrained(Protocol):
     """An object that writes its files to a folder, such as a tokenizer, a processor or a configuration."""
 
-    def save_pretrained(self, save_directory: str, /) -> Any:
-        """Write the files."""
-        ...
+    def save_pretrained(self, save_directory: str, /) -> Any: ...
 
 
 Asset: TypeAlias = str | os.PathLike[str] | SavesPretrained | Callable[[str], object]

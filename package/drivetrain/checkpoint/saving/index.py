@@ -53,7 +53,6 @@ class Entry:
     best: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Json]:
-        """Return the entry as strict JSON."""
         return {
             "name": self.name,
             "order": self.order,

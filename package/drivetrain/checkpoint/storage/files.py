@@ -162,7 +162,6 @@ class HashedReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._source.close()
 
     def read_into(self, target: memoryview) -> None:
@@ -180,7 +179,6 @@ class HashedReader:
                 self.position += count
 
     def read(self, count: int) -> bytearray:
-        """Return the next `count` bytes."""
         data = bytearray(count)
         self.read_into(memoryview(data))
         return data

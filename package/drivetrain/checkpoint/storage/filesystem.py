@@ -112,18 +112,15 @@ class BytesSource:
         self._position = 0
 
     def read_into(self, target: memoryview) -> int:
-        """See `ByteSource.read_into`."""
         found = self._content[self._position : self._position + len(target)]
         target[: len(found)] = found
         self._position += len(found)
         return len(found)
 
     def seek(self, position: int) -> None:
-        """See `ByteSource.seek`."""
         self._position = position
 
     def close(self) -> None:
-        """See `ByteSource.close`; frees the memory."""
         self._content = b""
 
 

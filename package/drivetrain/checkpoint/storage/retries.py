@@ -178,7 +178,6 @@ def _errno_of(error: Exception) -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

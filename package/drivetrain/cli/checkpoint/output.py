@@ -33,7 +33,6 @@ class Verdict:
 
 
 def listing_json(listing: Listing) -> dict[str, Any]:
-    """Return a listing as JSON."""
     return {
         "directory": listing.directory,
         "trouble": listing.trouble or None,
@@ -138,7 +137,6 @@ def _group_row(name: str, group: CheckpointTotals) -> tuple[str, ...]:
 
 
 def print_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> None:
-    """Print every tensor."""
     for group, records in groups.items():
         if records:
             line()
@@ -178,7 +176,6 @@ def _record(record: TensorRecord) -> str:
 
 
 def verdict_text(verdict: Verdict) -> str:
-    """Return a verdict as one line."""
     if verdict.condition == "good":
         return f"{verdict.path}: good, {sized(verdict.bytes or 0)}"
     if verdict.condition in ("set aside", "unfinished"):
@@ -187,7 +184,6 @@ def verdict_text(verdict: Verdict) -> str:
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON."""
     tensors = [
         {
             **{name: getattr(each, name) for name in ("group", "name", "kind")},

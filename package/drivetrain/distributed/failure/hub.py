@@ -128,7 +128,6 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure-hub", daemon=True)
 
     def start(self) -> Hub:
-        """Start the thread; returns this hub."""
         self._thread.start()
         return self
 

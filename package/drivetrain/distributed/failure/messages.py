@@ -97,7 +97,6 @@ class Timing:
     opaque: float = 3600.0
 
     def scaled(self, factor: float) -> Timing:
-        """Return a copy with all times multiplied by a factor."""
         return Timing(**{each.name: getattr(self, each.name) * factor for each in fields(self)})
 
 
@@ -149,12 +148,10 @@ class Cause:
         return cls(kind, rank, where, what, shortened("".join(traceback.format_list(where_raised))))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the cause as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Cause:
-        """Restore a cause from the result of `to_json`."""
         return cls(**{**found, "stuck": tuple(found["stuck"])})
 
     @property
@@ -302,7 +299,6 @@ class Line:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Close the connection."""
         self.socket.close()
 
 

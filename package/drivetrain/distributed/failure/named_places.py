@@ -33,7 +33,6 @@ def waits_for_thread(name: str) -> Callable[[F], F]:
 
 
 def register_hooks(found: Iterable[str]) -> None:
-    """Add names of callbacks' hooks."""
     hooks.update(found)
 
 

@@ -48,7 +48,6 @@ def register(logs: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Print a message of the launcher's."""
     sys.stderr.write(f"drivetrain: {text}\n")
     sys.stderr.flush()
 
@@ -107,7 +106,6 @@ class _Numbered(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the name of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -134,16 +132,13 @@ class _Signed(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The name of the backend."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token."""
         found = self._backend.get_state()
         return None if found is None else (self._checked(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write a state, as `RendezvousBackend.set_state` does."""
         mark = hmac.digest(self._key, state, "sha256")
         found: Any = self._backend.set_state(mark + state, token)
         return None if found is None else (self._checked(found[0]), *found[1:])

@@ -89,7 +89,6 @@ def private_place(port: int) -> dict[str, str]:
 
 
 def remove_place(variables: dict[str, str]) -> None:
-    """Remove the folder of `private_place`."""
     shutil.rmtree(os.path.dirname(variables[STORE]), ignore_errors=True)
 
 
@@ -254,7 +253,6 @@ class Patience:
         self._next, self._pause = LATE, _PAUSES[0]
 
     def waited(self) -> float:
-        """Return the seconds since the begin."""
         return time.monotonic() - self._begun
 
     def is_due(self) -> bool:
@@ -262,7 +260,6 @@ class Patience:
         return self.waited() >= min(self._next, self._limit)
 
     def wait(self, whom: str, advice: str = "") -> None:
-        """Pause once."""
         waited = self.waited()
         if waited >= self._limit:
             raise StrategyError(

@@ -188,7 +188,6 @@ class DeclaredMetrics:
         return self._ranks.first(values)
 
     def reset(self) -> None:
-        """Begin anew."""
         for metric in self._metrics.values():
             metric.reset()
         self.updated = False
@@ -201,7 +200,6 @@ class DeclaredMetrics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states that `state_dict` returned."""
         stored = state["metrics"]
         if set(stored) != set(self._metrics):
             raise CheckpointError(

@@ -162,7 +162,6 @@ class MetricBuffer:
         _refuse_bad(self._joined(_read_totals([*pending, *self._folded.items()])))
 
     def reset(self) -> None:
-        """Forget everything added."""
         self._pending = []
         self._folded = {}
 
@@ -254,7 +253,6 @@ class Total(NamedTuple):
         return self._replace(rank=rank)
 
     def plus(self, other: Total) -> Total:
-        """Return the sums of both."""
         bad, rank = min((self.bad, self.rank), (other.bad, other.rank))
         return Total(self.value + other.value, self.weight + other.weight, bad, rank)
 

@@ -65,7 +65,6 @@ class Float8(Precision):
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if self.recipe not in RECIPES:
             raise ConfigError(f"unknown recipe {self.recipe!r}. {nearest(str(self.recipe), RECIPES)}")

@@ -282,7 +282,6 @@ class Compiled:
         self._around = again
 
     def remove(self) -> None:
-        """Restore the module's original method."""
         if vars(self._module).get(self._method) is self:
             del vars(self._module)[self._method]
 

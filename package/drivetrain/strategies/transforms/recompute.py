@@ -135,7 +135,6 @@ class Recomputation:
         recompute(self.blocks, again)
 
     def remove(self) -> None:
-        """Revert the blocks."""
         for block in self.blocks:
             forget(block)
 
@@ -169,7 +168,6 @@ class RecomputingCall:
             self.run = torch.compiler.disable(_run_checkpointed)  # type: ignore[no-untyped-call]
 
     def __call__(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the forward."""
         if torch.is_grad_enabled():
             return _run(self, own, args, kwargs)
         return own(*args, **kwargs)
@@ -224,11 +222,9 @@ class Recomputed:
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward."""
         return self._again(self._forward, args, kwargs)
 
     def remove(self) -> None:
-        """Restore the module's original forward."""
         if vars(self._module).get("forward") is self:
             del vars(self._module)["forward"]
             if self._own is not None:

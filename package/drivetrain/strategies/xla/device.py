@@ -113,7 +113,6 @@ def move(module: nn.Module, device: torch.device | str) -> None:
 
 
 def check_run_after(kind: str, value: str) -> None:
-    """Check the option `run_after` of XLA's configurations."""
     if value not in RUN_AFTER:
         raise ConfigError(f"{kind}(run_after={value!r}) is unknown. {nearest(str(value), RUN_AFTER)}")
 
@@ -256,7 +255,6 @@ class OnXLA(Strategy):
         self._trace.backward(loss, factor, inputs)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:

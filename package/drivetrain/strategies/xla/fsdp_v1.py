@@ -112,7 +112,6 @@ class XLAFSDP(OnXLA):
         return super().supports(precision)
 
     def setup(self) -> None:
-        """Open the device."""
         self.device = open_device(self.name)
         import torch_xla.runtime as runtime
 
@@ -226,7 +225,6 @@ class _Sharded(nn.Module):
 
     @property
     def module(self) -> StepModule:
-        """The step module."""
         return self._module[0]
 
     def before_backward(self) -> None:
@@ -241,7 +239,6 @@ class _Sharded(nn.Module):
         self._led_back = True
 
     def free(self) -> None:
-        """Free the gathered parameters."""
         for wrapper in self._wrappers:
             if wrapper.has_full_params:
                 wrapper._free_full_params()

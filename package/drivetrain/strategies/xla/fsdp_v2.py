@@ -61,7 +61,6 @@ class XLAFSDPv2Config:
     run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
-        """Check each option."""
         check_blocks(type(self).__name__, self.wrap, self.activation_checkpointing)
         check_run_after(type(self).__name__, self.run_after)
         if not isinstance(self.replicas, int) or isinstance(self.replicas, bool) or self.replicas < 1:
@@ -91,7 +90,6 @@ class XLAFSDPv2(OnXLA):
         self._states: dict[Optimizer, int] = {}
 
     def setup(self) -> None:
-        """Open the devices and build the mesh."""
         self.device = open_device(self.name, spmd=True)
         import numpy as np
         import torch_xla.runtime as runtime

@@ -30,7 +30,6 @@ def correct_variances(model: nn.Module) -> None:
 
 
 def forget_corrections(model: nn.Module) -> None:
-    """Remove the hooks of `correct_variances`."""
     for module in model.modules():
         for hook in list(module._forward_hooks.values()):
             if isinstance(hook, _Correction):
@@ -69,7 +68,6 @@ class _Correction:
         return None
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for each in self._handles:
             each.remove()
 

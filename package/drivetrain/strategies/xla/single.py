@@ -26,7 +26,6 @@ class XLAConfig:
     run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
-        """Check the option."""
         check_run_after(type(self).__name__, self.run_after)
 
 
@@ -39,7 +38,6 @@ class XLA(OnXLA):
     needs = "torch_xla, and a TPU or a CPU; one process, and one of its devices"
 
     def setup(self) -> None:
-        """Open the device."""
         self.device = open_device(self.name)
 
     def prepare(

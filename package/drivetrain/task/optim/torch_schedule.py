@@ -305,7 +305,6 @@ def kind_of(scheduler: Any) -> str:
 
 
 def check_stateful(scheduler: Any) -> None:
-    """Check that a scheduler's state can be kept."""
     if not all(callable(getattr(scheduler, each, None)) for each in ("state_dict", "load_state_dict")):
         raise ConfigError(
             f"the schedule {type(scheduler).__name__} has no state_dict and load_state_dict, so that no"

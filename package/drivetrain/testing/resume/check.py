@@ -65,7 +65,6 @@ class Check:
     fit: int = 1
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         count("steps", self.steps, at_least=2)
         count("fit", self.fit, at_least=1)
         if self.save_after is not None:
@@ -119,7 +118,6 @@ def check_program(program: Sequence[str], check: Check, nproc: int | None = None
 
 
 def check_exists(program: Sequence[str]) -> None:
-    """Check that a program is given, and that its file exists."""
     if not program or (program[0] == "-m" and len(program) < 2):
         raise ConfigError("no program given. Give its file, or -m and a module")
     if program[0] != "-m" and not os.path.isfile(program[0]):

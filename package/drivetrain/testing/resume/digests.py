@@ -18,7 +18,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def short(data: bytes) -> str:
-    """Return a hash of some bytes."""
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 

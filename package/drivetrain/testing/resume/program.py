@@ -22,7 +22,6 @@ _SEED = 0
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the program as `__main__`."""
     directory, kind, steps, save, epoch, fit, *program = words
     save_after, short = (None if each == "-" else int(each) for each in (save, epoch))
     recording = Recording(Path(directory), kind, int(steps), save_after, short, int(fit))

@@ -107,7 +107,6 @@ class Recorder(Callback):
         self._write("start", run, list(self._state(run)))
 
     def on_step_start(self, run: Any) -> None:
-        """Note the data of a step."""
         micro_batches = run.window.micro_batches
         samples = " ".join(text for each in micro_batches for text in batch_texts(each.batch))
         self._read = [("result", each, str(getattr(run.progress, each))) for each in ("epoch", "position")]
@@ -143,7 +142,6 @@ class Recorder(Callback):
         os._exit(1)
 
     def on_log(self, run: Any) -> None:
-        """Record the logged values."""
         items: list[Item] = []
         for name, value in run.logged.items():
             timed = next((each for each in self._timed if fnmatchcase(name, each)), None)
@@ -157,21 +155,17 @@ class Recorder(Callback):
             self._kill(run)
 
     def on_fit_end(self, run: Any) -> None:
-        """Record that the fit came to its end."""
         self._write("end", run, [])
         self.is_over = True
 
     def on_exception(self, run: Any) -> None:
-        """Record that the fit failed or was ended."""
         self.failed(run.exception, run.progress.steps)
 
     def failed(self, error: BaseException, step: int) -> None:
-        """Record that an exception ended the fit."""
         self.is_over = True
         self._add("failed", step, text=f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def warned(self, text: str) -> None:
-        """Record a warning of tensors that no checkpoint holds."""
         self._add("unsaved", self.step, text=text)
 
     def _write(self, kind: str, run: Any, items: list[Item]) -> None:

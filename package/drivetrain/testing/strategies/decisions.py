@@ -26,16 +26,13 @@ class CompareRanks(Callback):
         self.evaluated: list[tuple[int, float]] = []
 
     def on_step_end(self, run: Any) -> None:
-        """Compare the counts and the learning rates."""
         counts = {name: value for name, value in run.progress.to_json().items() if name != "seconds"}
         self._compare((counts, run.learning_rates()), "on_step_end")
 
     def on_log(self, run: Any) -> None:
-        """Compare the logged values."""
         self._compare(sorted(run.logged.items()), "on_log")
 
     def on_evaluation_end(self, run: Any) -> None:
-        """Compare the values of the evaluation."""
         values = run.evaluation.values
         self._compare(sorted(values.items()), "on_evaluation_end")
         self.evaluated.append((run.progress.steps, values["validation/loss"]))
@@ -72,7 +69,6 @@ class StopBelow(Callback):
         self.bound = bound
 
     def on_log(self, run: Any) -> None:
-        """Stop if the loss is low enough."""
         if run.logged.get("train/loss", self.bound + 1) <= self.bound:
             run.stop("low enough")
 
@@ -143,7 +139,6 @@ class StopOnOneRank(Callback):
         setattr(self, hook, self.decide)
 
     def decide(self, run: Any) -> None:
-        """Stop the run."""
         if run.progress.steps >= 3 and run.engine.strategy.rank == self.rank:
             run.stop("stopped by one rank")
 

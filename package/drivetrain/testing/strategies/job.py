@@ -59,7 +59,6 @@ class Record(Callback):
         self.rates.append(run.learning_rates())
 
     def on_log(self, run: Any) -> None:
-        """Note the logged values."""
         self.logged.append((run.progress.steps, dict(run.logged)))
 
     def on_fit_end(self, run: Any) -> None:
@@ -77,7 +76,6 @@ class StopAfter(Callback):
         self.step = step
 
     def on_step_end(self, run: Any) -> None:
-        """Stop the run at the step."""
         if run.progress.steps == self.step:
             run.stop("stopped by the check")
 

@@ -114,13 +114,11 @@ class SampleRecord(Callback):
                 self.samples += [(run.progress.epoch, index) for index in each.batch["index"].tolist()]
 
     def on_step_end(self, run: Any) -> None:
-        """Note the step's loss."""
         mine = sum(float(weight) for _, _, weight in run.result.rows)
         total, weight = run.engine.data_ranks.total([run.result.loss * mine if mine else 0.0, mine])
         self.losses.append(total / weight)
 
     def on_fit_end(self, run: Any) -> None:
-        """Gather the samples of all ranks."""
         each = run.engine.data_ranks.all_gather(self.samples)
         self.samples = sorted(tuple(sample) for samples in each for sample in samples)
 

@@ -98,7 +98,6 @@ class Tokens(TaskModule):
         return int(self.loss_weight(batch))
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the metric `likelihood`, if `with_metric`."""
         if not self.with_metric:
             return {}
         from torchmetrics import MeanMetric
@@ -200,13 +199,11 @@ class SampleNumbers(TaskModule):
         return StepOutput(seen.mean(), outputs=seen, metrics={"square": seen.square().mean()})
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the metric `sum`."""
         from torchmetrics import SumMetric
 
         return {"sum": SumMetric()}
 
     def metric_inputs(self, outputs: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor]:
-        """Return the numbers of the samples."""
         return (outputs,)
 
     def model_info(self) -> ModelInfo:
@@ -217,6 +214,5 @@ class SampleNumbers(TaskModule):
         return ModelInfo(parallel_plan={"line": ColwiseParallel(output_layouts=Replicate())})
 
     def predict_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return the numbers of the samples."""
         seen: Tensor = self(batch[0])
         return seen

@@ -146,7 +146,6 @@ class Built:
         return state
 
     def rates(self, steps: int | None) -> dict[str, Rate]:
-        """Return the learning rates over the run, by name."""
         return {
             key: rate
             for name, updater in self.updaters.items()
