@@ -6,15 +6,18 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.compat.proto.graph_pb2 import GraphDef
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+from tests.support.messages import warned
 from tests.support.refusals import assert_refused
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import CheckpointConfig, ConfigError
 from drivetrain.loggers import TensorBoardLogger
@@ -165,10 +168,46 @@ def test_a_writer_of_the_program_gets_everything_and_stays_open(tmp_path):
     assert rows_of_tab_hparams(Path("own"))
 
 
+def test_the_tab_graphs_has_the_model_once_also_after_a_resume_and_training_stays_the_same():
+    drawing = variant(forward=lambda self, features: self.line(features) + torch.rand(1))
+
+    def fit(directory, graph, steps=4, task=drawing):
+        made, saves = task(), CheckpointConfig(every="2 steps", best=0)
+        trainer = quiet(
+            max_steps=steps,
+            log_every=1,
+            loggers=TensorBoardLogger(graph=graph),
+            run_dir=directory,
+            checkpoint=saves,
+        )
+        trainer.fit(made, pairs(), resume="auto")
+        events = [
+            each for path in Path(directory).glob("*tfevents*") for each in EventFileLoader(str(path)).Load()
+        ]
+        return made.line.weight.tolist(), [each.graph_def for each in events if each.graph_def]
+
+    fit("with", True, steps=2)
+    weights, (graph,) = fit("with", True)
+    names = {node.name for node in GraphDef.FromString(graph).node}
+    assert {"Linear[line]", "weight"} <= {part for name in names for part in name.split("/")}
+    assert fit("without", False) == (weights, [])
+    untraceable = variant(forward=lambda self, features: self.line(features)[: int("a tensor")])
+    untraceable.training_step = lambda self, batch: self.line(batch[0]).mean()
+    with warned("cannot trace the model: invalid literal for int") as said:
+        assert fit("untraceable", True, task=untraceable)[1] == []
+    assert len(said) == 1
+
+
 def test_refusals():
+    def fits(logger, **options):
+        return lambda: quiet(max_steps=1, loggers=logger, **options).fit(Regression(), pairs())
+
     cases = {
-        "neither": (TensorBoardLogger, "needs a directory"),
+        "neither": (lambda: TensorBoardLogger().log_metrics({}, 1), "needs a directory"),
         "both": (lambda: TensorBoardLogger("runs", writer=object()), "not both"),
+        "no directory": (fits(TensorBoardLogger()), "or the Trainer a run_dir"),
+        "sharded": (fits(TensorBoardLogger("runs", graph=True), strategy="fsdp"), "sharded over ranks"),
         "no writer": (lambda: TensorBoardLogger(writer=open), "is no SummaryWriter"),
     }
     assert_refused(ConfigError, cases)
+    torch.distributed.destroy_process_group()  # of the sharded fit; one that fails leaves it

@@ -18,6 +18,7 @@ from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import Appended, flat, to_json
+from drivetrain.loggers.graph import check_graph, trace_graph
 from drivetrain.loggers.media import Audio, BinCounts, Histogram, Kind, Media, Table, Text
 
 if TYPE_CHECKING:
@@ -43,12 +44,15 @@ class TensorBoardLogger:
     TensorBoard hides the values from after the state was taken.
 
     Args:
-        directory: The event file's directory; made at the first write.
+        directory: The event file's directory; made at the first write. Default: the run directory.
         writer: A `SummaryWriter` of the program, instead of a directory. It gets everything and stays open;
             its directory's earlier files stay where they are. It is flushed at each log point.
+        graph: Whether the tab Graphs shows the operations of the model's forward. A copy of the model is
+            traced once on the host, at the first log point of training.
 
     Raises:
-        ConfigError: Both a directory and a writer are given, or neither, or `writer` is no `SummaryWriter`.
+        ConfigError: Both a directory and a writer are given, or `writer` is no `SummaryWriter`. At the start
+            of a fit: there is no run directory, or `graph` is True and the model is sharded over ranks.
     """
 
     takes: ClassVar[frozenset[Kind]] = frozenset(
@@ -60,8 +64,14 @@ class TensorBoardLogger:
     # RecordWriter with a flush per event 3.3 us. The import takes 0.12 s for each of them. RecordWriter needs
     # no thread and no queue, so that nothing is lost in a kill and nothing is left running after close().
 
-    def __init__(self, directory: str | Path | None = None, *, writer: SummaryWriter | None = None) -> None:
-        if (directory is None) == (writer is None):
+    def __init__(
+        self,
+        directory: str | Path | None = None,
+        *,
+        writer: SummaryWriter | None = None,
+        graph: bool = False,
+    ) -> None:
+        if directory is not None and writer is not None:
             raise ConfigError(
                 "TensorBoardLogger needs a directory, or a SummaryWriter with a directory of its own: give it"
                 " directory= or writer=, and not both"
@@ -71,8 +81,12 @@ class TensorBoardLogger:
                 f"TensorBoardLogger(writer={writer!r}) is no SummaryWriter: make one by"
                 " torch.utils.tensorboard.SummaryWriter(log_dir)"
             )
-        self.directory = Path(directory if writer is None else writer.log_dir)  # type: ignore[arg-type]
+        given = directory if writer is None else writer.log_dir
+        self._directory = None if given is None else Path(given)
         self._given: Any = writer
+        self._graph = graph
+        self._has_graph = False
+        self._run: Any = None
         self._step = -1
         self._config = ""
         self._written_config = ""
@@ -83,9 +97,34 @@ class TensorBoardLogger:
         self._writer: RecordWriter | None = None
         self._event: Any = None
 
+    @property
+    def directory(self) -> Path:
+        """The event file's directory.
+
+        Raises:
+            ConfigError: None was given, and no fit with a run directory has begun.
+        """
+        found = self._directory or (None if self._run is None else self._run.run_dir)
+        if found is None:
+            raise ConfigError("TensorBoardLogger needs a directory: give it one, or the Trainer a run_dir")
+        return Path(found)
+
+    def begin(self, run: Any) -> None:
+        """Get ready for a fit.
+
+        Raises:
+            ConfigError: There is no directory, or the model is sharded and its graph is asked for.
+        """
+        self._run = run
+        _ = self.directory
+        if self._graph:
+            check_graph(run)
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the scalars as one event; `step` is the number of steps made."""
         self._write_config()
+        if self._graph and not self._has_graph and self._run is not None and self._run.window is not None:
+            self._write_graph(step)
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
         self._write(step=step, summary={"value": values})
         self._step = max(self._step, step)
@@ -107,8 +146,8 @@ class TensorBoardLogger:
         self._close_file()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last step logged, -1 before the first, and the configuration shown."""
-        return {"step": self._step, "config": self._written_config}
+        """Return the last step logged, -1 before the first, and what else is written already."""
+        return {"step": self._step, "config": self._written_config, "graph": self._has_graph}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, and hide the directory's values from later steps.
@@ -119,6 +158,7 @@ class TensorBoardLogger:
         self._close_file()
         self._step = int(state["step"])
         self._written_config = str(state["config"])
+        self._has_graph = bool(state.get("graph", False))  # checkpoints from before 0.1 have none
         self._continues = True
         self._path = None
         if any(self.directory.glob(_PATTERN)):
@@ -150,6 +190,16 @@ class TensorBoardLogger:
         hparams = _hparams_value(shown)  # without the machine and the like, by which no runs are compared
         self._write(step=max(self._step, 0), summary={"value": [value, hparams]})
         self._written_config = self._config
+
+    def _write_graph(self, step: int) -> None:
+        self._has_graph = True  # also where it fails, so that there is one warning
+        try:
+            graph = trace_graph(self._run)
+        except Exception as error:
+            why = str(error).strip().partition("\n")[0] or type(error).__name__
+            _LOG.warning(f"TensorBoard has no graph, because torch cannot trace the model: {why}")
+            return
+        self._write(step=step, graph_def=graph)
 
     def _write(self, **event: Any) -> None:
         if self._file is not None and self._file.is_gone:

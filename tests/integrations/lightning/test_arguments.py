@@ -176,7 +176,10 @@ def test_other_callbacks_and_loggers_become_ours(tmp_path: Path) -> None:
     limits = {"min_delta": 0.1, "patience": 0, "stopping_threshold": 2.0, "divergence_threshold": -1.0}
     stopping = theirs.EarlyStopping("val_loss", mode="max", strict=False, check_finite=False, **limits)
     timer, monitors = theirs.Timer("00:00:30:00"), (theirs.LearningRateMonitor(), theirs.DeviceStatsMonitor())
-    tables = [loggers.CSVLogger(tmp_path, "a"), loggers.TensorBoardLogger(tmp_path, "b", version=3)]
+    tables = [
+        loggers.CSVLogger(tmp_path, "a"),
+        loggers.TensorBoardLogger(tmp_path, "b", version=3, log_graph=True),
+    ]
     trainer = mapped(callbacks=[stopping, *monitors, timer, own], max_time="00:01:00:00", logger=tables)
     first, *others = trainer.callbacks
     assert [type(each) for each in others] == [LearningRateMonitor, DeviceStats, LambdaCallback]
@@ -188,6 +191,7 @@ def test_other_callbacks_and_loggers_become_ours(tmp_path: Path) -> None:
     table_, board = trainer.loggers
     assert table_.path.parent == tmp_path / "a" / "version_0"  # type: ignore[union-attr]
     assert board.directory == tmp_path / "b" / "version_3"  # type: ignore[union-attr]
+    assert board._graph is True  # type: ignore[union-attr]
     strange = loggers.WandbLogger(experiment=object())  # type: ignore[arg-type]
     cases = {
         "wandb": (lambda: mapped(logger=loggers.WandbLogger(prefix="a")), "WandbLogger(prefix='a') has no"),

@@ -232,7 +232,7 @@ def take_loggers(given: Any, note: Note) -> tuple[Any, ...]:
     return tuple(made)
 
 
-_WITHOUT: Mapping[str, Any] = {"_prefix": "", "_log_graph": False}
+_WITHOUT: Mapping[str, Any] = {"_prefix": ""}
 """Options of loggers without a counterpart, and their defaults."""
 
 _WITHOUT_HERE: Mapping[str, Mapping[str, Any]] = {
@@ -302,7 +302,9 @@ _LOGGERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "CSVLogger": lambda given, _: CSVLogger(given.log_dir),
     "CometLogger": _comet,
     "MLFlowLogger": _mlflow,
-    "TensorBoardLogger": lambda given, _: TensorBoardLogger(given.log_dir),
+    "TensorBoardLogger": lambda given, options: TensorBoardLogger(
+        given.log_dir, graph=bool(options["_log_graph"])
+    ),
     "WandbLogger": _wandb,
 }
 """What makes the counterpart of a logger, by the name of its class."""
