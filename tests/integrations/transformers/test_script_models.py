@@ -93,7 +93,7 @@ def test_what_could_not_be_loaded_again_is_named_before_the_first_step(tmp_path:
     saved = trainer(tmp_path, max_steps=2, **SAVING)
     saved.train()
     missing = str(tmp_path / "checkpoint-9")
-    with pytest.raises(CheckpointError, match=f"{re.escape(missing)}.*has step-00000002"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(missing)}.*no checkpoint-9. .*has checkpoint-2"):
         trainer(tmp_path, **SAVING).train(resume_from_checkpoint=missing)
     script = trainer(tmp_path / "shared", **SAVING)
     layers = script.model.bert.encoder.layer

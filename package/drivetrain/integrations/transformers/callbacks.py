@@ -115,6 +115,7 @@ class CallbackAdapter(OwnCallback):
         train_metrics: The summary of a finished fit, such as "train_loss" and "train_runtime".
         follows_args: Whether the run's intervals are those of `args`, so that the control tells what is due.
         reports_evaluations: Whether evaluations are logged and their events called here, not by the program.
+        shown_path: Returns the path that the state has for that of a checkpoint.
         told: Names of values that the program has put in rows of its own since the last log point.
 
     Raises:
@@ -143,6 +144,7 @@ class CallbackAdapter(OwnCallback):
         self.follows_args = False
         self.reports_evaluations = True
         self.told: set[str] = set()
+        self.shown_path: Callable[[str], str] = str
         self._log = self.log if log is None else log
         self._by_event = {
             event: [each for each in self.callbacks if _overrides(each, event)] for event in EVENTS
@@ -538,13 +540,20 @@ class CallbackAdapter(OwnCallback):
 
     def on_checkpoint_saved(self, run: Run) -> None:
         """Call `on_save`."""
-        saver, state = saver_of(run), self.state
-        if saver is not None and rankings(saver.policies):
-            state.best_model_checkpoint = saver.manager.best()
-        elif state.best_global_step == run.progress.steps:
-            state.best_model_checkpoint = run.last_checkpoint
+        self.note_checkpoint(run)
         self.control.should_save = False
         self._event(run, "on_save")
+
+    def note_checkpoint(self, run: Run) -> None:
+        """Note which checkpoint is the best, after a save."""
+        saver, state = saver_of(run), self.state
+        best = state.best_model_checkpoint
+        if saver is not None and rankings(saver.policies):
+            found = saver.manager.best()
+            best = None if found is None else self.shown_path(found)
+        elif state.best_global_step == run.progress.steps and run.last_checkpoint is not None:
+            best = self.shown_path(run.last_checkpoint)
+        state.best_model_checkpoint = best
 
     def on_fit_end(self, run: Run) -> None:
         """Log the summary of the fit, and call `on_train_end`."""
@@ -590,11 +599,15 @@ class CallbackAdapter(OwnCallback):
             name: states[0] if len(states) == 1 else states for name, states in exported.items()
         }
         return {
-            "state": json.dumps(dataclasses.asdict(self.state), default=float),
+            "state": self.state_json(),
             "callbacks": [
                 each.state_dict() if isinstance(each, Stateful) else None for each in self.callbacks
             ],
         }
+
+    def state_json(self, indent: int | None = None) -> str:
+        """Return the state as JSON; the states of callbacks are those of the last `state_dict`."""
+        return json.dumps(dataclasses.asdict(self.state), indent=indent, default=float)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; the next fit continues from there."""

@@ -51,6 +51,7 @@ OVERRIDABLE = frozenset(
         "predict",
         "prediction_step",
         "push_to_hub",
+        "save_model",
         "save_metrics",
         "save_state",
         "train",
@@ -65,8 +66,8 @@ OVERRIDABLE = frozenset(
 """The names of transformers' Trainer that a subclass may define: those that are called here too."""
 
 _CHECKPOINT = (
-    "checkpoints are saved by drivetrain's CheckpointSaver. Add files to them with Trainer(assets=...), or"
-    " write other files in `on_save` of a TrainerCallback"
+    "checkpoints are saved by drivetrain's CheckpointSaver. Override save_model, which fills checkpoint-N, or"
+    " write other files there in `on_save` of a TrainerCallback"
 )
 _RESUME = "a checkpoint is loaded by drivetrain's Trainer.fit(..., resume=...)"
 _LOOP = "the loop is that of drivetrain.Trainer. Override training_step, or use a TrainerCallback"
@@ -86,7 +87,6 @@ COUNTERPARTS: Mapping[str, str] = {
     "hp_space": _SEARCH,
     "objective": _SEARCH,
     "compute_objective": _SEARCH,
-    "save_model": f"{_CHECKPOINT}. `save_model` here writes the model when you call it",
     "_save_optimizer_and_scheduler": _CHECKPOINT,
     "_save_rng_state": _CHECKPOINT,
     "_save_scaler": _CHECKPOINT,

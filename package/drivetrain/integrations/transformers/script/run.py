@@ -28,7 +28,7 @@ class ScriptRun(Callback):
         first: Whether to evaluate before the first step.
         adapter: Calls transformers' callbacks.
         begins: Is given the run as the script's fit begins.
-        saved: Is called after each checkpoint.
+        saved: Is given the run after each checkpoint.
 
     Attributes:
         run: The fit in progress, or None.
@@ -42,7 +42,7 @@ class ScriptRun(Callback):
         first: bool,
         adapter: CallbackAdapter,
         begins: Callable[[Run], None],
-        saved: Callable[[], None],
+        saved: Callable[[Run], None],
     ) -> None:
         self.run: Run | None = None
         self.current: Pass | None = None
@@ -111,7 +111,7 @@ class ScriptRun(Callback):
 
     def on_checkpoint_saved(self, run: Run) -> None:
         """Tell the script."""
-        self._saved()
+        self._saved(run)
 
     def on_evaluation_end(self, run: Run) -> None:
         """Give all ranks what the pass has read."""

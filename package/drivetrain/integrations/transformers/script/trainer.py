@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from numbers import Real
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -39,12 +37,11 @@ from transformers.trainer_utils import (
 )
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.checkpoint import DirectoryCheckpointIO
-from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
+from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
-from drivetrain.core.messages import logger
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
+from drivetrain.distributed.launch.environment import is_started_again, may_start_again
 from drivetrain.distributed.processes import local_rank, rank, world_size
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.engine.engine import Engine
@@ -66,6 +63,14 @@ from drivetrain.integrations.transformers.saved_tensors import check_shared
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
 from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
 from drivetrain.integrations.transformers.script.card import card_options
+from drivetrain.integrations.transformers.script.checkpoint_folders import (
+    CheckpointFolders,
+    checkpoint_in,
+    is_of_transformers,
+    newest,
+    not_there,
+    set_aside,
+)
 from drivetrain.integrations.transformers.script.checks import (
     checked_arguments,
     checked_optimizers,
@@ -109,8 +114,6 @@ _OPTIMIZER_METHODS = (
 )
 
 
-_logger = logger(__name__)
-
 _STATIC = "torch learns a static graph from the first backward"
 
 
@@ -129,28 +132,6 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for each, training in modes:
             each.training = training
-
-
-def _is_theirs(path: str) -> bool:
-    """Return whether a folder is a checkpoint of transformers' Trainer, or has one."""
-    own = Path(path)
-    return any(
-        each.name.startswith("checkpoint-") and (each / "trainer_state.json").exists()
-        for each in (own, *own.glob("checkpoint-*"))
-    )
-
-
-def _not_there(path: str, given: object, output_dir: str) -> str:
-    """Return the message for a checkpoint that is not there, with those that are."""
-    try:
-        newest = resolve(output_dir)
-    except CheckpointError:
-        there = f"output_dir={output_dir!r} has none"
-    else:
-        folder = Path(newest).parent
-        names = sorted(each.name for each in folder.glob("step-*")) if folder.is_dir() else [newest]
-        there = f"{str(folder)!r} has {', '.join(names)}; True takes the newest"
-    return f"train(resume_from_checkpoint={given!r}): there is no checkpoint in {path!r}. {there}"
 
 
 class Trainer(TheirNames):
@@ -196,7 +177,6 @@ class Trainer(TheirNames):
     _given_optimizers: tuple[Optimizer | None, Any] = (None, None)
     _loaders: dict[tuple[str, int], tuple[Any, DataLoader[Any]]]
     _created_lr_scheduler = False
-    _trained_in: str | None = None  # the output_dir of the last fit that saved
     _search: HyperparameterSearch | None = None
     hp_search_backend: trainer_utils.HPSearchBackend | None = None
     """The backend of a search in progress."""
@@ -372,12 +352,13 @@ class Trainer(TheirNames):
             theirs, self.args, state=state, control=control, log=self._log_point, pushes=True
         )
         adapter.follows_args = True
+        adapter.shown_path = lambda path: CheckpointFolders(self.args.output_dir).path(path)
         return adapter, ScriptRun(
             self._evaluate_in_fit,
             self._mapped.eval_on_start,
             adapter,
             self._fit_begins,
-            lambda: self._save_checkpoint(self.model, None),
+            self._checkpoint_saved,
         )
 
     def _evaluate_in_fit(self) -> dict[str, float]:
@@ -387,6 +368,8 @@ class Trainer(TheirNames):
         return metrics
 
     def _fit_begins(self, run: Run) -> None:
+        self._folders = CheckpointFolders(self.args.output_dir)
+        run.engine.ranks.first(self._folders.begin)
         (updater,) = run.engine.updaters.values()
         self._own_optimizer = updater.optimizer
         strategy = run.engine.strategy
@@ -628,7 +611,9 @@ class Trainer(TheirNames):
         """Train.
 
         Args:
-            resume_from_checkpoint: True for the newest checkpoint in `output_dir`, or the path of one.
+            resume_from_checkpoint: True for the newest checkpoint in `output_dir`, or the path of one, such
+                as "output_dir/checkpoint-500". Without it, checkpoints that are there are moved to
+                `earlier-1`.
             trial: A trial of `hyperparameter_search`, which sets its arguments; None outside one.
             ignore_keys_for_eval: The outputs that evaluations of this fit leave out.
 
@@ -636,7 +621,7 @@ class Trainer(TheirNames):
             The number of steps, the mean of their losses, and the metrics of the whole training.
 
         Raises:
-            ConfigError: The arguments do not fit together, or `output_dir` holds another run's checkpoints.
+            ConfigError: The arguments do not fit together, or another job trains in `output_dir`.
             CheckpointError: There is no checkpoint to resume from, or it is damaged.
         """
         with self._trial(trial):
@@ -656,8 +641,6 @@ class Trainer(TheirNames):
             self._mapped = self._map_arguments(self._planned_steps(train))
             self.is_in_train = True
             self._adapter.train_dataloader = train
-            if self._mapped.trainer_options["checkpoint"]:
-                self._trained_in = os.path.abspath(self.args.output_dir)
             self._memory_tracker.start()
             try:
                 with self._runs.fitting(evaluation):
@@ -779,41 +762,36 @@ class Trainer(TheirNames):
         return total
 
     def _resumed(self, given: str | os.PathLike[str] | bool | None) -> str | None:
+        """Return the path to resume from; None, with earlier checkpoints moved away, for a fresh start."""
+        output_dir = self.args.output_dir
         if given is None or given is False:
-            directory = os.path.join(self.args.output_dir, CHECKPOINTS)
-            if not self._mapped.trainer_options["checkpoint"]:
-                return None
-            if self._trained_in == os.path.abspath(self.args.output_dir):
-                self._set_checkpoints_aside(directory)
-            elif DirectoryCheckpointIO().list(directory):
-                raise ConfigError(
-                    f"output_dir={self.args.output_dir!r} holds the checkpoints of an earlier run. Resume it"
-                    " with train(resume_from_checkpoint=True), or choose another output_dir"
-                )
+            goes_on = may_start_again() and is_started_again()  # by a launcher: a fit then resumes by itself
+            if self._mapped.trainer_options["checkpoint"] and self.is_world_process_zero() and not goes_on:
+                set_aside(output_dir)
             return None
-        path = self.args.output_dir if given is True else os.fspath(given)
-        if not DirectoryCheckpointIO().list(os.path.join(path, CHECKPOINTS)) and _is_theirs(path):
-            raise CheckpointError(
-                f"{path!r} has checkpoints of transformers' own Trainer, which cannot be resumed here. Load"
-                " the weights of one with from_pretrained, and train in another output_dir"
-            )
+        path = output_dir if given is True else os.fspath(given)
         try:
-            found = resolve(path)
+            return newest(path)[1] if given is True else checkpoint_in(path) or resolve(path)
         except DamagedCheckpointError:
             raise
         except CheckpointError as error:
-            raise CheckpointError(_not_there(path, given, self.args.output_dir)) from error
-        return found if given is True else path
+            if is_of_transformers(path):
+                raise CheckpointError(
+                    f"{path!r} has checkpoints of transformers' own Trainer, which cannot be resumed here."
+                    " Load the weights of one with from_pretrained, and train in another output_dir"
+                ) from error
+            raise CheckpointError(not_there(given, output_dir)) from error
 
-    def _set_checkpoints_aside(self, directory: str) -> None:
-        """Rename the folder of this Trainer's last fit, so that the next one begins with an empty one."""
-        if not self.is_world_process_zero() or not os.path.isdir(directory):
-            return
-        free = next(
-            name for n in itertools.count(1) if not os.path.exists(name := f"{directory}-of-train-{n}")
-        )
-        os.rename(directory, free)
-        _logger.warning("train() again: the checkpoints of the train() before are now in %r", free)
+    def _checkpoint_saved(self, run: Run) -> None:
+        """Write the folder `checkpoint-N` for a checkpoint; all ranks call this."""
+        checkpoint, folders, ranks = run.last_checkpoint, self._folders, run.engine.ranks
+        assert checkpoint is not None
+        self._adapter.note_checkpoint(run)
+        unfinished = ranks.first(lambda: folders.unfinished(checkpoint))
+        self.save_model(unfinished, _internal_call=True)
+        state = self._adapter.state_json(indent=2) + "\n"
+        ranks.first(lambda: folders.commit(unfinished, checkpoint, state))
+        self._save_checkpoint(self.model, None)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -1082,7 +1060,7 @@ class Trainer(TheirNames):
 
         Args:
             output_dir: The folder; None for that of the arguments.
-            _internal_call: Without effect: this never uploads, and checkpoints do.
+            _internal_call: Whether a checkpoint calls this, for its folder `checkpoint-N`.
         """
         run, folder = self._runs.run, self.args.output_dir if output_dir is None else output_dir
         if is_overridden(self, "_save"):
@@ -1094,10 +1072,12 @@ class Trainer(TheirNames):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model; an override writes it in a package's own form, for models that are not sharded."""
-        self.save_model(output_dir)
+        if state_dict is not None:
+            raise ConfigError("_save(state_dict=...): the weights are those of the model. Leave it out")
+        export_pretrained(self._task, self.args.output_dir if output_dir is None else output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Do nothing: the checkpoint is on the disk. An override is called after each one."""
+        """Do nothing: the checkpoint and its folder are on the disk. An override is called after each one."""
 
     def push_to_hub(
         self,

@@ -1,0 +1,253 @@
+"""The folders `checkpoint-N` of a script, where programs around transformers look for its checkpoints.
+
+::
+
+    output_dir/
+        checkpoints/step-00000500/      a checkpoint of drivetrain
+        checkpoint-500/                 what `from_pretrained` loads, and trainer_state.json
+            checkpoints/step-00000500/  the same checkpoint, by hard links
+
+So such a folder is complete by itself: it can be moved or copied, and still be resumed from. Only the
+weights are on the disk a second time, because `from_pretrained` needs them under other names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from drivetrain.checkpoint import DirectoryCheckpointIO
+from drivetrain.checkpoint.locate import CHECKPOINTS, newest_first, resolve
+from drivetrain.checkpoint.saving.io import verify
+from drivetrain.checkpoint.saving.lock import DirectoryLock
+from drivetrain.checkpoint.storage.files import write_atomically
+from drivetrain.checkpoint.storage.filesystem import (
+    LOCAL,
+    REMOVING,
+    SAVING,
+    DamagedCheckpointError,
+    os_errors,
+)
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.messages import logger
+
+_LOG = logger(__name__)
+
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_STEP = re.compile(r"step-(\d+)")
+_EARLIER = "earlier"
+
+
+class CheckpointFolders:
+    """The folders `checkpoint-N` of one fit; rank 0 has them, and the disk is this process's.
+
+    Args:
+        output_dir: The `output_dir` of the fit.
+    """
+
+    def __init__(self, output_dir: str) -> None:
+        self.output_dir = output_dir
+        self._directory = os.path.join(output_dir, CHECKPOINTS)
+        self._known: set[str] = set()
+
+    def begin(self) -> None:
+        """Delete what a killed save has left, and note which checkpoints there are."""
+        with os_errors("tidy", self.output_dir):
+            for name in LOCAL.entries(self.output_dir):
+                if name.startswith(
+                    (f"{SAVING}{PREFIX_CHECKPOINT_DIR}-", f"{REMOVING}{PREFIX_CHECKPOINT_DIR}-")
+                ):
+                    LOCAL.delete(os.path.join(self.output_dir, name))
+            self._known = set(LOCAL.entries(self._directory))
+
+    def path(self, checkpoint: str) -> str:
+        """Return the path of the folder for a checkpoint."""
+        found = _STEP.match(os.path.basename(checkpoint))
+        assert found is not None, checkpoint
+        return os.path.join(self.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{int(found[1])}")
+
+    def unfinished(self, checkpoint: str) -> str:
+        """Make an empty folder, which `commit` gives its name, and return its path."""
+        parent, name = os.path.split(self.path(checkpoint))
+        made = os.path.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
+        with os_errors("create", made):
+            os.mkdir(made)
+        return made
+
+    def commit(self, unfinished: str, checkpoint: str, state: str) -> None:
+        """Add the state and the checkpoint to a folder that has the model, and give it its name.
+
+        A folder of that name is replaced. Those of checkpoints that have been deleted since are deleted.
+
+        Args:
+            unfinished: The folder.
+            checkpoint: The checkpoint.
+            state: The content of trainer_state.json.
+
+        Raises:
+            StorageError: A file cannot be written or deleted.
+        """
+        final = self.path(checkpoint)
+        write_atomically(os.path.join(unfinished, TRAINER_STATE_NAME), [state.encode()], LOCAL)
+        with os_errors("write", final):
+            _link_folder(checkpoint, os.path.join(unfinished, CHECKPOINTS, os.path.basename(checkpoint)))
+            replaced = self._remove(os.path.basename(final)) if os.path.isdir(final) else None
+            LOCAL.rename(unfinished, final)
+            LOCAL.sync(self.output_dir)
+            if replaced is not None:
+                LOCAL.delete(replaced)
+        self._known.add(os.path.basename(checkpoint))
+        self._prune()
+
+    def _prune(self) -> None:
+        with os_errors("remove folders in", self.output_dir):
+            gone = self._known - LOCAL.entries(self._directory).keys()
+            for name, checkpoint in folders_in(self.output_dir).items():
+                if checkpoint in gone:
+                    LOCAL.delete(self._remove(name))
+            self._known -= gone
+
+    def _remove(self, name: str) -> str:
+        """Rename a folder, so that a half-deleted one has no name that counts; returns its new path."""
+        doomed = os.path.join(self.output_dir, f"{REMOVING}{name}-{secrets.token_hex(4)}")
+        LOCAL.rename(os.path.join(self.output_dir, name), doomed)
+        return doomed
+
+
+def folders_in(output_dir: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the names of the folders of this kind, by rising numbers, each with its checkpoint's name."""
+    found = {}
+    for name, kind in LOCAL.entries(os.fspath(output_dir)).items():
+        checkpoint = _checkpoint_of(os.path.join(output_dir, name)) if kind == "directory" else None
+        if checkpoint is not None:
+            found[name] = checkpoint
+    return dict(sorted(found.items(), key=lambda each: int(each[0].rpartition("-")[2])))
+
+
+def _checkpoint_of(folder: str) -> str | None:
+    """Return the name of the checkpoint in a folder; None if it is no folder of this kind."""
+    if not _NAME.fullmatch(os.path.basename(folder)):
+        return None
+    names = [each for each in LOCAL.entries(os.path.join(folder, CHECKPOINTS)) if _STEP.match(each)]
+    return names[0] if len(names) == 1 else None
+
+
+def checkpoint_in(folder: str | os.PathLike[str]) -> str | None:
+    """Return the path of the checkpoint that a folder `checkpoint-N` stands for; None for another folder.
+
+    It is the one in `checkpoints` beside it, or, of a folder that was moved, its own.
+    """
+    path = os.path.normpath(folder)
+    name = _checkpoint_of(path)
+    if name is None:
+        return None
+    beside = os.path.join(os.path.dirname(path), CHECKPOINTS, name)
+    return beside if DirectoryCheckpointIO().exists(beside) else os.path.join(path, CHECKPOINTS, name)
+
+
+def newest(output_dir: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return the newest good checkpoint of a script, as the path to show and the path to load.
+
+    Where there are no folders `checkpoint-N`, because drivetrain's own Trainer has trained there, both are
+    that of the checkpoint itself. Where there are some, a checkpoint without one does not count: somebody has
+    deleted its folder.
+
+    Raises:
+        DamagedCheckpointError: All are damaged.
+        CheckpointError: There is none.
+    """
+    by_checkpoint = {checkpoint: name for name, checkpoint in folders_in(output_dir).items()}
+    if not by_checkpoint:
+        found = resolve(output_dir)
+        return found, found
+    known = [each for each in newest_first(os.path.join(output_dir, CHECKPOINTS)) if each in by_checkpoint]
+    others = [each for each in reversed(by_checkpoint) if each not in known]
+    damaged = []
+    for each in [*known, *others]:
+        folder = os.path.join(output_dir, by_checkpoint[each])
+        path = checkpoint_in(folder)
+        assert path is not None
+        try:
+            verify(path)
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+            _LOG.warning(f"{folder!r} is damaged and skipped: {error}")
+        else:
+            return folder, path
+    raise DamagedCheckpointError(
+        f"{os.fspath(output_dir)!r} has no good checkpoint, only damaged ones: {'; '.join(damaged)}"
+    )
+
+
+def is_of_transformers(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is a checkpoint of transformers' own Trainer, or has one."""
+    own = Path(path)
+    return any(
+        _NAME.fullmatch(each.name)
+        and (each / TRAINER_STATE_NAME).exists()
+        and _checkpoint_of(str(each)) is None
+        for each in (own, *own.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    )
+
+
+def not_there(given: object, output_dir: str) -> str:
+    """Return the message for a checkpoint that is not there, with those that are."""
+    names = list(folders_in(output_dir))
+    with suppress(CheckpointError):
+        names = names or newest_first(os.path.join(output_dir, CHECKPOINTS))
+    there = f"has {', '.join(names)}; True takes the newest" if names else "has none"
+    what = "checkpoint to resume from" if given is True else Path(os.fspath(given)).name  # type: ignore[call-overload]
+    return f"resume_from_checkpoint={given!r}: there is no {what}. output_dir={output_dir!r} {there}"
+
+
+def set_aside(output_dir: str) -> None:
+    """Move the checkpoints of an earlier training to a folder of their own, so that a new one begins empty.
+
+    Raises:
+        ConfigError: Another job trains in this directory.
+        StorageError: They cannot be moved.
+    """
+    with os_errors("read", output_dir):
+        kinds = LOCAL.entries(output_dir)
+    names = [each for each, kind in kinds.items() if kind == "directory" and _NAME.fullmatch(each)]
+    directory = os.path.join(output_dir, CHECKPOINTS)
+    if kinds.get(CHECKPOINTS) == "directory":
+        DirectoryLock(directory, LOCAL).refuse_others()
+        if newest_first(directory):
+            names.insert(0, CHECKPOINTS)
+    if not names:
+        return
+    number = 1
+    while f"{_EARLIER}-{number}" in kinds:
+        number += 1
+    place = os.path.join(output_dir, f"{_EARLIER}-{number}")
+    with os_errors("move checkpoints to", place):
+        os.mkdir(place)
+        for each in names:
+            LOCAL.rename(os.path.join(output_dir, each), os.path.join(place, each))
+    _LOG.warning(f"train() begins anew: the checkpoints of the training before are now in {place!r}")
+
+
+def _link_folder(source: str, target: str) -> None:
+    """Make a folder of hard links to the files of another one; where the disk has none, of copies."""
+    for parent, _, names in os.walk(source):
+        place = os.path.join(target, os.path.relpath(parent, source))
+        os.makedirs(place)
+        for each in names:
+            _link(os.path.join(parent, each), os.path.join(place, each))
+    for parent, _, _ in os.walk(os.path.dirname(os.path.dirname(target))):
+        LOCAL.sync(parent)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
