@@ -124,6 +124,27 @@ def test_a_logger_that_does_not_take_a_kind_says_so_once(tmp_path: Path) -> None
     ]
 
 
+def test_a_figure_of_plotly_is_a_page_for_the_loggers_that_take_it(tmp_path: Path) -> None:
+    plotly = pytest.importorskip("plotly.graph_objects")
+    figure = plotly.Figure(plotly.Scatter(y=[1, 7, 2]))
+    pages: list[Any] = []
+
+    class Taking:
+        takes = frozenset({"plotly figure"})
+
+        def log_media(self, values: Any, step: int) -> None:
+            pages.append((step, values["curve"].suffix, values["curve"].data.decode()))
+
+        def log_metrics(self, metrics: Any, step: int) -> None: ...
+
+        log_config = close = lambda self, *given: None
+
+    with warned("TensorBoardLogger takes no values of the kind 'plotly figure'"):
+        fit(tmp_path, ("tensorboard", Taking()), on_log=lambda run: run.log("curve", Figure(figure)))
+    assert [each[:2] for each in pages] == [(2, ".html"), (4, ".html")]
+    assert all("</html>" in page and '"y":[1,7,2]' in page for _, _, page in pages)
+
+
 def taking(kinds: Any, **more: Any) -> Any:  # a Trainer with a logger that takes these kinds
     nothing = {name: lambda *given: None for name in ("log_metrics", "log_config", "close")}
     return lambda: quiet(max_steps=1, loggers=type("Own", (), {**nothing, "takes": kinds, **more})())

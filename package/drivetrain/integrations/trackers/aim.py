@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from drivetrain.core.files import make_directory
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
+from drivetrain.loggers.media import Audio, Histogram, Kind, Media, Table, Text
 
 
 @by_name
@@ -39,6 +41,9 @@ class AimLogger(Tracker):
     title = "Aim"
     package = "aim"
     extra = "aim"
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "histogram", "image", "table", "text", "video"}
+    )
     advice = "Give a repo that can be written to, or start the server by `aim server`"
 
     def __init__(
@@ -93,7 +98,8 @@ class AimLogger(Tracker):
         return max((int(each.last_step()) for each in found), default=-1)
 
     def _send(self, record: StepRecord) -> None:
-        for name, value in record.values.items():
+        media = {name: _media(each) for name, each in record.media.items()}
+        for name, value in {**record.values, **media}.items():
             split, _, rest = name.rpartition("/")
             self._aim_run.track(value, rest, record.step, context={"subset": split} if split else None)
 
@@ -113,3 +119,18 @@ class AimLogger(Tracker):
         if not self._is_open:
             self.log_config({})
         return self._aim_run
+
+
+def _media(value: Media) -> Any:
+    import aim
+
+    if isinstance(value, Histogram):
+        ends = value.counts.edges[0], value.counts.edges[-1]
+        return aim.Distribution(hist=list(value.counts.counts), bin_range=ends)
+    if isinstance(value, (Text, Table)):
+        return aim.Text(value.text if isinstance(value, Text) else value.markdown())
+    if isinstance(value, Audio):
+        return aim.Audio(value.data, rate=value.sample_rate, format="wav")
+    from PIL.Image import open as open_image
+
+    return aim.Image(open_image(io.BytesIO(value.data)))

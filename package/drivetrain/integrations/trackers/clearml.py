@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, check_server, read_lines
 from drivetrain.loggers.files import flat
+from drivetrain.loggers.media import File, Histogram, Kind, Media, Table
 
 _PATCHES = (
     *("catboost", "fastai", "gradio", "hydra", "joblib", "lightgbm", "matplotlib", "megengine", "pytorch"),
@@ -24,7 +26,7 @@ _PATCHES = (
 @by_name
 @final
 class ClearMLLogger(Tracker):
-    """Sends values and the configuration to ClearML, and checkpoints by choice.
+    """Sends values of all kinds and the configuration to ClearML, and checkpoints by choice.
 
     A task that the program has opened by `Task.init` is used, and stays open afterwards. ClearML's patches of
     other libraries are off, because they would send values and checkpoints twice; its measurements of the
@@ -53,6 +55,9 @@ class ClearMLLogger(Tracker):
     title = "ClearML"
     package = "clearml"
     extra = "clearml"
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "file", "histogram", "image", "plotly figure", "table", "text", "video"}
+    )
     advice = (
         "Run `clearml-init`, or set CLEARML_API_HOST, CLEARML_API_ACCESS_KEY and CLEARML_API_SECRET_KEY; or"
         " write files and send them later: ClearMLLogger(offline=True) or CLEARML_OFFLINE_MODE=1"
@@ -117,7 +122,10 @@ class ClearMLLogger(Tracker):
         if type(self._task).is_offline():
             path = self._task.get_offline_mode_folder() / "metrics.jsonl"
             events = [each for line in read_lines(path.read_text()) for each in line] if path.exists() else []
-            return max((each["iter"] for each in events if not each["metric"].startswith(":")), default=-1)
+            steps = [
+                each["iter"] for each in events if "value" in each and not each["metric"].startswith(":")
+            ]
+            return max(steps, default=-1)
         scalars = self._task.get_reported_scalars()
         plots = [lines for title, lines in scalars.items() if not title.startswith(":")]
         return max(
@@ -126,8 +134,24 @@ class ClearMLLogger(Tracker):
 
     def _send(self, record: StepRecord) -> None:
         for name, value in record.values.items():
-            split, _, title = name.rpartition("/")
-            self._task.get_logger().report_scalar(title, split or title, value, iteration=record.step)
+            self._task.get_logger().report_scalar(*_line(name), value, iteration=record.step)
+        for name, each in record.media.items():
+            self._send_media(name, each, record.step)
+
+    def _send_media(self, name: str, value: Media, step: int) -> None:
+        reports = self._task.get_logger()
+        if isinstance(value, File):
+            self._store(value.path, name.replace("/", "-"), [])
+        elif isinstance(value, Histogram):
+            labels = [f"{edge:.4g}" for edge in value.counts.edges[:-1]]
+            reports.report_histogram(*_line(name), list(value.counts.counts), step, xlabels=labels)
+        elif isinstance(value, Table):
+            reports.report_table(*_line(name), step, table_plot=[value.columns, *value.rows])
+        else:
+            # ClearML counts the files of a name, in a resumed fit from 0 again; so the ending has the step.
+            # By default ClearML keeps five files of a name.
+            ending, stream = f".{step}{value.suffix}", io.BytesIO(value.data)
+            reports.report_media(*_line(name), step, stream=stream, file_extension=ending, max_history=-1)
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
         # Waits, because an old checkpoint may be deleted soon.
@@ -149,3 +173,9 @@ class ClearMLLogger(Tracker):
         if not self._is_open:
             self.log_config({})
         return self._task
+
+
+def _line(name: str) -> tuple[str, str]:
+    """Return the title of a plot and the name of a line in it: "train/loss" is the line "train" of "loss"."""
+    split, _, title = name.rpartition("/")
+    return title, split or title

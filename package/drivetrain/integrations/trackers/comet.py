@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 import json
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from drivetrain.core.files import make_directory, read_json
 from drivetrain.core.messages import logger
@@ -15,6 +18,7 @@ from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, read_lines
 from drivetrain.loggers.files import flat
+from drivetrain.loggers.media import Histogram, Kind, Media, Table, Text
 
 _LOG = logger(__name__)
 
@@ -26,7 +30,7 @@ _EMPTY = 22
 @by_name
 @final
 class CometLogger(Tracker):
-    """Sends values and the configuration to Comet, and checkpoints by choice.
+    """Sends values of all kinds and the configuration to Comet, and checkpoints by choice.
 
     An experiment that the program has opened is used, and stays open afterwards. Comet's own logging of
     metrics that it finds in other libraries is off, because it would log values twice.
@@ -51,6 +55,9 @@ class CometLogger(Tracker):
     title = "Comet"
     package = "comet_ml"
     extra = "comet"
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "file", "histogram", "image", "plotly figure", "table", "text", "video"}
+    )
     advice = (
         "Log in by `comet login`, or set COMET_API_KEY; check workspace and COMET_URL_OVERRIDE; or write an"
         " archive and send it later: CometLogger(online=False) or COMET_START_ONLINE=false"
@@ -126,6 +133,26 @@ class CometLogger(Tracker):
 
     def _send(self, record: StepRecord) -> None:
         self._experiment.log_metrics(dict(record.values), step=record.step)
+        for name, value in record.media.items():
+            self._send_media(name, value, record.step)
+
+    def _send_media(self, name: str, value: Media, step: int) -> None:
+        if isinstance(value, Histogram):
+            self._experiment.log_histogram_3d(_histogram(value), name, step)
+        elif isinstance(value, Text):
+            self._experiment.log_text(value.text, step, {"name": name})
+        elif isinstance(value, Table):
+            text = io.StringIO()  # log_table writes the rows of a single column as lists
+            csv.writer(text).writerows([value.columns, *value.rows])
+            file = f"{name}/step-{step:08d}.csv"
+            self._experiment.log_asset(io.BytesIO(text.getvalue().encode()), file, step=step)
+        elif value.kind in ("image", "figure"):
+            self._experiment.log_image(io.BytesIO(value.data), name, step=step)
+        elif value.kind == "video":
+            self._experiment.log_video(io.BytesIO(value.data), name, format="gif", step=step)
+        else:
+            file = f"{name}/step-{step:08d}{value.suffix}"
+            self._experiment.log_asset(io.BytesIO(value.data), file, step=step)
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
         self._experiment.log_model(name, str(path), metadata={"aliases": ", ".join(aliases)})
@@ -195,6 +222,16 @@ class CometLogger(Tracker):
         else:
             _LOG.warning(f"{self.title} has lost the values of a killed fit, which were in {folder}")
         self._note.unlink()
+
+
+def _histogram(value: Histogram) -> Any:
+    """Return a histogram of Comet, with the middle of each bin as often as the bin counts."""
+    from comet_ml.data_structure import Histogram as CometHistogram
+
+    edges = value.counts.edges
+    made = CometHistogram()
+    made.add([(low + high) / 2 for low, high in itertools.pairwise(edges)], list(value.counts.counts))
+    return made
 
 
 def _messages(archive: Path) -> list[dict[str, Any]]:

@@ -6,11 +6,12 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name, one_of
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, read_lines
+from drivetrain.loggers.media import Kind, Media
 
 _PATIENCE = 600
 """Seconds that the end of a run waits until Neptune has everything; by default that is for ever."""
@@ -19,7 +20,7 @@ _PATIENCE = 600
 @by_name
 @final
 class NeptuneLogger(Tracker):
-    """Sends values and the configuration to a Neptune 2 server, and checkpoints by choice.
+    """Sends values of all kinds and the configuration to a Neptune 2 server, and checkpoints by choice.
 
     Neptune's hosted service ended on 5 March 2026. This logger is for a self-hosted server, through the last
     1.x release of Neptune's package.
@@ -44,6 +45,9 @@ class NeptuneLogger(Tracker):
     title = "Neptune"
     package = "neptune"
     extra = "neptune"
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"audio", "figure", "file", "histogram", "image", "plotly figure", "table", "text", "video"}
+    )
     advice = (
         "Neptune's hosted service ended on 5 March 2026. For a self-hosted one, check NEPTUNE_API_TOKEN"
         " and project; or write files and send them later: NeptuneLogger(mode='offline')"
@@ -109,7 +113,19 @@ class NeptuneLogger(Tracker):
             self._neptune_run[f"{self._namespace}/metrics/{name}"].append(
                 value, step=record.step, timestamp=record.time
             )
+        for name, each in record.media.items():
+            self._send_media(name, each, record.step)
         self._neptune_run.wait(disk_only=True)  # a kill loses nothing that is on disk
+
+    def _send_media(self, name: str, value: Media, step: int) -> None:
+        from neptune.types import File
+
+        file = File.from_content(value.data, extension=value.suffix.removeprefix("."))
+        place = f"{self._namespace}/media/{name}"
+        if value.kind in ("image", "figure"):
+            self._neptune_run[place].append(file, step=step)
+        else:
+            self._neptune_run[f"{place}/step-{step:08d}"].upload(file)
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
         place = self._neptune_run[f"{self._namespace}/{name}/{path.name}"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from drivetrain.core.files import make_directory
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name, one_of
 from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
 from drivetrain.integrations.trackers.wandb_file import read_records
+from drivetrain.loggers.media import Kind, Media, Table, Text
 
 
 @by_name
@@ -43,6 +45,9 @@ class SwanLabLogger(Tracker):
     title = "SwanLab"
     package = "swanlab"
     extra = "swanlab"
+    takes: ClassVar[frozenset[Kind]] = frozenset(
+        {"figure", "image", "plotly figure", "table", "text", "video"}
+    )
     advice = (
         "Log in by `swanlab login`, or set SWANLAB_API_KEY; check project, workspace and SWANLAB_API_HOST; or"
         " write files and send them later: SwanLabLogger(mode='offline') or SWANLAB_MODE=offline"
@@ -114,7 +119,8 @@ class SwanLabLogger(Tracker):
         return max((each.scalar.step for each in records if _is_value(each)), default=-1)
 
     def _send(self, record: StepRecord) -> None:
-        self._swanlab_run.log(dict(record.values), step=record.step)
+        media = {name: _media(each) for name, each in record.media.items()}
+        self._swanlab_run.log({**record.values, **media}, step=record.step)
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
         files = f"{path}/**/*" if path.is_dir() else str(path)
@@ -135,3 +141,17 @@ class SwanLabLogger(Tracker):
 def _is_value(record: Any) -> bool:
     """Return whether a record is a value that was logged, and no measurement of the machine."""
     return bool(record.HasField("scalar")) and not record.scalar.key.startswith("__swanlab__")
+
+
+def _media(value: Media) -> Any:
+    import swanlab
+
+    if isinstance(value, (Text, Table)):
+        return swanlab.Text(value.text if isinstance(value, Text) else value.markdown())
+    if value.kind == "plotly figure":
+        return swanlab.Html(value.data.decode())
+    if value.kind == "video":
+        return swanlab.Video(value.data)
+    from PIL.Image import open as open_image
+
+    return swanlab.Image(open_image(io.BytesIO(value.data)))
