@@ -1,6 +1,6 @@
 # `make demo`, `make test` and the other targets set up what they need first: in .venv, for XLA's strategies in .venv-xla,
-# for the documentation alone in .venv-docs, for experiment trackers in .venv-trackers, and for the libraries that ours is
-# measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
+# for the documentation alone in .venv-docs, for experiment trackers in .venv-trackers, for the libraries built on Lightning
+# in the folders of .venv-libraries, and for the libraries that ours is measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -17,6 +17,9 @@ READY_DOCS := $(VENV_DOCS)/.ready
 VENV_TRACKERS := .venv-trackers
 BIN_TRACKERS := $(VENV_TRACKERS)/bin
 READY_TRACKERS := $(VENV_TRACKERS)/.ready
+VENV_LIBRARIES := .venv-libraries
+# Those that go into one environment: a file of tests/integrations/lightning/libraries each.
+LIBRARIES ?= audio images science series tables
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
@@ -39,7 +42,7 @@ TIMES ?= 1
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing trackers gpu \
+.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing trackers libraries gpu \
 	bench docs docs-serve docs-version clean
 
 demo: $(READY)
@@ -69,7 +72,7 @@ test-landing: $(READY) $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 	$(call pytest,landing)
 
 # Matrices, all families of models, notebooks, XLA whole, campaigns at a tenth of their length.
-test-nightly: $(READY) xla trackers
+test-nightly: $(READY) xla trackers libraries
 	$(call pytest,nightly)
 
 # Campaigns at their full length, for an hour or so.
@@ -99,6 +102,12 @@ xla: $(READY_XLA)
 # All tests of trackers, with the packages that need other versions of what the other tests need, such as mlflow.
 trackers: $(READY_TRACKERS)
 	$(BIN_TRACKERS)/python -m pytest -n0 --durations 25 tests/integrations/trackers
+
+# 36 modules of 13 libraries built on Lightning; make libraries LIBRARIES=tables runs one group.
+libraries: $(LIBRARIES:%=libraries-%)
+
+libraries-%: $(VENV_LIBRARIES)/%/.ready
+	$(VENV_LIBRARIES)/$*/bin/python -m pytest -n0 -rs -m nightly tests/integrations/lightning/test_libraries.py
 
 # On a machine with an NVIDIA GPU: its tests and benchmarks/gpu; the report is in the folder OUT. PYTHONPATH may bring
 # packages, and GPU="--size small" tries the program out on a CPU.
@@ -157,6 +166,14 @@ $(READY_TRACKERS): setup.cfg setup.py Makefile
 	$(BIN_TRACKERS)/python -m pip install --quiet --disable-pip-version-check -e '.[trackers]'
 	touch $(READY_TRACKERS)
 
+.PRECIOUS: $(VENV_LIBRARIES)/%/.ready
+$(VENV_LIBRARIES)/%/.ready: setup.cfg Makefile tests/integrations/lightning/libraries/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
+		-r tests/integrations/lightning/libraries/$*.txt
+	touch $@
+
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
 # had, the others are measured.
 $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmarks/composer.txt
@@ -169,4 +186,4 @@ $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmark
 	touch $(READY_BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_DOCS) $(VENV_TRACKERS) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_DOCS) $(VENV_TRACKERS) $(VENV_LIBRARIES) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
