@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,6 @@ class _Memory:
     storage: weakref.ref[torch.UntypedStorage]
 
 
-Snapshot: TypeAlias = dict[int, _Memory]
-"""Memory that existed at some time."""
-
-
 class MemoryWatch(TorchDispatchMode):
     """Watches the memory of the step that runs while it is entered.
 
@@ -91,6 +87,9 @@ class MemoryWatch(TorchDispatchMode):
         optimizers: The optimizers whose state is counted.
         device: The device whose memory is counted.
         batch: Tensors that exist from the beginning, in any tree.
+
+    Attributes:
+        total: The bytes that exist now.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class MemoryWatch(TorchDispatchMode):
         self._held: dict[int, _Memory] = {}
         # Memory that exists before this step.
         self._older: set[int] = set()
-        self._total = self._peak = 0
+        self.total = self._peak = 0
         self._at_peak: list[_Memory] = []
         self._count(model.parameters(), "parameters")
         self._count(model.buffers(), "buffers")
@@ -136,8 +135,8 @@ class MemoryWatch(TorchDispatchMode):
         self._look_again()
         result = func(*args, **(kwargs or {}))
         self._count(tree_leaves(result), "step" if self._in_step else "activations")
-        if self._total > self._peak:
-            self._peak, self._at_peak = self._total, list(self._held.values())
+        if self.total > self._peak:
+            self._peak, self._at_peak = self.total, list(self._held.values())
         return result
 
     def _step(self, optimizer: Optimizer, step: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,29 +162,14 @@ class MemoryWatch(TorchDispatchMode):
 
     def restart(self) -> int:
         """Look for a new peak from now on; returns the bytes that exist now."""
-        self._peak, self._at_peak = self._total, list(self._held.values())
-        return self._total
+        self._peak, self._at_peak = self.total, list(self._held.values())
+        return self.total
 
     def peak_without(self, tensors: Iterable[object]) -> int:
         """Return the bytes at the peak, without those of the given tensors."""
         left_out = {storage._cdata for storage in _storages(tensors)}
         storages = [(each.storage(), each.size) for each in self._at_peak]
         return sum(size for storage, size in storages if storage is None or storage._cdata not in left_out)
-
-    def held(self) -> dict[str, int]:
-        """Return the bytes that exist now, by kind."""
-        sizes = dict.fromkeys(_KINDS, 0)
-        for memory in self._held.values():
-            sizes[memory.kind] += memory.size
-        return sizes
-
-    def snapshot(self) -> Snapshot:
-        """Return the memory that exists now, for `still_held`."""
-        return dict(self._held)
-
-    def still_held(self, snapshot: Snapshot) -> int:
-        """Return the bytes of a snapshot's memory that exists still."""
-        return sum(each.size for key, each in snapshot.items() if self._held.get(key) is each)
 
     def _count(self, values: Iterable[object], kind: str, older: bool = False) -> None:
         """Count the memory of new tensors, which may be older than this step."""
@@ -194,7 +178,7 @@ class MemoryWatch(TorchDispatchMode):
             if key not in self._held and size and storage.device.type == self._device.type:
                 freed = functools.partial(self._freed, key)
                 self._held[key] = _Memory(kind, size, weakref.ref(storage, freed))
-                self._total += size
+                self.total += size
                 if older:
                     self._older.add(key)
 
@@ -205,11 +189,11 @@ class MemoryWatch(TorchDispatchMode):
             storage = memory.storage()
             if storage is not None and storage.nbytes() != memory.size:
                 self._held[key] = _Memory(memory.kind, storage.nbytes(), memory.storage)
-                self._total += storage.nbytes() - memory.size
+                self.total += storage.nbytes() - memory.size
 
     def _freed(self, key: int, _: object) -> None:
         self._older.discard(key)
-        self._total -= self._held.pop(key).size
+        self.total -= self._held.pop(key).size
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:

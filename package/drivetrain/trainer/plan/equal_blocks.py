@@ -1,183 +1,159 @@
-"""Equal blocks of a model, of which a forward without values runs a few and counts the others."""
+"""Rows of equal blocks in a model: of a long one, a step without values runs a few and counts the others."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
-from torch.utils._pytree import tree_flatten as flatten_all
+from torch.utils._pytree import tree_map_only
 
-from drivetrain.engine.memory_profile import MemoryWatch, Snapshot
+from drivetrain.core.messages import logger
 
-_LEAST = 6
-"""The fewest equal blocks in a row of which some are left out."""
-
-
-@dataclass
-class _RowCall:
-    """One call of a row of blocks: the memory of the second, the third, and of each that was left out."""
-
-    second: Snapshot
-    third: Snapshot
-    left_out: list[Snapshot] = field(default_factory=list)
+_LOG = logger(__name__)
+_MARK = "_drivetrain_equal_block"
+_FEWEST = 2
+"""The blocks of a row in the smallest model: the first, whose inputs may need no gradient, and another."""
+_LEAST = 10
+"""The fewest equal blocks in a row of which some are left out: the three small models together have nine."""
 
 
-class EqualBlocks:
-    """Leaves out all of a row of equal blocks but the first three and the last.
+class StepMemory(NamedTuple):
+    """The memory of one micro-batch, in bytes.
 
-    A block that is left out returns outputs like the third's, and counts as much memory as what is left of
-    the second. It is run as any other if it is called with other inputs than the third, or if the third kept
-    another amount than the second. What a block changes besides its outputs, such as a cache, is left out
-    too.
+    Attributes:
+        activations: What its forward keeps for backward, the batch, and a block's activations while it is
+            recomputed.
+        temporary: What is there besides at the peak: the model's outputs, such as logits, and the gradients
+            of activations.
     """
 
-    def __init__(self, model: nn.Module, watch: MemoryWatch) -> None:
-        self._watch = watch
-        self._calls: list[_RowCall] = []
-        for row in _rows(model):
-            known: dict[str, Any] = {}
-            _, second, third, *between, _ = row
-            for block, call in ((second, self._second), (third, self._third)):
-                vars(block)["forward"] = functools.partial(call, known, block.forward)
-            for block in between:
-                vars(block)["forward"] = functools.partial(self._between, known, block, block.forward)
-
-    def size(self) -> int:
-        """Return the bytes that the blocks left out would hold now, less those that they do."""
-        held, size = self._watch.still_held, 0
-        for each in self._calls:
-            if each.left_out:
-                # The third's output is what the fourth would have kept, as the third kept the second's.
-                size += held(each.second) * (len(each.left_out) + 1) - held(each.third)
-                size -= sum(map(held, each.left_out))
-        return size
-
-    def _measured(self, call: Callable[[], Any]) -> tuple[Any, Snapshot]:
-        before = self._watch.snapshot()
-        outputs = call()
-        return outputs, {
-            key: each for key, each in self._watch.snapshot().items() if before.get(key) is not each
-        }
-
-    def _second(self, known: dict[str, Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outputs, memory = self._measured(lambda: forward(*args, **kwargs))
-        known.clear()
-        known["second"] = memory
-        return outputs
-
-    def _third(self, known: dict[str, Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        second = known.pop("second", None)
-        outputs, memory = self._measured(lambda: forward(*args, **kwargs))
-        if second is not None and self._watch.still_held(second) == self._watch.still_held(memory):
-            known |= {"inputs": _described((args, kwargs)), "outputs": _like(outputs, (args, kwargs))}
-            known["pass"] = _RowCall(second, memory)
-            self._calls.append(known["pass"])
-        return outputs
-
-    def _between(
-        self, known: dict[str, Any], block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if known.get("inputs") != _described((args, kwargs)):
-            return forward(*args, **kwargs)
-        parameter = next(block.parameters(), None)
-        outputs, memory = self._measured(lambda: known["outputs"]((args, kwargs), parameter))
-        known["pass"].left_out.append(memory)
-        return outputs
+    activations: int
+    temporary: int
 
 
 class LeftOut(Exception):  # noqa: N818  no error
-    """A backward has come to a block that was left out."""
+    """A backward has come to the blocks that were left out; the peak comes before."""
 
 
-class _Outputs(torch.autograd.Function):
-    """New tensors that depend on the inputs, whose graph therefore stays."""
+class _End(torch.autograd.Function):
+    """Tensors as they are, at which a backward ends."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[Any], *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        outputs = [torch.empty_strided(*each, **options) for each, options, _ in made]
-        pairs = zip(outputs, made, strict=True)
-        ctx.mark_non_differentiable(*(each for each, (*_, has_gradient) in pairs if not has_gradient))
-        return tuple(outputs)
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise LeftOut
 
 
-def _like(outputs: Any, inputs: Any) -> Callable[[Any, Any], Any]:
-    """Return a function of other inputs, and of a parameter, that makes outputs of the same kind."""
-    leaves, structure = _flat(outputs)
-    given = {id(each): number for number, each in enumerate(_flat(inputs)[0])}
-    # An output that is one of the inputs stays one; any other object is the same for all blocks.
-    passed = [given.get(id(each)) for each in leaves]
-    is_made = [isinstance(each, Tensor) and place is None for each, place in zip(leaves, passed, strict=True)]
-    made = [
-        ((each.shape, each.stride()), {"dtype": each.dtype, "device": each.device}, each.requires_grad)
-        for each, new in zip(leaves, is_made, strict=True)
-        if new
-    ]
-    others = [None if isinstance(each, Tensor) else each for each in leaves]
-    del leaves, outputs, inputs
+class _Mark(NamedTuple):
+    """The number of a block's row in the model, and the block's in the row."""
 
-    def make(inputs: Any, parameter: Tensor | None) -> Any:
-        flat = _flat(inputs)[0]
-        tensors = [each for each in flat if isinstance(each, Tensor)]
-        new = iter(_Outputs.apply(made, *tensors, parameter))  # type: ignore[no-untyped-call]
-        found = [
-            next(new) if is_new else other if place is None else flat[place]
-            for is_new, place, other in zip(is_made, passed, others, strict=True)
-        ]
-        return tree_unflatten(found, structure)
-
-    return make
+    row: int
+    block: int
 
 
-def _flat(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Flatten tuples, lists and mappings; any other object, such as a cache of keys and values, is a leaf."""
-    return flatten_all(tree, is_leaf=lambda each: not isinstance(each, (tuple, list, dict)))
+def memory_by_few_blocks(
+    model: nn.Module, copy: Callable[[nn.Module], nn.Module], measure: Callable[[nn.Module], StepMemory]
+) -> StepMemory:
+    """Return what `measure` returns of a model, from copies in which long rows of equal blocks are shorter.
+
+    Each block more must add as much as the one before, and change nothing else. A model for which that is not
+    so, or which does not run with fewer blocks, is measured whole.
+
+    Args:
+        model: The model, without values; its blocks get an attribute.
+        copy: Copies it.
+        measure: Runs a step of a copy.
+    """
+    whole = _marked(model)
+    if whole:
+        few = copy(model)
+        _shorten(few, [_FEWEST + 2] * len(whole))
+        try:
+            return _extended(few, copy, measure, whole)
+        except Exception as error:  # such as of a step that numbers its blocks
+            _LOG.debug("the model is measured whole: %s", error)
+    _shorten(model, whole)
+    return measure(model)
 
 
-def _described(inputs: Any) -> Any:
-    """Return what must be equal for two calls to make outputs of the same kind."""
-    leaves, structure = _flat(inputs)
-    return structure, [
-        (each.shape, each.stride(), each.dtype, each.requires_grad)
-        if isinstance(each, Tensor)
-        else each
-        if isinstance(each, (bool, int, float, str))
-        else id(each)
-        for each in leaves
-    ]
+def _extended(
+    model: nn.Module,
+    copy: Callable[[nn.Module], nn.Module],
+    measure: Callable[[nn.Module], StepMemory],
+    whole: Sequence[int],
+) -> StepMemory:
+    def measured(row: int, more: int) -> StepMemory:
+        few = copy(model)
+        _shorten(few, [_FEWEST + more * (each == row) for each in range(len(whole))])
+        return measure(few)
+
+    found = measured(0, 0)
+    activations = found.activations
+    for row, length in enumerate(whole):
+        one, two = measured(row, 1), measured(row, 2)
+        growth = one.activations - found.activations
+        if two != StepMemory(one.activations + growth, one.temporary) or one.temporary != found.temporary:
+            raise ValueError("equal blocks take different amounts")
+        activations += (length - _FEWEST) * growth
+    return StepMemory(activations, found.temporary)
 
 
-def _rows(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield the long rows of neighbours with equal parameters and settings, none inside another row."""
+def _shorten(model: nn.Module, lengths: Sequence[int]) -> None:
+    """Leave the first blocks of each row in their container; a backward ends at the last of them."""
+    for container in [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]:
+        for place in reversed(range(len(container))):
+            mark = vars(container[place]).get(_MARK)
+            if mark is not None and mark.block >= lengths[mark.row]:
+                del container[place]
+            elif mark is not None and mark.block == lengths[mark.row] - 1:
+                container[place].register_forward_pre_hook(_ending, with_kwargs=True)
+
+
+def _ending(_: nn.Module, *inputs: Any) -> Any:
+    return tree_map_only(Tensor, _ended, inputs)
+
+
+def _ended(tensor: Tensor) -> Any:
+    return _End.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+
+
+def _marked(model: nn.Module) -> list[int]:
+    """Mark the blocks of long rows, none inside another row, and return the length of each row."""
     inside: set[int] = set()
+    lengths: list[int] = []
     for container in model.modules():
         if id(container) in inside or not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
-        rows: list[list[nn.Module]] = []
-        numbers: list[int] = []
-        kind: Hashable = None
-        for block in container:
-            of_this = _kind(block)
-            counted = _numbers(block)
-            steps = {after - before for before, after in zip(numbers, counted, strict=False)}
-            if rows and of_this == kind and len(numbers) == len(counted) and steps <= {0, 1}:
-                rows[-1].append(block)
-            else:
-                rows.append([block])
-            kind, numbers = of_this, counted
-        for row in rows:
+        for row in _rows(container):
             is_one = len({id(each) for each in row}) == len(row) >= _LEAST
             if is_one and any(True for _ in row[0].parameters()):
                 inside.update(id(each) for block in row for each in block.modules())
-                yield row
+                for number, block in enumerate(row):
+                    vars(block)[_MARK] = _Mark(len(lengths), number)
+                lengths.append(len(row))
+    return lengths
+
+
+def _rows(container: Iterable[nn.Module]) -> list[list[nn.Module]]:
+    """Divide a container's blocks into rows of neighbours with equal parameters and settings."""
+    rows: list[list[nn.Module]] = []
+    numbers: list[int] = []
+    kind: Hashable = None
+    for block in container:
+        of_this = _kind(block)
+        counted = _numbers(block)
+        steps = {after - before for before, after in zip(numbers, counted, strict=False)}
+        if rows and of_this == kind and len(numbers) == len(counted) and steps <= {0, 1}:
+            rows[-1].append(block)
+        else:
+            rows.append([block])
+        kind, numbers = of_this, counted
+    return rows
 
 
 def _kind(block: nn.Module) -> Hashable:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from drivetrain.strategies.wrapping import batch_norms
 from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
-from drivetrain.trainer.plan.equal_blocks import EqualBlocks, LeftOut
+from drivetrain.trainer.plan.equal_blocks import LeftOut, StepMemory, memory_by_few_blocks
 from drivetrain.trainer.plan.optimizers import Built, on_meta
 
 _CPU = torch.device("cpu")
@@ -38,20 +38,6 @@ _CPU = torch.device("cpu")
 
 class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the plan shows
     """A part of a plan that cannot be known beforehand; its text is the reason."""
-
-
-class StepMemory(NamedTuple):
-    """The memory of one micro-batch, in bytes.
-
-    Attributes:
-        activations: What its forward keeps for backward, the batch, and a block's activations while it is
-            recomputed.
-        temporary: What is there besides at the peak: the model's outputs, such as logits, and the gradients
-            of activations.
-    """
-
-    activations: int
-    temporary: int
 
 
 def example_batch(settings: RunSettings, task: TaskModule, data: Any, limit: int | None = None) -> Batch:
@@ -92,10 +78,8 @@ def _of_loader(data: DataLoader[Any], limit: int | None) -> Batch:
 def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> StepMemory:
     """Run one micro-batch on tensors that have shapes, dtypes and a device, but no values.
 
-    Where equal blocks were left out, backward stops at the last of them: the peak comes before.
-
     Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
-    needed. The task is a copy, and stays as it is.
+    needed. The task is a copy, and stays as it is. Rows of equal blocks are shortened.
 
     Raises:
         Unknown: The step needs values, as `tensor.item()` does, or raises.
@@ -104,47 +88,44 @@ def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batc
 
     strategy, precision = settings.select_strategy(), as_precision(settings.precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        copy = on_meta(task)
-        precision.convert_module(copy)
+    context = precision.forward_context(_CPU) or nullcontext
+
+    def measure(copy: Any) -> StepMemory:
         with mode:
             _make_fake(copy, _CPU, None if held is None else held.forward_dtype)
-            batch = tree_map(lambda each: _fake(each, _CPU), batch)
-        context = precision.forward_context(_CPU) or nullcontext
-        watch = MemoryWatch(copy, (), torch.device("meta"), batch)
-        before = sum(watch.held().values())
+            fake = tree_map(lambda each: _fake(each, _CPU), batch)
+        watch = MemoryWatch(copy, (), torch.device("meta"), fake)
         again = _recompute(settings, strategy, copy, watch)
-        equal = EqualBlocks(copy, watch)
         with mode, watch:
-            kept, outputs = _run(
-                copy, context, batch, lambda: sum(watch.held().values()) + equal.size() - before, watch
-            )
+            kept, outputs = _run(copy, context, fake, watch)
         recomputed = max(again.values(), default=0)
         return StepMemory(kept + recomputed, max(0, outputs - recomputed))
+
+    try:
+        return memory_by_few_blocks(precision.convert_module(on_meta(task)), on_meta, measure)
     except Exception as error:
         raise Unknown(f"a step without values raises {_short(error)}") from error
 
 
-def _run(
-    task: TaskModule, context: Any, batch: Batch, held: Callable[[], int], watch: MemoryWatch
-) -> tuple[int, int]:
+def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch) -> tuple[int, int]:
     """Return the most bytes that a forward keeps for backward, and those that are there besides."""
     module = StepModule(task, context)
     module.use(task.training_step)
+    before = watch.total
     found: Any = module(batch)
     kept = besides = 0
     if inspect.isgenerator(found):
         # Each loss has a graph of its own, which is freed before the next.
         for each in found:
-            kept = max(kept, held())
+            kept = max(kept, watch.total - before)
             besides = max(besides, _backward(task, tree_leaves(each), watch))
     else:
         loss, _, _, outputs = read_output(found)
         del found
-        whole = held()
+        whole = watch.total
         del outputs
-        kept = held()
-        besides = whole - kept + _backward(task, [loss], watch)
+        kept = watch.total - before
+        besides = whole - watch.total + _backward(task, [loss], watch)
     return kept + _size(tree_leaves(batch)), besides
 
 
@@ -210,9 +191,9 @@ def _recompute(
 
     def call(name: str, own: Any, recomputing: Any, *args: Any, **kwargs: Any) -> Any:
         if name not in sizes:
-            before = sum(watch.held().values())
+            before = watch.total
             outputs = own(*args, **kwargs)
-            sizes[name] = sum(watch.held().values()) - before
+            sizes[name] = watch.total - before
             del outputs
         return recomputing(*args, **kwargs)
 

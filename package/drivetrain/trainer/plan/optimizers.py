@@ -56,7 +56,7 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def on_meta(task: TaskModule) -> TaskModule:
+def on_meta(task: nn.Module) -> Any:
     """Return a copy of the task whose parameters and buffers are on the meta device.
 
     Lists, mappings and sets among the attributes of modules are copied; all other attributes are shared.
@@ -84,8 +84,7 @@ def on_meta(task: TaskModule) -> TaskModule:
             new.__dict__[kind] = {name: remade(each) for name, each in old.__dict__[kind].items()}
         return new
 
-    copied: TaskModule = module(task)
-    return copied
+    return module(task)
 
 
 class Built:
