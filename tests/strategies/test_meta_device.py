@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from tests.support.tasks import quiet
 from torch import Tensor, nn
 
 from drivetrain import FSDPConfig, StrategyError, TaskModule
+from drivetrain.checkpoint import export_weights
+from drivetrain.checkpoint.weights import stored_rows
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.meta_device import Materialization, on_meta
 from drivetrain.task.model_info import ModelInfo
@@ -87,11 +90,13 @@ def whole(task: nn.Module) -> dict[str, Tensor]:
     return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in state.items()}
 
 
-def trained(kind: type[TaskModule], config: FSDPConfig, precision: str) -> str:
+def trained(kind: type[TaskModule], config: FSDPConfig, precision: str, weights: Path | None = None) -> str:
     world_size = torch.distributed.get_world_size()
     states = []
     for device in ("meta", "cpu"):
         task = make(kind, device)
+        if weights is not None:
+            task.load_weights(weights)
         strategy = FSDP(config, world_size=world_size)
         data = [torch.arange(8).reshape(2, 4)] * (2 * world_size)
         quiet(max_steps=2, strategy=strategy, devices=world_size, precision=precision).fit(task, data)
@@ -116,6 +121,57 @@ CASES: list[tuple[type[TaskModule], dict[str, Any], str]] = [
 def test_task_from_the_meta_device_trains_as_one_from_the_cpu(cases: Any) -> None:
     def different() -> list[str]:
         return [trained(kind, FSDPConfig(**options), precision) for kind, options, precision in cases]
+
+    assert on_two_ranks(different) == [[""] * len(cases)] * 2
+
+
+class Turned(Rescaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = Turn()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(tokens)
+        return outputs * self.turn.angles.to(outputs.dtype)
+
+
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(1), persistent=False)
+        self.gain = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles.fill_(0.3)
+        nn.init.normal_(self.gain)
+
+
+STORED: list[tuple[type[TaskModule], dict[str, Any], str]] = [
+    (Turned, {"ignored": ("last",), "tensor_parallel": 2}, "bf16-true"),
+    (Turned, {"wrap": ("Linear", "Block")}, "32"),
+    (Turned, {"cpu_offload": True, "activation_checkpointing": "full"}, "bf16-mixed"),
+    (Turned, {"ignored": ("blocks.1", "*.bias", "head"), "sharding": "shard_grad_op"}, "32"),
+]
+
+
+@gloo
+@pytest.mark.parametrize("cases", [STORED[:1], pytest.param(STORED[1:], marks=pytest.mark.nightly)], ids=len)
+def test_weights_that_each_rank_reads_in_rows_are_those_of_a_task_that_loaded_them(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donor = make(Turned, "cpu")
+    stored = {name: torch.randn(each.shape) for name, each in donor.state_dict().items() if "num" not in name}
+    stored["norm.running_var"].abs_()
+    stored["norm.num_batches_tracked"] = torch.tensor(3)
+    del stored["head.weight"]  # tied
+    export_weights(stored, tmp_path / "model.safetensors", max_shard_size="2 KB")
+
+    def different() -> list[str]:
+        monkeypatch.setattr(stored_rows, "_PIECE", 300)
+        return [
+            trained(kind, FSDPConfig(**options), precision, tmp_path) for kind, options, precision in cases
+        ]
 
     assert on_two_ranks(different) == [[""] * len(cases)] * 2
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.checkpoint.weights.stored_rows import stored_weights
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.launch.environment import detect
 
@@ -41,6 +42,11 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
             raise StrategyError(
                 f"{type(task).__name__} was made on the meta device and has no values ({empty!r}). Strategies"
                 f" 'fsdp' and 'zero3' create them, {name!r} does not: make it without torch.device('meta')"
+            )
+        if stored_weights(task) is not None:
+            raise StrategyError(
+                f"{type(task).__name__} got load_weights(...) while it was on the meta device. 'fsdp' and"
+                f" 'zero3' read the weights as they shard it, and {name!r} does not: call load_weights again"
             )
     shard = next((each for each, tensor in task.named_parameters() if _is_share(tensor)), None)
     if shard is not None:

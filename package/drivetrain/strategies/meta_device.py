@@ -1,12 +1,19 @@
-"""Initialising, part by part, a model that was created on the meta device and has only shapes."""
+"""Values for a model that was created on the meta device and has only shapes.
+
+They are those of its constructor, made part by part, or are read from files once the model is sharded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
+from drivetrain.checkpoint.saving.sharding import is_sharded
+from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.checkpoint.weights.stored_rows import StoredWeights, forget_weights, stored_weights
 from drivetrain.core.errors import StrategyError
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -85,7 +92,7 @@ class Materialization:
         empty = [(name, tensor) for name, tensor in _own(module) if tensor.is_meta]
         if reset is None:
             if empty:
-                raise self._cannot(module, [name for name, _ in empty])
+                raise _cannot(self._names[id(module)], module, [name for name, _ in empty])
             return
         tied = [(name, self._made[id(tensor)][1]) for name, tensor in empty if id(tensor) in self._made]
         for name, tensor in empty:
@@ -119,14 +126,106 @@ class Materialization:
             if not isinstance(tensor, nn.Parameter):
                 self._placed_buffers[id(tensor)] = tensor
 
-    def _cannot(self, module: nn.Module, names: Sequence[str]) -> StrategyError:
-        where = self._names[id(module)].removeprefix("task.")
-        called = f"{where!r} ({type(module).__name__})" if where else type(module).__name__
-        return StrategyError(
-            f"the task was made on the meta device, and {called} cannot initialise {', '.join(names)}. Give"
-            " that class a method reset_parameters() that does, and call it at the end of the constructor; or"
-            " make the task without torch.device('meta')"
+
+def _cannot(name: str, module: nn.Module, lacking: Sequence[str]) -> StrategyError:
+    where = name.removeprefix("task.")
+    called = f"{where!r} ({type(module).__name__})" if where else type(module).__name__
+    return StrategyError(
+        f"the task was made on the meta device, and {called} cannot initialise {', '.join(lacking)}. Give"
+        " that class a method reset_parameters() that does, and call it at the end of the constructor; or"
+        " make the task without torch.device('meta')"
+    )
+
+
+def deferred_weights(task: nn.Module) -> StoredWeights | None:
+    """Return the stored weights of a task on the meta device, if no parameter needs any other value.
+
+    Its buffers that are not stored are computed now, on the CPU, by the `reset_parameters` of their modules.
+    So it can be sharded without values, and then be given to `read_stored`.
+
+    Raises:
+        StrategyError: A module cannot compute its buffer; the message names it.
+    """
+    stored = stored_weights(task)
+    if stored is None or not on_meta(task):
+        return None
+    parameters, buffers = stored.lacking(task)
+    if parameters:
+        return None
+    _compute(task, buffers)
+    return stored
+
+
+def _compute(task: nn.Module, names: Collection[str]) -> None:
+    """Compute buffers on the CPU by the resets of their modules, whose parameters stay as they are."""
+    for prefix, module in reversed(list(task.named_modules())):  # children first
+        buffers = module.named_buffers(prefix, recurse=False, remove_duplicate=False)
+        wanted = [name.rpartition(".")[2] for name, _ in buffers if clean_name(name) in names]
+        if not wanted:
+            continue
+        reset = _reset_of(module)
+        if reset is None:
+            raise _cannot(prefix, module, wanted)
+        before = {**module._parameters}, {**module._buffers}
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is not None and tensor.is_meta:
+                    made: Any = torch.empty_like(tensor, device="cpu")
+                    kind[name] = nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
+        with torch.no_grad():
+            reset()
+        computed = {name: module._buffers[name] for name in wanted}
+        module._parameters.update(before[0])
+        module._buffers.update({**before[1], **computed})
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers that have values to a device."""
+    if not on_meta(module):
+        module.to(device)
+        return
+    for each in (*module.parameters(), *module.buffers()):
+        if not each.is_meta:
+            each.data = each.data.to(device)
+
+
+def allocate(model: nn.Module, device: torch.device, of_shards: torch.device) -> None:
+    """Give what is on the meta device memory without values. Tied parameters stay tied.
+
+    Args:
+        model: The model, whose parameters may be sharded.
+        device: The device of buffers, and of parameters that are not sharded.
+        of_shards: The device of shards.
+    """
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses.setdefault(id(parameter), []).append((module, name))
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device=of_shards if is_sharded(tensor) else device)
+
+    # As `to_empty` does, which would drop the values of tensors that have some.
+    model._apply(with_memory)  # type: ignore[no-untyped-call]
+    for (first, name), *others in uses.values():
+        for module, other in others:  # torch makes a parameter for each use
+            setattr(module, other, getattr(first, name))
+
+
+def read_stored(model: nn.Module, task: nn.Module, device: torch.device, of_shards: torch.device) -> None:
+    """Read the stored weights of a task, if there are any, once its model is sharded; see `allocate`."""
+    stored = stored_weights(task)
+    if stored is not None:
+        allocate(model, device, of_shards)
+        stored.fill(
+            (
+                *task.named_parameters(remove_duplicate=False),
+                *task.named_buffers(remove_duplicate=False),
+            )
         )
+        forget_weights(task)
 
 
 def _is_divided(tensor: Tensor) -> bool:

@@ -386,6 +386,9 @@ class TaskModule(nn.Module):
     ) -> LoadReport:
         """Copy pretrained weights into this task before `fit`: all of them, or none on an error.
 
+        A task made on the meta device gets them when "fsdp" or "zero3" shards it, each process only its part.
+        Weights that do not fit are an error now.
+
         Args:
             source: A safetensors file, a Hugging Face folder, a checkpoint, a run directory (its newest good
                 checkpoint), an address of one of these, or tensors by name.

@@ -45,9 +45,6 @@ def test_everything_that_fits_is_taken_over_and_parameters_stay_what_they_are() 
     assert report == LoadReport(loaded=tuple(state(module)))
     assert str(report) == "loaded 9 of 9 tensors"
     assert unchanged(module, filled(module, 2))
-    given = {name: each.bfloat16() if "num" not in name else each for name, each in filled(module, 3).items()}
-    assert load_weights_into(module, given, adopt_dtypes=True).converted == ()  # the module's dtypes change
-    assert unchanged(module, given)
     assert all(now is was for now, was in zip(module.parameters(), parameters, strict=True))
     assert all(each.requires_grad for each in module.parameters())
 

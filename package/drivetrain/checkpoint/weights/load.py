@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from drivetrain.checkpoint.foreign.torch_weights import PICKLES, TorchWeights, read_torch_weights
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.records import TENSORS
-from drivetrain.checkpoint.format.tensors import read_header, read_tensors, room_for
+from drivetrain.checkpoint.format.tensors import DTYPES, read_header, read_tensors, room_for
 from drivetrain.checkpoint.locate import CHECKPOINTS, foreign_hint, load_newest
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
@@ -22,12 +22,16 @@ from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, Fil
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import INDEX, MODEL, WeightFiles, parse_index
 from drivetrain.checkpoint.weights.frozen import FROZEN
+from drivetrain.checkpoint.weights.stored_rows import FileTensor
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import check_path, odd_kind
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 
 _LOG = logger(__name__)
+
+Take: TypeAlias = Callable[[str, FileSystem], dict[str, Any]]
+"""A function from a safetensors file to what is taken of its tensors, by name."""
 
 
 def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -64,12 +68,12 @@ class Found(NamedTuple):
     """Weights, and what is known of them.
 
     Attributes:
-        tensors: By name.
+        tensors: By name; of `describe_weights`, those in safetensors files as `FileTensor`.
         note: For another program's file, what was read and what was not.
         frozen: For a checkpoint that leaves out frozen parameters, its object `FROZEN`.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
     note: str = ""
     frozen: Json = None
 
@@ -82,11 +86,23 @@ def find_weights(source: str | os.PathLike[str], *, mapped: bool = False) -> Fou
         mapped: Map plain safetensors files on a disk instead of reading them: for tensors that are copied
             and dropped. The numbers are then in memory once for all processes of a machine.
     """
+    return _found(source, _map if mapped else _read)
+
+
+def describe_weights(source: str | os.PathLike[str]) -> Found:
+    """Find weights as `load_weights`, and read only the headers of safetensors files on a disk.
+
+    Weights in other files, and at an address, are read whole.
+    """
+    return _found(source, _describe)
+
+
+def _found(source: str | os.PathLike[str], take: Take) -> Found:
     path = os.fspath(source)
     if is_torch_file(path):
         found = torch_weights(path)
         return Found(found.tensors, found.note)
-    return _load(path, mapped)
+    return _load(path, take)
 
 
 def is_weight_file(path: str) -> bool:
@@ -117,20 +133,20 @@ def torch_weights(path: str) -> TorchWeights:
     return found
 
 
-def _load(path: str, mapped: bool) -> Found:
+def _load(path: str, take: Take) -> Found:
     files = file_system(path)
     path = files.absolute(path)
     with os_errors("read", path):
         kind = files.kind(_followed(path, files))
         names = {} if kind == "file" else files.entries(path)
     if kind == "file":
-        return Found(_from_file(path, files, mapped))
+        return Found(_from_file(path, files, take))
     parent, name = files.split(path)
     if names:
-        return _from_folder(path, files, names, mapped)
+        return _from_folder(path, files, names, take)
     if name.endswith(TENSORS) and _has(files.join(parent, WeightFiles(name).index), files):
         # Exported to this path, in several files.
-        return Found(_from_index(files.join(parent, WeightFiles(name).index), files, mapped))
+        return Found(_from_index(files.join(parent, WeightFiles(name).index), files, take))
     if kind == "directory":
         raise CheckpointError(f"no weights in {path!r}: it is empty")
     odd = odd_kind(path) if files.renames else None
@@ -139,7 +155,7 @@ def _load(path: str, mapped: bool) -> Found:
     raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{_near(path, files)}")
 
 
-def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], mapped: bool) -> Found:
+def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], take: Take) -> Found:
     io = DirectoryCheckpointIO()
     if io.exists(path) or io.list(files.join(path, CHECKPOINTS)) or io.list(path):
         snapshot = load_newest(path, ("model",))[1]
@@ -152,7 +168,7 @@ def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], mapped
         )
     for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as in other libraries
         if name in names:
-            return Found(_from_file(files.join(path, name), files, mapped))
+            return Found(_from_file(files.join(path, name), files, take))
     looked_for = f"{MODEL}, {WeightFiles(MODEL).index}, {MANIFEST} of a checkpoint, and checkpoints"
     raise CheckpointError(
         f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."
@@ -181,17 +197,23 @@ def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     return f" Give the path of a file, such as {shown}"
 
 
-def _from_file(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]:
+def _from_file(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
     if path.endswith(INDEX):
-        return _from_index(path, files, mapped)
-    return _tensors(_followed(path, files), files, mapped)
+        return _from_index(path, files, take)
+    return take(_followed(path, files), files)
 
 
-def _tensors(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file."""
+def _read(path: str, files: FileSystem) -> dict[str, Any]:
+    """Read all tensors of a safetensors file."""
     with HashedReader(path, files) as reader:
-        if not (mapped and files.renames):
-            return read_tensors(reader)
+        return dict(read_tensors(reader))
+
+
+def _map(path: str, files: FileSystem) -> dict[str, Any]:
+    """Map the tensors of a safetensors file on a disk."""
+    if not files.renames:
+        return _read(path, files)
+    with HashedReader(path, files) as reader:
         for span in read_header(reader):  # whose errors say which tensor is wrong
             if span.start == span.stop:  # the file's size does not bound the shape of an empty tensor
                 room_for(span.shape, span.dtype, f"{path!r}: {span.name!r}")
@@ -202,7 +224,16 @@ def _tensors(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]:
         raise DamagedCheckpointError(f"{path!r} is not a safetensors file: {error}") from error
 
 
-def _from_index(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]:
+def _describe(path: str, files: FileSystem) -> dict[str, Any]:
+    """Return the places of the tensors of a safetensors file on a disk."""
+    if not files.renames:
+        return _read(path, files)
+    with HashedReader(path, files) as reader:
+        spans = read_header(reader)
+    return {span.name: FileTensor(path, span.name, DTYPES[span.dtype], span.shape) for span in spans}
+
+
+def _from_index(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
     with HashedReader(_followed(path, files), files) as reader:
         places = parse_index(reader.read_json(), repr(path))
     directory = files.split(path)[0]
@@ -219,10 +250,10 @@ def _from_index(path: str, files: FileSystem, mapped: bool) -> dict[str, Tensor]
         if file.endswith(TENSORS):
             with HashedReader(real, files) as reader:
                 _check_names(path, file, {span.name for span in read_header(reader)}, set(places[file]))
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for file, real in parts.items():
         if file.endswith(TENSORS):
-            tensors.update(_tensors(real, files, mapped))
+            tensors.update(take(real, files))
         else:
             found = read_torch_weights(real, files).tensors
             _check_names(path, file, set(found), set(places[file]))

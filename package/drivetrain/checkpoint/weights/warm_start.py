@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -16,9 +15,16 @@ from drivetrain.checkpoint.foreign.torch_weights import TorchWeights
 from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.dtypes import check_range
 from drivetrain.checkpoint.weights.frozen import check_same, fingerprints
-from drivetrain.checkpoint.weights.load import find_weights
+from drivetrain.checkpoint.weights.load import describe_weights, find_weights
 from drivetrain.checkpoint.weights.module_state import clean_name, full_state, hint, is_extra, put_state
 from drivetrain.checkpoint.weights.rename import Rename, prefix_hint, renamed
+from drivetrain.checkpoint.weights.stored_rows import (
+    FileTensor,
+    differ,
+    forget_weights,
+    plan_weights,
+    same,
+)
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import Json
 
@@ -95,9 +101,11 @@ def load_weights_into(
     *,
     strict: bool = True,
     rename: Rename | None = None,
-    adopt_dtypes: bool = False,
 ) -> LoadReport:
     """Copy weights from a source into a module, all or none.
+
+    A module on the meta device gets them when a strategy shards it; what fits is checked now. Each process
+    then reads the rows that it holds from safetensors files; other sources stay in memory until then.
 
     Floating-point numbers are converted to the module's dtype. One name of a tied parameter is enough. Names
     are compared without the parts that wrappers such as torch.compile add.
@@ -112,8 +120,6 @@ def load_weights_into(
         rename: The rule from source names to module names: a mapping of regular expressions to replacements,
             as for `re.sub`, each applied to the result of those before it; or a function. None instead of a
             name drops the tensor.
-        adopt_dtypes: Give the module the dtypes of the source's floating-point tensors, instead of
-            converting.
 
     Returns:
         The report: what was loaded and converted and, if allowed, what is missing, unexpected or different.
@@ -123,14 +129,20 @@ def load_weights_into(
             nothing fits; or two names become one. The module is unchanged.
         ConfigError: `source` or `rename` has a wrong type.
     """
-    where, given, note, frozen = _read(source)
+    later = any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+    where, given, note, frozen = _read(source, later)
     named, dropped = renamed(given, rename, where)
     own = full_state(module)
+    if later and isinstance(frozen, dict):
+        raise CheckpointError(
+            f"{where} leaves out the frozen parameters, and {type(module).__name__} was made on the meta"
+            " device and has no values for them. Make it without torch.device('meta')"
+        )
     if isinstance(frozen, dict) and strict and rename is None:
         check_same(frozen, fingerprints(module, frozen.keys()), where, may_convert=True)
         own = {name: each for name, each in own.items() if name not in frozen}
         note = f"the other {len(frozen)} are frozen, and left out there"
-    comparison = _compare(module, own, named, where, adopt_dtypes)
+    comparison = _compare(module, own, named, where, later)
     if comparison.differs and (strict or not comparison.fitting):
         suggestion = prefix_hint(named, own)
         problems = "; ".join(comparison.problems(() if suggestion else comparison.missing or own))
@@ -143,7 +155,13 @@ def load_weights_into(
             f"nothing of {where} fits {type(module).__name__}, so nothing was loaded: {problems}. "
             f"{suggestion}Give `rename` to turn the source's names into the module's"
         )
-    put_state(module, comparison.fitting, adopt_dtypes=adopt_dtypes)
+    if later:
+        plan_weights(module, comparison.fitting, own, where)
+        note = "; ".join(filter(None, ("each process reads its rows when a run shards the task", note)))
+    else:
+        put_state(module, comparison.fitting)
+        if strict:  # of everything, also of what was to be read later
+            forget_weights(module)
     return LoadReport(
         loaded=tuple(comparison.loaded),
         missing=tuple(comparison.missing),
@@ -155,10 +173,11 @@ def load_weights_into(
     )
 
 
-def _read(source: WeightSource) -> tuple[str, Mapping[str, Tensor], str, Json]:
+def _read(source: WeightSource, later: bool) -> tuple[str, Mapping[str, Any], str, Json]:
     """Return the source's name for messages, its tensors, a note on them, and the frozen ones left out."""
     if isinstance(source, (str, os.PathLike)):
-        return repr(os.fspath(source)), *find_weights(source, mapped=True)
+        found = describe_weights(source) if later else find_weights(source, mapped=True)
+        return repr(os.fspath(source)), *found
     if isinstance(source, TorchWeights):
         return repr(source.path), source.tensors, source.note, None
     if not isinstance(source, Mapping):
@@ -181,7 +200,7 @@ def _read(source: WeightSource) -> tuple[str, Mapping[str, Tensor], str, Json]:
 class _WarmStart:
     """The comparison of a module with given weights; the lists are those of the report."""
 
-    fitting: dict[str, Tensor] = field(default_factory=dict)
+    fitting: dict[str, Any] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -213,11 +232,20 @@ class _WarmStart:
 
 
 def _compare(
-    module: nn.Module, own: Mapping[str, Any], named: Mapping[str, Tensor], where: str, adopt_dtypes: bool
+    module: nn.Module,
+    own: Mapping[str, Any],
+    named: Mapping[str, Any],
+    where: str,
+    later: bool,
 ) -> _WarmStart:
     found = _WarmStart(unexpected=[name for name in named if name not in own])
     for name in [name for name in own if name in named]:  # in the module's order
         value = named[name]
+        if is_extra(name) and later:
+            raise CheckpointError(
+                f"{where} has the extra state {name!r}, which a module on the meta device cannot take. Make"
+                f" {type(module).__name__} without torch.device('meta')"
+            )
         if is_extra(name):  # the module checks it itself; it may have any size and type
             found.fitting[name] = value.clone()  # the module may keep it; what it is given is a mapped file
             continue
@@ -227,16 +255,17 @@ def _compare(
         both = UnfitTensor(
             name, shape, shape if is_lazy(mine) else tuple(mine.shape), value.dtype, mine.dtype
         )
-        if both.shape != shape or not _converts(value.dtype, mine.dtype, adopt_dtypes):
+        if both.shape != shape or not _converts(value.dtype, mine.dtype):
             found.mismatched.append(both)
             continue
-        if value.dtype != mine.dtype and not adopt_dtypes:
-            if value.is_floating_point():
+        if value.dtype != mine.dtype:
+            if value.dtype.is_floating_point and isinstance(value, Tensor):  # others are read later
                 check_range(value, mine.dtype, f"{name!r} of {where}")
             found.converted.append(both)
         found.fitting[name] = value
     twins = _tied(module)
-    _check_twins(twins, found.fitting, where)
+    if not later:
+        _check_twins(twins, found.fitting, where)
     wrong = {each.name for each in found.mismatched}
     for name in own:
         if name in wrong:
@@ -248,7 +277,9 @@ def _compare(
     return found
 
 
-def _check_usable(name: str, mine: Tensor, value: Tensor, where: str) -> None:
+def _check_usable(name: str, mine: Tensor, value: Tensor | FileTensor, where: str) -> None:
+    if isinstance(value, FileTensor):
+        return
     if value.is_meta or value.layout != torch.strided:
         raise CheckpointError(
             f"{name!r} of {where} is {'on the meta device' if value.is_meta else value.layout}; give dense "
@@ -261,13 +292,13 @@ def _check_usable(name: str, mine: Tensor, value: Tensor, where: str) -> None:
         )
 
 
-def _converts(stored: torch.dtype, own: torch.dtype, adopt_dtypes: bool) -> bool:
+def _converts(stored: torch.dtype, own: torch.dtype) -> bool:
     """Return whether numbers of a stored dtype can be converted to the module's dtype."""
     if stored == own:
         return True
     if stored.is_floating_point and own.is_floating_point:
         # 8-bit numbers have no meaning without their scale.
-        return adopt_dtypes or (stored.itemsize > 1 and own.itemsize > 1)
+        return stored.itemsize > 1 and own.itemsize > 1
     if stored.is_complex or own.is_complex:
         return stored.is_complex and own.is_complex
     if torch.bool in (stored, own) or stored.is_floating_point or own.is_floating_point:
@@ -290,18 +321,8 @@ def _check_twins(twins: Mapping[str, list[str]], fitting: Mapping[str, Tensor], 
     for name, value in fitting.items():
         first = next((each for each in twins.get(name, ()) if each in fitting), name)
         other = fitting[first]
-        if other is not value and not _same(other, value.to(device=other.device, dtype=other.dtype)):
-            raise CheckpointError(
-                f"{first!r} and {name!r} are one tensor in the module, and differ in {where}. Drop one with "
-                f"`rename`: rename={{{'^' + re.escape(name) + '$'!r}: None}} drops the latter"
-            )
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same values; NaN equals NaN."""
-    return first.shape == second.shape and bool(
-        ((first == second) | ((first != first) & (second != second))).all()
-    )
+        if other is not value and not same(other, value.to(device=other.device, dtype=other.dtype)):
+            raise differ(first, name, where)
 
 
 def _rest(kind: str, names: Collection[object]) -> list[tuple[str, str, str]]:

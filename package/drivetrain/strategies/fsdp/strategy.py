@@ -38,7 +38,13 @@ from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
 from drivetrain.strategies.loss_scale import LossScale
-from drivetrain.strategies.meta_device import Materialization, on_meta
+from drivetrain.strategies.meta_device import (
+    Materialization,
+    deferred_weights,
+    on_meta,
+    place,
+    read_stored,
+)
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.float8 import Float8
 from drivetrain.strategies.sparse import refuse_sparse
@@ -154,7 +160,8 @@ class FSDP(Strategy):
     ) -> Prepared:
         """Convert, move, split and shard the module, then build the optimizers on the shards.
 
-        A task on the meta device is initialised part by part while it is sharded.
+        A task on the meta device is initialised part by part while it is sharded, or is sharded first, and
+        each process then reads its rows from files.
         """
         check_values(module.task, self.name, meta=True)
         if self.config.sync_batchnorm:
@@ -163,7 +170,8 @@ class FSDP(Strategy):
         if make_optimizers is not None:
             refuse_sparse(task, self.name, "torch has no sparse gradients of shards")
         before = OriginalModules(module)
-        values = Materialization(module) if on_meta(module) else None
+        deferred = deferred_weights(task)
+        values = Materialization(module) if deferred is None and on_meta(module) else None
         whole = ignored_names(task, self.config.ignored)
         plan = planned(task) if self.config.tensor_parallel > 1 else []
         _check(whole, plan)
@@ -172,11 +180,13 @@ class FSDP(Strategy):
         if self.config.gather_at_end:
             check_gathering(task)
         if values is None:
-            module.to(self.device)
+            place(module, self.device)
             broadcast_module(module, self.world_size)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device, self._agree) if precision.loss_scaling else None
         self._shard(module, precision, values, whole, plan)
+        of_shards = torch.device("cpu") if self.config.cpu_offload else self.device
+        read_stored(module, task, self.device, of_shards)
         self._kept, self._has_run = parameters_named(task, whole), False
         self.retrain(module)
         self._synchronized = True

@@ -1,0 +1,216 @@
+"""Weights that are read later, from safetensors files, and only the rows that a process holds.
+
+A module on the meta device has no memory for weights. `load_weights_into` then compares names, shapes and
+dtypes with the headers of the files, and leaves a `StoredWeights` with the module. A strategy that shards the
+module reads from it, once the shards have their memory.
+
+torch.distributed.checkpoint has a reader of such folders (`HuggingFaceStorageReader`). It reads every file
+that is there, instead of those that the index names, keeps a whole file mapped until all of its tensors are
+read, and converts dtypes silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.format.tensors import CODES
+from drivetrain.checkpoint.saving.sharding import Box, is_sharded, local_box
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
+from drivetrain.checkpoint.weights.dtypes import cast
+from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.core.errors import CheckpointError
+
+_PIECE = 32 << 20
+"""Bytes of a file that are mapped at a time: as long as a page is mapped, it counts as this process's."""
+
+_ATTRIBUTE = "_drivetrain_stored_weights"
+
+
+class FileTensor(NamedTuple):
+    """A tensor in a safetensors file.
+
+    Attributes:
+        path: The file.
+        name: The tensor's name in it.
+        dtype: The stored dtype.
+        shape: The stored shape.
+    """
+
+    path: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _StoredValue:
+    """The value of one name of a module: where it is, and its dtype in the module before any precision."""
+
+    value: FileTensor | Tensor
+    dtype: torch.dtype
+    what: str
+
+
+class StoredWeights:
+    """The values of a module's parameters and buffers by clean name, which are read when they are needed."""
+
+    def __init__(self) -> None:
+        self._planned: dict[str, _StoredValue] = {}
+
+    def add(self, values: Mapping[str, FileTensor | Tensor], own: Mapping[str, Tensor], where: str) -> None:
+        """Add values, which replace earlier ones of the same names.
+
+        Args:
+            values: By clean name.
+            own: The module's tensors by clean name.
+            where: The source, for messages.
+        """
+        for name, value in values.items():
+            self._planned[name] = _StoredValue(value, own[name].dtype, f"{name!r} of {where}")
+
+    def lacking(self, module: nn.Module) -> tuple[list[str], list[str]]:
+        """Return the names of parameters and of buffers without memory that have no stored value.
+
+        A tied parameter needs one under any of its names.
+        """
+        return self._lacking(module.named_parameters(remove_duplicate=False)), self._lacking(
+            module.named_buffers(remove_duplicate=False)
+        )
+
+    def _lacking(self, named: Iterable[tuple[str, Tensor]]) -> list[str]:
+        names: dict[int, list[str]] = {}
+        for raw, tensor in named:
+            if tensor.is_meta:
+                names.setdefault(id(tensor), []).append(clean_name(raw))
+        return [uses[0] for uses in names.values() if not any(each in self._planned for each in uses)]
+
+    def fill(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Read the values of tensors that have memory: of a `DTensor`, the part that this process holds.
+
+        Args:
+            named: The tensors by name, those of a tied parameter under each name.
+
+        Raises:
+            CheckpointError: A file has changed or is gone, a number is too large for the dtype, or two names
+                of a tied parameter have different values.
+        """
+        reader = _RowReader()
+        filled: dict[int, tuple[str, Tensor]] = {}
+        with torch.no_grad():
+            for raw, tensor in named:
+                name = clean_name(raw)
+                if name not in self._planned:
+                    continue
+                first, _ = filled.setdefault(id(tensor), (name, tensor))
+                for part, rows in reader.parts(self._planned[name], tensor):
+                    if first == name:
+                        part.copy_(rows)
+                    elif not same(part, rows.to(part)):
+                        raise differ(first, name, self._planned[name].what)
+                    del rows  # which keeps the file mapped
+
+
+class _RowReader:
+    """Reads parts of safetensors files, and keeps little of them mapped."""
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._opened: Any = None
+        self._read = 0
+
+    def parts(self, planned: _StoredValue, tensor: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what this process holds of a tensor in pieces, each with its values in the planned dtype."""
+        value = planned.value
+        offset, shape = local_box(tensor) if is_sharded(tensor) else ((0,) * tensor.ndim, tuple(tensor.shape))
+        held = tensor.to_local() if is_sharded(tensor) else tensor
+        if not held.numel():
+            return
+        # A page is read whole, so a part of a row costs as much as the row.
+        row = max(1, _elements(value.shape[1:]) * value.dtype.itemsize)
+        step = max(1, _PIECE // row)
+        for start in range(0, shape[0] if shape else 1, step):
+            part = held[start : start + step] if shape else held
+            corner = (offset[0] + start, *offset[1:]) if shape else ()
+            yield part, _converted(self._values(value, (corner, tuple(part.shape))), planned)
+
+    def _values(self, value: FileTensor | Tensor, box: Box) -> Tensor:
+        places = tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
+        if isinstance(value, Tensor):
+            return value[places]
+        if value.path != self._path or self._read >= _PIECE:
+            self._opened, self._path, self._read = None, "", 0
+        with os_errors("read", value.path):
+            try:
+                if self._opened is None:
+                    self._opened, self._path = safe_open(value.path, framework="pt"), value.path
+                found = self._opened.get_slice(value.name)
+                described = found.get_dtype(), tuple(found.get_shape())
+                if described != (CODES[value.dtype], value.shape):
+                    raise DamagedCheckpointError(
+                        f"{value.path!r} has changed since load_weights compared it: {value.name!r} is now"
+                        f" {described[0]} {list(described[1])}, and was {CODES[value.dtype]}"
+                        f" {list(value.shape)}"
+                    )
+                rows: Tensor = found[places] if places else self._opened.get_tensor(value.name)
+            except SafetensorError as error:
+                raise DamagedCheckpointError(
+                    f"{value.path!r} has changed since load_weights compared it: {error}"
+                ) from error
+        self._read += (box[1][0] if places else 1) * _elements(value.shape[1:]) * value.dtype.itemsize
+        return rows
+
+
+def _elements(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _converted(rows: Tensor, planned: _StoredValue) -> Tensor:
+    if rows.is_floating_point():
+        return cast(rows, planned.dtype, planned.what)
+    return rows.to(planned.dtype)
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same values; NaN equals NaN."""
+    return first.shape == second.shape and bool(
+        ((first == second) | ((first != first) & (second != second))).all()
+    )
+
+
+def differ(first: str, name: str, what: str) -> CheckpointError:
+    """Return the error for two names of one tensor that have different values in a source."""
+    import re
+
+    return CheckpointError(
+        f"{first!r} and {name!r} are one tensor in the module, and differ in {what}. Drop one with "
+        f"`rename`: rename={{{'^' + re.escape(name) + '$'!r}: None}} drops the latter"
+    )
+
+
+def stored_weights(module: nn.Module) -> StoredWeights | None:
+    """Return the weights that a module on the meta device is to get, or None."""
+    found: StoredWeights | None = module.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+def plan_weights(
+    module: nn.Module, values: Mapping[str, FileTensor | Tensor], own: Mapping[str, Tensor], where: str
+) -> None:
+    """Leave weights with a module, for the strategy that shards it; see `StoredWeights.add`."""
+    planned = stored_weights(module) or StoredWeights()
+    planned.add(values, own, where)
+    module.__dict__[_ATTRIBUTE] = planned
+
+
+def forget_weights(module: nn.Module) -> None:
+    """Remove the weights that a module has got by now."""
+    module.__dict__.pop(_ATTRIBUTE, None)
