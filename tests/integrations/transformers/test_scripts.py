@@ -66,4 +66,4 @@ def test_examples_learn_something_and_write_no_files(tmp_path: Path) -> None:
     share, before, after = found["lora"]
     assert share < 10
     assert after < before - 0.1
-    assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80 for name in STEPS)
+    assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 90 for name in STEPS)
