@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.validation import count
-from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.resume.fits import RunRecorder
 from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recording
@@ -161,49 +156,16 @@ def assert_resumable(
     check = Check(steps, save_after, epoch, ignore, timeout)
 
     def start(recording: Recording) -> tuple[int, str]:
-        if world_size == 1:
-            return _run_one_process(make, recording, timeout)
         try:
             run_distributed(_fit, make, recording, world_size=world_size, timeout=timeout)
+        except TimeoutError:
+            raise ProgramError(f"the {recording.kind} run took longer than {timeout:g} s") from None
         except RuntimeError as error:
             return 1, str(error)
         return 0, ""
 
     report = _check(start, check)
     assert report.is_good, str(report)
-
-
-def _run_one_process(
-    make: Callable[[], Sequence[Any]], recording: Recording, timeout: float
-) -> tuple[int, str]:
-    # Fork where it is safe: a new interpreter takes seconds to import torch.
-    method = "fork" if sys.platform == "linux" else "spawn"
-    context: Any = multiprocessing.get_context(method)
-    log = recording.directory / f"output-{recording.kind}"
-    process = context.Process(target=_child, args=(make, recording, log))
-    with without_garbage_collection():
-        process.start()
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        raise ProgramError(f"the {recording.kind} run took longer than {timeout:g} s")
-    code = int(process.exitcode)
-    process.close()
-    return code, log.read_text(encoding="utf-8") if log.exists() else ""
-
-
-def _child(make: Callable[[], Sequence[Any]], recording: Recording, log: Path) -> None:
-    resume_garbage_collection()
-    torch.set_num_threads(1)
-    code = 0
-    try:
-        _fit(make, recording)
-    except BaseException:  # the parent reports it, whatever it is
-        log.write_text(traceback.format_exc(), encoding="utf-8")
-        code = 1
-    # os._exit skips the parent's exit handlers, which a forked process inherits.
-    os._exit(code)
 
 
 def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
