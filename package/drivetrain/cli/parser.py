@@ -43,9 +43,10 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"{self.prog}: there is no {choice[1]!r}. {hint}")
         super().error(message)
 
-    def add_common(self) -> None:
-        """Add the options of all commands that print results."""
-        self.add_argument("--json", action="store_true", help="print JSON")
+    def add_common(self, json: bool = True) -> None:
+        """Add the options of all commands, and that of those that print results."""
+        if json:
+            self.add_argument("--json", action="store_true", help="print JSON")
         self.add_argument("--debug", action="store_true", help="show the traceback of every error")
 
 

@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from drivetrain.cli.parser import Parser
 from drivetrain.cli.printing import any_text, line, print_json, section, shortened, span, table
 from drivetrain.cli.report import make_report
 from drivetrain.cli.run_record import differences, read_runs
-from drivetrain.core.errors import ConfigError, DataError, nearest
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import sized
 from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
 
@@ -32,36 +33,28 @@ _OUTPUT = "the file to write; report.html if not given"
 
 def run(words: Sequence[str]) -> int:
     """Run `drivetrain runs` with the words after it, and return the exit code."""
-    parsed, unknown = _parser().parse_known_args(words)
-    if unknown:
-        raise ConfigError(
-            f"drivetrain runs {parsed.action}: unknown argument {unknown[0]}."
-            f" {nearest(unknown[0], ['--output' if parsed.action == 'report' else '--json', '--debug'])}"
-        )
+    parsed = _parser().parse_args(words)
     with any_text():
         return _ACTIONS[parsed.action](parsed)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="drivetrain runs",
         description="List runs, show how one spent its time, compare runs, and draw their curves.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, about in _ABOUT.items():
         purpose = about.partition(",")[0].lower()
-        command = commands.add_parser(name, help=purpose, description=about, allow_abbrev=False)
+        command = commands.add_parser(name, help=purpose, description=about)
         if name in _PATHS:
             nargs = "?" if name == "list" else None
             command.add_argument("path", metavar="PATH", nargs=nargs, default="runs", help=_PATHS[name])
         else:
             command.add_argument("paths", metavar="RUN", nargs="+", help=_RUNS)
+        command.add_common(json=name != "report")
         if name == "report":
             command.add_argument("--output", default="report.html", metavar="FILE", help=_OUTPUT)
-        else:
-            command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.add_argument("--debug", action="store_true", help="show the traceback of every error")
     return parser
 
 
