@@ -68,7 +68,8 @@ def as_seen(outputs: list[dict[str, Any]], directory: Path) -> list[dict[str, An
 
 
 def shown(text: str) -> str:  # of a line that was written again, the last
-    text = text.replace("\r\n", "\n")
+    # A kernel sends stderr, which has this line, before or after the end of stdout's line.
+    text = re.sub("drivetrain: curves: .*\n", "", text.replace("\r\n", "\n"))
     lines = [[part for part in line.split("\r") if part.strip()] for line in text.split("\n")]
     last = [parts[-1].strip() if len(parts) > 1 else "".join(parts).rstrip() for parts in lines]
     # transformers, which torchmetrics loads where it is installed, has tqdm warn that ipywidgets is not.
