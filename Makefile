@@ -19,7 +19,7 @@ BIN_TRACKERS := $(VENV_TRACKERS)/bin
 READY_TRACKERS := $(VENV_TRACKERS)/.ready
 VENV_LIBRARIES := .venv-libraries
 # Those that go into one environment: a file of tests/integrations/lightning/libraries each.
-LIBRARIES ?= audio images science series tables
+LIBRARIES ?= audio images projects science series tables
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
@@ -103,11 +103,13 @@ xla: $(READY_XLA)
 trackers: $(READY_TRACKERS)
 	$(BIN_TRACKERS)/python -m pytest -n0 --durations 25 tests/integrations/trackers
 
-# 36 modules of 13 libraries built on Lightning; make libraries LIBRARIES=tables runs one group.
+# 36 modules of 13 libraries built on Lightning, and projects with hydra and with LightningCLI; make libraries
+# LIBRARIES=tables runs one group.
 libraries: $(LIBRARIES:%=libraries-%)
 
 libraries-%: $(VENV_LIBRARIES)/%/.ready
-	$(VENV_LIBRARIES)/$*/bin/python -m pytest -n0 -rs -m nightly tests/integrations/lightning/test_libraries.py
+	$(VENV_LIBRARIES)/$*/bin/python -m pytest -n0 -rs -m nightly \
+		tests/integrations/lightning/test_libraries.py tests/integrations/lightning/test_projects.py
 
 # On a machine with an NVIDIA GPU: its tests and benchmarks/gpu; the report is in the folder OUT. PYTHONPATH may bring
 # packages, and GPU="--size small" tries the program out on a CPU.
