@@ -1,6 +1,7 @@
 # `make demo`, `make test` and the other targets set up what they need first: in .venv, for XLA's strategies in .venv-xla,
-# for the documentation alone in .venv-docs, for experiment trackers in .venv-trackers, for the libraries built on Lightning
-# in the folders of .venv-libraries, and for the libraries that ours is measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
+# for the documentation alone in .venv-docs, for experiment trackers and Ray in .venv-trackers, for the libraries built on
+# Lightning in the folders of .venv-libraries, and for the libraries that ours is measured beside in .venv-bench. `make gpu`
+# installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -99,9 +100,9 @@ xla-eight: $(READY_XLA)
 xla: $(READY_XLA)
 	$(BIN_XLA)/python -m pytest --durations 25 tests/xla
 
-# All tests of trackers, with the packages that need other versions of what the other tests need, such as mlflow.
+# All tests of trackers and of Ray, with the packages that need other versions of what the other tests need, such as mlflow.
 trackers: $(READY_TRACKERS)
-	$(BIN_TRACKERS)/python -m pytest -n0 --durations 25 tests/integrations/trackers
+	$(BIN_TRACKERS)/python -m pytest -n0 --durations 25 tests/integrations/trackers tests/integrations/ray
 
 # 36 modules of 13 libraries built on Lightning, and projects with hydra and with LightningCLI; make libraries
 # LIBRARIES=tables runs one group.

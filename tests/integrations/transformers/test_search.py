@@ -1,5 +1,7 @@
 """`hyperparameter_search` of a script's Trainer, beside transformers' own."""
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 from tests.integrations.lazy import Lazy
 from tests.integrations.transformers.families import model, rows
 from tests.integrations.transformers.test_trainer import CLASSES, even, trainer
+from tests.support.forked import run_forked, undisturbed
 from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
@@ -17,6 +20,8 @@ optuna = pytest.importorskip("optuna", reason="the extra search is not installed
 hf = Lazy("drivetrain.integrations.transformers")
 transformers = Lazy("transformers")
 
+ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).with_name("programs") / "swept.py"
 SEEN: list[Any] = []
 
 
@@ -26,11 +31,12 @@ def space(trial: Any) -> dict[str, Any]:
 
 def made(folder: Path, kind: Any = None, **options: Any) -> Any:
     def model_init(trial: Any) -> Any:
-        SEEN.append(None if trial is None else trial.number)
+        SEEN.append(getattr(trial, "number", trial))
         return model(CLASSES)
 
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": rows(CLASSES, 6), "max_steps": 4}
-    return trainer(folder, kind, model_init=model_init, **{"data": even(CLASSES, 8), **evaluated, **options})
+    given = {"data": even(CLASSES, 8), "model_init": model_init, **evaluated}
+    return trainer(folder, kind, **{**given, **options})
 
 
 def search(given: Any, **options: Any) -> Any:
@@ -90,12 +96,43 @@ def test_both_ranks_train_the_trials_of_the_first(tmp_path: Path) -> None:
     assert first[1:] == second[1:]
 
 
+@pytest.mark.landing
+def test_a_sweep_becomes_the_arguments_of_each_trial_as_in_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**undisturbed(), "PYTHONPATH": os.pathsep.join(paths)}
+    found = []
+    for whose in ("ours", "theirs"):
+        done = run_forked([str(PROGRAM), whose], tmp_path, environment, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    ours, theirs = found
+    assert ours[0] == theirs[0]
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
+    assert ours[2:7] == theirs[2:7]
+    assert len(ours[7]) == 4  # two evaluations of each trial, under the name that the sweep goes by
+    assert ours[7] == pytest.approx(theirs[7], rel=1e-4)
+
+
 def test_refused(tmp_path: Path) -> None:
     given = made(tmp_path)
     rows_ = {
         "threads": (lambda: search(given, n_jobs=2), "in threads", "parallel="),
         "no model_init": (lambda: search(trainer(tmp_path)), "model_init"),
-        "W&B": (lambda: search(given, backend="wandb"), "Use backend='optuna'"),
+        "SigOpt": (lambda: search(given, backend="sigopt"), "has ended", "backend='optuna'"),
+        "another's option": (
+            lambda: given.hyperparameter_search(backend="wandb", metrik="eval/loss"),
+            "Did you mean 'metric'",
+        ),
+        "Optuna's space": (lambda: given.hyperparameter_search(space, backend="wandb"), "gets None"),
+        "no sweep": (
+            lambda: given.hyperparameter_search(lambda trial: {"learning_rate": 1.0}, backend="wandb"),
+            "configuration of a sweep",
+        ),
+        "two directions": (
+            lambda: given.hyperparameter_search(backend="wandb", direction=["minimize", "maximize"]),
+            "one objective",
+        ),
         "another": (lambda: search(given, backend="optona"), "Did you mean 'optuna'"),
     }
     assert_refused(ConfigError, rows_)

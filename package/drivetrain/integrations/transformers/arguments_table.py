@@ -408,7 +408,7 @@ _OLD = (
     _old_ignored("half_precision_backend", 'torch\'s own mixed precision; "apex" is refused', "auto"),
     _old_ignored("fp16_backend", 'torch\'s own mixed precision; "apex" is refused', "auto"),
     _old_ignored("use_legacy_prediction_loop", "there is one loop", False),
-    _old_ignored("ray_scope", "for a search over hyper-parameters with Ray", "last"),
+    _old_ignored("ray_scope", "for `hyperparameter_search` of the drop-in Trainer, which reads it", "last"),
     _old_refused(
         "overwrite_output_dir",
         "a run directory with checkpoints is never overwritten: give a new `output_dir`, or resume"

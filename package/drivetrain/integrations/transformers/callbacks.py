@@ -82,6 +82,9 @@ _OURS = {
     "WandbCallback": "Trainer(loggers='wandb') does that",
     "JITCheckpointCallback": "It saves when the machine is taken away, as Trainer(preemption=True) does",
 }
+_OF_TRIAL = ("is_hyper_param_search", "trial_name", "trial_params")
+"""The fields of the state that a search sets for each trial."""
+
 _OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 _FLOW = DefaultFlowCallback()
 _AROUND_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
@@ -341,8 +344,7 @@ class CallbackAdapter(OwnCallback):
         self._begin(run)
         state, totals, progress = self.state, run.totals, run.progress
         if not self._is_resumed:
-            kept = ("is_hyper_param_search", "trial_name", "trial_params")
-            fresh = TrainerState(**{name: getattr(state, name) for name in kept})
+            fresh = TrainerState(**{name: getattr(state, name) for name in _OF_TRIAL})
             for name, value in vars(fresh).items():
                 setattr(state, name, value)
         self._is_resumed = False
@@ -613,7 +615,7 @@ class CallbackAdapter(OwnCallback):
         """Restore what `state_dict` returned; the next fit continues from there."""
         stored = json.loads(state["state"])
         for name in (field.name for field in dataclasses.fields(TrainerState)):
-            if name in stored:
+            if name in stored and name not in _OF_TRIAL:  # a trial may go on from another one's checkpoint
                 setattr(self.state, name, stored[name])
         exported = {
             name: list(each) if isinstance(each, list) else [each]

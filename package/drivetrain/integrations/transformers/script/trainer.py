@@ -95,7 +95,7 @@ from drivetrain.integrations.transformers.script.methods import (
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
 from drivetrain.integrations.transformers.script.run import ScriptRun
 from drivetrain.integrations.transformers.script.script_task import ScriptTask
-from drivetrain.integrations.transformers.script.search import HyperparameterSearch, checked_backend
+from drivetrain.integrations.transformers.script.search import HyperparameterSearch, chosen_search
 from drivetrain.integrations.transformers.script.their_names import TheirNames
 from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.run.run import Run
@@ -339,6 +339,8 @@ class Trainer(TheirNames):
         options = {
             name: value for name, value in self._mapped.trainer_options.items() if name not in left_out
         }
+        if self._search is not None and not self._search.in_main_thread:  # and in a report, trials may wait
+            options |= {"preemption": False, "hang_timeout": None}
         return own.Trainer(**{**options, "callbacks": [*callbacks, *options["callbacks"]]})
 
     def _settings(self) -> own.Trainer:
@@ -364,7 +366,7 @@ class Trainer(TheirNames):
     def _evaluate_in_fit(self) -> dict[str, float]:
         metrics = self.evaluate(ignore_keys=self._ignored_in_fit)
         if self._search is not None and self._runs.run is not None:
-            self._search.report(self._runs.run, metrics)
+            self._search.report(self._runs.run, metrics, bool(self._mapped.trainer_options["checkpoint"]))
         return metrics
 
     def _fit_begins(self, run: Run) -> None:
@@ -644,13 +646,14 @@ class Trainer(TheirNames):
             self._memory_tracker.start()
             try:
                 with self._runs.fitting(evaluation):
-                    # transformers keeps the checkpoint's rate, too
+                    # transformers keeps the checkpoint's rate, too; a trial has arguments of its own
+                    settings = "keep-optimizer" if trial is None else "optimizer"
                     self._settings().fit(
                         self._task,
                         train,
                         evaluation,
                         resume=resume,
-                        override=() if resume is None else ("keep-optimizer",),
+                        override=() if resume is None else (settings,),
                     )
             finally:
                 self.is_in_train = False
@@ -678,9 +681,9 @@ class Trainer(TheirNames):
         self._search.end_trial()
 
     def _set_trial_in_state(self, trial: Any, values: dict[str, Any] | None = None) -> None:
-        state, name = self.state, None if self._search is None else self._search.name
+        state, search = self.state, self._search
         state.is_hyper_param_search = trial is not None
-        state.trial_name = None if trial is None or name is None else name(trial)
+        state.trial_name = None if trial is None or search is None else search.trial_name(trial)
         state.trial_params = values
 
     def hyperparameter_search(
@@ -693,30 +696,34 @@ class Trainer(TheirNames):
         hp_name: Callable[[Any], str] | None = None,
         **options: Any,
     ) -> Any:
-        """Train with many choices of the arguments, which Optuna makes, and return the best.
+        """Train with many choices of the arguments, and return the best.
 
-        Each trial trains a new model of `model_init` in `output_dir/run-<number>`. The arguments keep the
-        values of the last trial. `drivetrain.search` searches with a drivetrain Trainer, and goes on after a
-        kill.
+        Each trial trains a new model of `model_init` in `output_dir/run-<number>`. `drivetrain.search`
+        searches with a drivetrain Trainer, and goes on after a kill.
 
         Args:
-            hp_space: Takes Optuna's trial, and returns options of the arguments by name.
+            hp_space: Takes Optuna's trial, and returns options of the arguments by name; with "ray" takes
+                None and returns a `param_space` of Ray Tune; with "wandb" the configuration of a sweep.
             compute_objective: Takes the metrics of an evaluation, and returns the objective, or several; the
                 last one of a trial counts. By default the loss, or the sum of the metrics if there are any.
             n_trials: The number of trials.
-            direction: "minimize" or "maximize", or one for each objective.
-            backend: "optuna" or None.
+            direction: "minimize" or "maximize", or with Optuna one for each objective.
+            backend: "optuna", "ray", "wandb", or None for the first of them that is installed. With "ray",
+                trials are processes of Ray, and the environment variable `RAY_SCOPE` says which of a trial's
+                values counts, by default the last one. "wandb" needs its server.
             hp_name: Takes the trial, and returns its name.
-            **options: Keywords for `optuna.create_study`, and `timeout`, `catch` and `gc_after_trial`.
+            **options: Keywords for `optuna.create_study`, and `timeout`, `catch` and `gc_after_trial`; for
+                `ray.tune.run`; or for a sweep: `project`, `entity`, `name`, `sweep_id` and `metric`.
 
         Returns:
             transformers' `BestRun`, of several objectives a list of them; None on all ranks but the first.
 
         Raises:
-            ConfigError: There is no `model_init`, or the backend is another.
-            MissingDependencyError: Optuna is not installed.
+            ConfigError: There is no `model_init`, or the backend does not take the options.
+            MissingDependencyError: The backend is not installed.
+            DrivetrainError: No trial has an objective.
         """
-        chosen = checked_backend(backend)
+        search = chosen_search(backend)
         if self.model_init is None:
             raise ConfigError(
                 "hyperparameter_search makes a new model for each trial: give Trainer(model_init=...)"
@@ -728,12 +735,10 @@ class Trainer(TheirNames):
             if with_ranks
             else ALONE
         )
-        self._search = HyperparameterSearch(hp_space, compute_objective, hp_name)
-        self.hp_search_backend = chosen
+        self._search = search(hp_space, compute_objective, hp_name)
+        self.hp_search_backend = search.backend
         try:
-            return self._search.run(
-                lambda trial: self.train(trial=trial), self.evaluate, ranks, n_trials, direction, options
-            )
+            return self._search.run(self, ranks, n_trials, direction, options)
         finally:
             self._search = self.hp_search_backend = None
 
@@ -792,6 +797,8 @@ class Trainer(TheirNames):
         state = self._adapter.state_json(indent=2) + "\n"
         ranks.first(lambda: folders.commit(unfinished, checkpoint, state))
         self._save_checkpoint(self.model, None)
+        if self._search is not None:
+            self._search.saved(folders.path(checkpoint))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
