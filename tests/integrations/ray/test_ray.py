@@ -88,9 +88,10 @@ def test_trials_that_ray_cannot_run_are_refused():
 @pytest.mark.nightly
 @pytest.mark.real("waits for Ray's processes")
 def test_a_script_searches_over_ray_and_a_trial_goes_on_with_anothers_weights(tmp_path):
-    best, ends, folders = run_on_ray("script_on_ray.py", folder=tmp_path)
+    best, ends, folders, again = run_on_ray("script_on_ray.py", folder=tmp_path)
     run_id, objective, chosen = best
     assert objective == ends[run_id] == min(ends.values())
+    assert again == pytest.approx(objective)  # with the weights of the trial's checkpoint
     assert len(ends) == 2
     assert chosen["learning_rate"] >= 5e-3
     rows = noted(tmp_path)

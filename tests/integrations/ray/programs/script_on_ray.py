@@ -49,4 +49,7 @@ best = trainer.hyperparameter_search(
     verbose=0,
 )
 ends = {each.trial_id: each.last_result["objective"] for each in best.run_summary.trials}
-print(json.dumps([best[:3], ends, sorted(os.listdir(folder / "out"))]))
+(chosen,) = (each for each in best.run_summary.trials if each.trial_id == best.run_id)
+loaded = transformers.AutoModelForSequenceClassification.from_pretrained(chosen.checkpoint.path)
+again = made(folder / "again", model_init=lambda: loaded).evaluate()["eval_loss"]
+print(json.dumps([best[:3], ends, sorted(os.listdir(folder / "out")), again]))

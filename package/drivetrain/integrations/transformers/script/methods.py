@@ -71,7 +71,7 @@ _CHECKPOINT = (
 )
 _RESUME = "a checkpoint is loaded by drivetrain's Trainer.fit(..., resume=...)"
 _LOOP = "the loop is that of drivetrain.Trainer. Override training_step, or use a TrainerCallback"
-_SEARCH = "hyperparameter_search sets the arguments and reports to Optuna itself: give it hp_space and"
+_SEARCH = "hyperparameter_search sets the arguments and reports to the backend itself: give it hp_space and"
 _SEARCH += " compute_objective"
 _PRECISION = "the strategy runs each step under Trainer(precision=...)"
 _PLACE = "the strategy places and wraps the model: see drivetrain.strategies"
