@@ -49,7 +49,7 @@ class _End(torch.autograd.Function):
         raise LeftOut
 
 
-class _Mark(NamedTuple):
+class _BlockPlace(NamedTuple):
     """The number of a block's row in the model, and the block's in the row."""
 
     row: int
@@ -134,7 +134,7 @@ def _marked(model: nn.Module) -> list[int]:
             if is_one and any(True for _ in row[0].parameters()):
                 inside.update(id(each) for block in row for each in block.modules())
                 for number, block in enumerate(row):
-                    vars(block)[_MARK] = _Mark(len(lengths), number)
+                    vars(block)[_MARK] = _BlockPlace(len(lengths), number)
                 lengths.append(len(row))
     return lengths
 
