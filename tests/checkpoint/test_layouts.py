@@ -1,4 +1,4 @@
-"""Tensors on any mesh are stored as rules, and come back the same bits however they are sharded then."""
+"""Tensors on a mesh are stored as rules, and come back the same bits however they are sharded then."""
 
 import pickle
 
@@ -14,6 +14,7 @@ from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest
 from drivetrain.checkpoint.saving.io import UnfinishedCheckpoint
 from drivetrain.checkpoint.saving.sharding import plan_save
 from drivetrain.checkpoint.storage.filesystem import LOCAL
+from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import Ranks
 
 WORLD = 8
@@ -61,7 +62,6 @@ ORDERS = {
     "three": (torch.arange(8).reshape(2, 2, 2), [Shard(1), Replicate(), Shard(0)]),
     "turned": (SQUARE.T.contiguous(), [Shard(0), Shard(1)]),
     "some ranks": (torch.tensor([1, 3, 5]), [Shard(0)]),
-    "any order": (torch.tensor([3, 1, 0, 2, 7, 6, 5, 4]), [Shard(0)]),
 }
 SHAPES = [(9, 7), (16, 8), (3, 5), (8, 1)]
 
@@ -107,6 +107,12 @@ def test_what_any_mesh_holds_is_read_whole_and_on_another_mesh(tmp_path, shape):
 
         for rank in (0, 3, 7):
             as_rank(rank, read)
+
+
+@pytest.mark.parametrize("ranks", [[3, 1, 0, 2], [3, 2, 1, 0], [0, 1, 3, 4]], ids=str)
+def test_a_mesh_without_a_rule_is_refused(tmp_path, ranks):
+    with pytest.raises(CheckpointError, match=r"model/w: its mesh .* rise by equal steps"):
+        save(tmp_path / "c", torch.zeros(8, 3), (torch.tensor(ranks), [Shard(0)]))
 
 
 def test_a_strided_shard_is_stored_as_the_boxes_that_it_is(tmp_path):  # FSDP over tensor parallelism

@@ -42,17 +42,16 @@ def test_a_manifest_comes_back_as_it_was_and_is_strict_json(saved):
         read_manifest(str(saved))
 
 
-def cut_in_four(good):  # the same, written by four processes, with one tensor by a rule and one spelled out
+def cut_in_four(good):  # the same, written by four processes, but for one tensor
     record = {"bytes": 100, "hashes_xxh3_128": DIGEST}
     names = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
     good["files"] = {"state.json": good["files"]["state.json"], **dict.fromkeys(names, record)}
     good["processes"] = 4
     good["layouts"] = [
         {"dtype": "F32", "shape": [8, 3], "grid": [[[2, 1]], [[2, 2]]]},
-        {"dtype": "F32", "shape": [8, 3], "cuts": [[0, 3], [0, 2]], "files": [3, 0, 1, 2]},
         {"dtype": "F32", "shape": [8], "grid": [[]]},
     ]
-    good["tensors"] = {"model": {"weight": [0, 0], "other": [1, 0], "bias": [2, 3]}}
+    good["tensors"] = {"model": {"weight": [0, 0], "bias": [1, 3]}}
     return good
 
 
@@ -60,7 +59,6 @@ def test_a_tensor_in_several_pieces_can_be_described(good):
     manifest = Manifest.from_json(cut_in_four(good))
     assert {name: [*map(tuple, each.pieces)] for name, each in manifest.tensors["model"].items()} == {
         "weight": [(0, (0, 0), (4, 2)), (2, (0, 2), (4, 1)), (1, (4, 0), (4, 2)), (3, (4, 2), (4, 1))],
-        "other": [(3, (0, 0), (3, 2)), (0, (0, 2), (3, 1)), (1, (3, 0), (5, 2)), (2, (3, 2), (5, 1))],
         "bias": [(3, (0,), (8,))],
     }
     assert Manifest.parse(manifest.dump()) == manifest
@@ -86,7 +84,7 @@ def changed(tree, path, value):
 
 
 FILE, PIECES = ("files", "state.json"), ("files", "model-00001-of-00004.safetensors")
-RULE, SPELLED = ("layouts", 0), ("layouts", 1)
+RULE = ("layouts", 0)
 PARTS = ("format_version", "saved_by", "progress", "metrics", "processes", "files", "layouts", "tensors")
 KEYS = ("bytes", "header_xxh3_128", "tensors_xxh3_128")
 RECORD = {"bytes": 100, "hashes_xxh3_128": DIGEST}
@@ -122,14 +120,6 @@ WRONG = {
         *([[[2, 1]], [[2.0, 2]]], [[[1, 1]] * 17, []]),
         [[[2, 1]], [[2, 3]]],  # beyond the last process
         [[[4, 1]], [[2, 1]]],  # more pieces than processes
-    ],
-    (*SPELLED, "cuts"): [
-        *([], {}, [[0, 3]], [[0, 3], 2], [[0, 3], []], [[1, 3], [0, 2]], [[0, 8], [0, 2]], [[3, 0], [0, 2]]),
-        *([[0, 0], [0, 2]], [[0, 3], [0, True]], [[0, 3], [0, 1, 2]]),
-    ],
-    (*SPELLED, "files"): [
-        *([0, 1, 2], 0, [0, 1, 2, 4], [0, 1, 2, 2], [0, 1, 2, -1], [1, 2, 3, False]),
-        ["model.safetensors"] * 4,
     ],
     ("tensors", "model", "weight"): [
         *([], {}, [0], [0, 0, 0], [3, 0], [-1, 0], [0, -1], [0, False], ["0", 0]),

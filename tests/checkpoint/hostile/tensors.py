@@ -67,8 +67,6 @@ def changed(change):
 
 def lay(body, **changes):
     layout = {"dtype": "F32", "shape": [8, 3], "grid": [[], []], **changes}
-    if "cuts" in changes:
-        del layout["grid"]
     body["tensors"]["model"]["weight"] = [len(body["layouts"]), 0]
     body["layouts"].append(layout)
 
@@ -77,9 +75,6 @@ for name, changes in {
     "shape": {"shape": [1 << 62], "grid": [[]]},
     "size": {"shape": [1 << 40, 3]},
     "dtype": {"dtype": "F64"},
-    "cuts": {"cuts": [[0, 4], [0]], "files": [0, 0]},
-    "number": {"cuts": [[0], [0]], "files": [1 << 70]},
-    "grid": {"shape": [1 << 20] * 3, "cuts": [list(range(1 << 12))] * 3, "files": [0]},
     "rule": {"shape": [1 << 20] * 3, "grid": [[[1 << 12, 1]]] * 3},
     "count": {"shape": [1 << 40], "grid": [[[1 << 40, 1]]]},
     "step": {"shape": [8, 3], "grid": [[[1, 1 << 70]], []]},
@@ -188,10 +183,9 @@ def many_files_and_tensors(d, files=500, tensors=40_000):  # all good but the la
     record["tensors_xxh3_128"] = {"t": digest(b"\0" * 4)}
     for name in names:
         (d / "c" / name).write_bytes(good)
-    all_files = list(range(files))
     layouts = [
         {"dtype": "F32", "shape": [0], "grid": [[]]},
-        {"dtype": "F32", "shape": [files], "cuts": [all_files], "files": all_files},
+        {"dtype": "F32", "shape": [files], "grid": [[[files, 1]]]},
     ]
     placed = {**{f"x{number}": [0, files - 1] for number in range(tensors)}, "t": [1, 0]}
     return changed(lambda body: alone(body, files, layouts, placed, dict.fromkeys(names, record).items()))(d)

@@ -10,8 +10,7 @@ processes:
 An entry of `tensors` has the number of the layout and the number of the first process. In `grid`, each
 dimension lists its cuts as ``[parts, step]``: the dimension is divided into that many parts, as by
 `torch.chunk`, and the process number increases by the step from part to part. Each further cut divides every
-part of the cut before. A grid that no rule describes is written out: `cuts` has the offsets where each
-dimension is cut, and `files` the process of each piece, with the last dimension varying fastest.
+part of the cut before.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import base64
 import itertools
 import math
-import operator
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -91,24 +89,16 @@ class Layout:
     Attributes:
         dtype: The safetensors format's name of the dtype; see `format.tensors.DTYPES`.
         shape: The whole tensor's shape.
-        grid: The cuts of each dimension; empty for a grid that is written out.
-        cuts: For a grid that is written out, the offsets where each dimension is cut, starting with 0.
-        files: For a grid that is written out, the process of each piece; the last dimension varies fastest.
+        grid: The cuts of each dimension.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    grid: tuple[tuple[Cut, ...], ...] = ()
-    cuts: tuple[tuple[int, ...], ...] = ()
-    files: tuple[int, ...] = ()
+    grid: tuple[tuple[Cut, ...], ...]
 
     @classmethod
     def whole(cls, dtype: str, shape: tuple[int, ...]) -> Layout:
         return cls(dtype, shape, ((),) * len(shape))
-
-    def __hash__(self) -> int:
-        # Without the grid that is written out: hashes are needed often, and must not take time with its size.
-        return hash((self.dtype, self.shape, self.grid, len(self.files)))
 
     @property
     def bytes(self) -> int:
@@ -117,8 +107,6 @@ class Layout:
     @property
     def count(self) -> int:
         """The largest possible number of pieces; an uneven division leaves some processes without one."""
-        if self.files:
-            return len(self.files)
         return math.prod(
             min(size, math.prod(parts for parts, _ in cuts)) if cuts else 1
             for size, cuts in zip(self.shape, self.grid, strict=True)
@@ -127,15 +115,11 @@ class Layout:
     @property
     def last(self) -> int:
         """The highest process number, relative to the first."""
-        if self.files:
-            return max(self.files)
         return sum((parts - 1) * step for cuts in self.grid for parts, step in cuts)
 
     def to_json(self) -> Json:
-        told: dict[str, Json] = {"dtype": self.dtype, "shape": list(self.shape)}
-        if self.files:
-            return {**told, "cuts": [list(each) for each in self.cuts], "files": list(self.files)}
-        return {**told, "grid": [[list(cut) for cut in cuts] for cuts in self.grid]}
+        grid: list[Json] = [[list(cut) for cut in cuts] for cuts in self.grid]
+        return {"dtype": self.dtype, "shape": list(self.shape), "grid": grid}
 
 
 class Cells:
@@ -151,14 +135,10 @@ class Cells:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        if layout.files:
-            self.starts = [list(each) for each in layout.cuts]
-            self.numbers = list(layout.files)
-        else:
-            parts = [_parts(0, size, cuts) for size, cuts in zip(layout.shape, layout.grid, strict=True)]
-            self.starts = [[start for start, _ in each] for each in parts]
-            steps = ([step for _, step in each] for each in parts)
-            self.numbers = list(map(sum, itertools.product(*steps)))
+        parts = [_parts(0, size, cuts) for size, cuts in zip(layout.shape, layout.grid, strict=True)]
+        self.starts = [[start for start, _ in each] for each in parts]
+        steps = ([step for _, step in each] for each in parts)
+        self.numbers = list(map(sum, itertools.product(*steps)))
         self._stops = [[*starts[1:], size] for starts, size in zip(self.starts, layout.shape, strict=True)]
 
     @cached_property
@@ -386,28 +366,18 @@ def _record(value: Json, known: list[Layout], lasts: list[int], processes: int, 
 
 def _layout(value: Json, processes: int, what: str) -> Layout:
     fields = as_object(value, what)
-    check_keys(fields, {"dtype", "shape"} | ({"cuts", "files"} if "cuts" in fields else {"grid"}), what)
+    check_keys(fields, {"dtype", "shape", "grid"}, what)
     shape = read_sizes(fields["shape"], f"{what}: shape")
     dtype = as_text(fields["dtype"], what)
     if dtype not in DTYPES:
         raise DamagedCheckpointError(f"{what}: the dtype {dtype[:40]!r} is unknown")
-    divided = fields["cuts"] if "cuts" in fields else fields["grid"]
+    divided = fields["grid"]
     if not isinstance(divided, list) or len(divided) != len(shape):
         raise DamagedCheckpointError(f"{what}: the cuts are not one list per dimension")
-    if "grid" in fields:
-        grid = tuple(_grid(each, f"{what}: grid") for each in divided)
-        if math.prod(parts for cuts in grid for parts, _ in cuts) > processes:
-            raise DamagedCheckpointError(
-                f"{what} has more pieces than the {processes} processes that saved it"
-            )
-        return Layout(dtype, shape, grid)
-    places = tuple(_cuts(each, size, f"{what}: cuts") for each, size in zip(divided, shape, strict=True))
-    files = read_numbers(fields["files"], f"{what}: files")
-    if len(files) != math.prod(map(len, places)) or len(set(files)) != len(files):
-        raise DamagedCheckpointError(
-            f"{what}: {len(files)} files for {math.prod(map(len, places))} pieces; each piece needs its own"
-        )
-    return Layout(dtype, shape, cuts=places, files=files)
+    grid = tuple(_grid(each, f"{what}: grid") for each in divided)
+    if math.prod(parts for cuts in grid for parts, _ in cuts) > processes:
+        raise DamagedCheckpointError(f"{what} has more pieces than the {processes} processes that saved it")
+    return Layout(dtype, shape, grid)
 
 
 def _grid(value: Json, what: str) -> tuple[Cut, ...]:
@@ -434,17 +404,6 @@ def read_numbers(value: Json, what: str) -> tuple[int, ...]:
     if numbers and not (min(numbers) >= 0 and max(numbers) <= MAX_PROCESSES):
         raise DamagedCheckpointError(f"{what} has a number that is not from 0 to {MAX_PROCESSES}")
     return numbers
-
-
-def _cuts(value: Json, size: int, what: str) -> tuple[int, ...]:
-    """Parse the offsets where a dimension is cut: starting with 0, increasing, and inside the dimension."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise DamagedCheckpointError(f"{what} are not a list of numbers")
-    cuts = tuple(each for each in value if isinstance(each, int))
-    rising = all(map(operator.lt, cuts, cuts[1:]))
-    if not cuts or cuts[0] != 0 or not rising or (cuts[-1] >= size and cuts != (0,)):
-        raise DamagedCheckpointError(f"{what} {cuts[:8]} do not divide a dimension of {size}")
-    return cuts
 
 
 def as_object(value: Json, what: str) -> dict[str, Json]:

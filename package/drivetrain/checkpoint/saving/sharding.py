@@ -19,7 +19,6 @@ from drivetrain.checkpoint.format.manifest import WritePlan
 from drivetrain.checkpoint.format.records import (
     MAX_PIECES,
     MAX_PROCESSES,
-    Cells,
     Cut,
     Layout,
     TensorRecord,
@@ -163,22 +162,17 @@ def _layout(tensor: Any, where: str) -> tuple[Layout, list[int]]:
         int(mesh.take(1, axis).flat[0] - mesh.flat[0]) if mesh.shape[axis] > 1 else 1
         for axis in range(mesh.ndim)
     ]
-    regular = mesh.flat[0] + np.tensordot(steps, np.indices(mesh.shape), 1)
-    is_regular = min(steps) > 0 and np.array_equal(mesh, regular)
-    if not is_regular:  # the mesh has the processes in another order: number them by their places first
-        steps = [int(np.prod(mesh.shape[axis + 1 :])) for axis in range(mesh.ndim)]
+    if min(steps) < 1 or (mesh != mesh.flat[0] + np.tensordot(steps, np.indices(mesh.shape), 1)).any():
+        raise CheckpointError(
+            f"{where}: its mesh has the ranks in the order {str(mesh.tolist())[:80]}. A checkpoint can have"
+            " meshes whose ranks rise by equal steps along each dimension, as init_device_mesh makes them"
+        )
     grid: list[tuple[Cut, ...]] = [
         tuple((mesh.shape[axis], steps[axis]) for _, axis in sorted(listed) if mesh.shape[axis] > 1)
         for listed in axes
     ]
-    layout = Layout(CODES[tensor.dtype], tuple(tensor.shape), tuple(grid))
-    if is_regular:
-        copies = mesh[tuple(0 if axis in cutting else slice(None) for axis in range(mesh.ndim))]
-        return layout, copies.reshape(-1).tolist()
-    spelled = Cells(layout)
-    files = tuple(int(mesh.flat[number]) for number in spelled.numbers)
-    cuts = tuple(tuple(starts) for starts in spelled.starts)
-    return Layout(layout.dtype, layout.shape, cuts=cuts, files=files), [0]
+    copies = mesh[tuple(0 if axis in cutting else slice(None) for axis in range(mesh.ndim))]
+    return Layout(CODES[tensor.dtype], tuple(tensor.shape), tuple(grid)), copies.reshape(-1).tolist()
 
 
 def _take(
