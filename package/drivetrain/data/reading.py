@@ -67,46 +67,10 @@ def as_source(
         ConfigError: `group_by_length` for data that is no bare Dataset with a length.
         DataError: The data is of a kind that cannot be read, is empty, or is a Dataset without a batch size.
     """
-    options: dict[str, Any] = {
-        "batch_size": batch_size,
-        "num_workers": num_workers,
-        "shuffle": shuffle,
-        "in_order": in_order,
-        "every_sample": every_sample,
-        "pin_memory": pin_memory,
-        "changes": changes,
-        "collate": collate,
-        "group_by_length": group_by_length,
-        "accumulation": accumulation,
-    }
-    if not isinstance(data, AlreadySplit):
-        source = _source(data, name, seed, shard=shard, **options)
-        source.ranks = ranks
-        return source
-    own = _source(data.data, name, seed, reader=shard.rank, **options)
-    return own if shard.size == 1 else SplitSource(own, shard, ranks, data.divided_for_one)
-
-
-def _source(
-    data: Any,
-    name: str,
-    seed: int,
-    *,
-    batch_size: int | None,
-    num_workers: int,
-    shuffle: bool,
-    in_order: bool,
-    every_sample: bool,
-    pin_memory: bool,
-    changes: bool,
-    collate: Callable[[list[Any]], Any] | None,
-    group_by_length: str | Callable[[Any], int] | None,
-    accumulation: int,
-    shard: Shard = WHOLE,
-    reader: int = 0,
-) -> Source:
-    loader = data
-    bare = is_dataset(data)
+    split, whole, reader = None, shard, 0
+    if isinstance(data, AlreadySplit):
+        split, data, shard, reader = data, data.data, WHOLE, shard.rank
+    loader, bare = data, is_dataset(data)
     if bare:
         size = _batch_size_of(data, name, batch_size)
         if size is not None and isinstance(data, IterableDataset):
@@ -132,33 +96,45 @@ def _source(
             f" {type(data).__name__}. Pass the dataset itself with batch_size=..., or"
             " DataLoader(..., sampler=drivetrain.data.LengthGroupedSampler(lengths, group_size))"
         )
-    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-        if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
-            _check_samples(loader.dataset, name)
-            return IndexedSource(
-                name,
-                loader,
-                seed,
-                in_order=in_order,
-                every_sample=every_sample,
-                pin_memory=pin_memory,
-                shard=shard,
-                reader=reader,
-                bare=bare,
-            )
+    if _is_indexed(loader):
+        _check_samples(loader.dataset, name)
+        source: Source = IndexedSource(
+            name,
+            loader,
+            seed,
+            in_order=in_order,
+            every_sample=every_sample,
+            pin_memory=pin_memory,
+            shard=shard,
+            reader=reader,
+            bare=bare,
+        )
     elif isinstance(loader, (list, tuple)):
-        return BatchSource(name, _ready_batches(loader, name, shard.rank == 0), shard)
-    if isinstance(loader, Tensor):
+        source = BatchSource(name, _ready_batches(loader, name, shard.rank == 0), shard)
+    elif isinstance(loader, Tensor):
         raise DataError(
             f"the {name} data is a Tensor. Put it and its targets into a dataset,"
             " torch.utils.data.TensorDataset(x, y), and give the Trainer a batch_size"
         )
-    if not _gives_batches(loader):
+    elif not _gives_batches(loader):
         raise DataError(
             f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
             " Dataset, a list of batches, any iterable of batches, or an object with train_data() and so on"
         )
-    return IterableSource(name, loader, seed, shard)
+    else:
+        source = IterableSource(name, loader, seed, shard)
+    if split is None:
+        source.ranks = ranks
+    elif whole.size > 1:
+        return SplitSource(source, whole, ranks, split.divided_for_one)
+    return source
+
+
+def _is_indexed(loader: object) -> bool:
+    """Return whether batches can be made by index as a loader would make them."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__")
 
 
 def is_dataset(data: object) -> bool:
