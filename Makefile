@@ -170,7 +170,8 @@ $(READY_TRACKERS): setup.cfg setup.py Makefile
 	touch $(READY_TRACKERS)
 
 .PRECIOUS: $(VENV_LIBRARIES)/%/.ready
-$(VENV_LIBRARIES)/%/.ready: setup.cfg Makefile tests/integrations/lightning/libraries/%.txt
+$(VENV_LIBRARIES)/%/.ready: setup.cfg Makefile tests/integrations/lightning/libraries/base.txt \
+		tests/integrations/lightning/libraries/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e . \

@@ -86,6 +86,7 @@ OUTPUT = {
         "distributed/failure/",  # the last words of a process that ends
         "distributed/launch/",
         "data/keyed_batches.py",  # the last words of a worker
+        "integrations/lightning/trainer_view.py",  # `self.trainer.print` of a module
         "integrations/hub/upload.py",  # the answer of a process to the one that started it
         "core/messages.py",
     ),

@@ -11,6 +11,7 @@ import torch
 from tests.integrations.lazy import Lazy
 from tests.support.refusals import assert_refused
 from tests.support.site import site_script
+from tests.support.tasks import Regression, pairs
 
 from drivetrain import CheckpointConfig, DDPConfig, LambdaCallback, Trainer
 from drivetrain.callbacks import DeviceStats, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar
@@ -127,6 +128,29 @@ def test_values_become_ours() -> None:
     assert not wrong
 
 
+def test_switches_of_torch_hold_for_the_length_of_a_run() -> None:
+    def switches() -> tuple[bool, ...]:
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        tries = torch.backends.cudnn.benchmark
+        return torch.are_deterministic_algorithms_enabled(), warns, tries, torch.is_anomaly_enabled()
+
+    seen: list[Any] = []
+
+    def look(run: Any) -> None:
+        seen.append(switches())
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    before = switches()
+    quiet = {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False, "devices": 1}
+    given = {"deterministic": "warn", "benchmark": True, "detect_anomaly": True, "accelerator": "cpu"}
+    trainer = mapped(**quiet, **given, callbacks=LambdaCallback(on_step_end=look))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Regression(), pairs())
+    assert seen == [(True, True, True, True)] * 3
+    assert switches() == before == (False, False, False, False)
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="some of it is about a machine without GPUs")
 def test_refusals() -> None:
     own = type("Own", (theirs.LearningRateMonitor,), {})()
@@ -142,7 +166,9 @@ def test_refusals() -> None:
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "both"}, "gradient_clip_algorithm='both'"),
         ({"strategy": "dpp"}, "Did you mean 'dp'"),
         ({**table.ROWS["sync_batchnorm"].needs, "sync_batchnorm": True}, "sync_batchnorm"),
-        ({"gpus": 2}, "no argument 'gpus'"),
+        ({"gpus": 2}, "no argument 'gpus'", "devices=N, accelerator='gpu'"),
+        ({"replace_sampler_ddp": False}, "give use_distributed_sampler"),
+        ({"_target_": "lightning.Trainer"}, "a key of hydra"),
         ({"callbacks": [swa]}, "callbacks has StochasticWeightAveraging"),
         ({"callbacks": saver(), "enable_checkpointing": False}, "checkpoints are off"),
         ({"callbacks": [own]}, "Own, a subclass of Lightning's LearningRateMonitor"),

@@ -128,6 +128,9 @@ def test_what_libraries_read_of_the_trainer_is_lightnings() -> None:
             (loop.epoch_progress.current.processed, loop.epoch_loop.batch_idx, loop.max_epochs),
             (at.limit_train_batches, at.limit_val_batches, at.val_check_interval, at.check_val_every_n_epoch),
             loop.epoch_loop.val_loop._data_source.is_defined(),
+            (at.enable_validation, at.min_epochs, loop.min_epochs, loop.restarting, at.ckpt_path),
+            (at.device_ids, at.node_rank, at.overfit_batches, at.early_stopping_callbacks),
+            at.print("said once"),
             ([len(each.dataset) for each in feeds if each], at.checkpoint_callback, at.world_size),
         ]
 

@@ -24,12 +24,14 @@ from drivetrain.integrations.lightning.arguments_objects import (
 from drivetrain.integrations.lightning.arguments_table import (
     IGNORED,
     NO_PRECISION,
+    OLD,
     PRECISIONS,
     REFUSED,
     ROWS,
     STRATEGIES,
 )
 from drivetrain.integrations.lightning.bridge import LightningCallbacks
+from drivetrain.integrations.lightning.torch_flags import TorchFlags
 from drivetrain.strategies.ddp import DDPConfig
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.trainer.trainer import Trainer
@@ -134,6 +136,8 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
     """
     given = _Given(arguments)
     for name, value in arguments.items():
+        if name in OLD:
+            raise ConfigError(f"Lightning's Trainer has no argument {name!r}: {OLD[name]}")
         if name not in ROWS:
             raise ConfigError(
                 f"Lightning's Trainer has no argument {name!r}."
@@ -163,6 +167,9 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
     bridged = [LightningCallbacks(callbacks.bridged)] if callbacks.bridged else []
     options["callbacks"] = [*bridged, *callbacks.callbacks, *_shown(given, options, callbacks.callbacks)]
     options["callbacks"] += take_profiler(given["profiler"])
+    warns, anomalies = given["deterministic"] == "warn", bool(given["detect_anomaly"])
+    if warns or anomalies or given["benchmark"] is not None:
+        options["callbacks"].append(TorchFlags(warns, given["benchmark"], anomalies))
     if callbacks.max_time is not None:
         limit = options["max_time"]
         options["max_time"] = callbacks.max_time if limit is None else min(limit, callbacks.max_time)
@@ -311,16 +318,11 @@ def _step(given: _Given) -> dict[str, Any]:
         raise given.refuse("gradient_clip_algorithm", nearest(kind, ("norm", "value")))
     if clip is None and given["gradient_clip_algorithm"] is not None:
         given.note("gradient_clip_algorithm", "no effect without gradient_clip_val, as in Lightning")
-    if given["deterministic"] == "warn":
-        raise given.refuse(
-            "deterministic",
-            "call torch.use_deterministic_algorithms(True, warn_only=True) before the fit, or give True",
-        )
     return {
         "gradient_accumulation_steps": given["accumulate_grad_batches"],
         "max_grad_norm": clip if kind == "norm" else None,
         "max_grad_value": clip if kind == "value" else None,
-        "deterministic": bool(given["deterministic"]),
+        "deterministic": given["deterministic"] not in (None, False, "warn"),
     }
 
 

@@ -110,10 +110,8 @@ _ARGUMENTS = (
     ),
     _mapped("gradient_clip_val", "`Trainer(max_grad_norm=)` or `max_grad_value`; 0 disables it", 0.5),
     _mapped("gradient_clip_algorithm", "which of the two the value is", "value", gradient_clip_val=0.5),
-    _mapped("deterministic", "`Trainer(deterministic=)`", True),
-    _refused(
-        "benchmark", "it holds for the whole process: set torch.backends.cudnn.benchmark = True yourself"
-    ),
+    _mapped("deterministic", '`Trainer(deterministic=)`; "warn" holds for the length of a run too', True),
+    _mapped("benchmark", "torch.backends.cudnn.benchmark, for the length of a run", True),
     _ignored("inference_mode", "evaluations run under torch.no_grad"),
     _refused(
         "use_distributed_sampler",
@@ -127,7 +125,7 @@ _ARGUMENTS = (
         "phases and files have other names; the last two take the steps 10 to 12, or those of"
         " `Profile(schedule=)`",
     ),
-    _refused("detect_anomaly", "call torch.autograd.set_detect_anomaly(True) before the fit"),
+    _mapped("detect_anomaly", "torch.autograd.set_detect_anomaly, for the length of a run", True),
     _mapped(
         "barebones",
         "`Trainer(checkpoint=False, loggers=(), progress_bar=False, log_every=None, sanity_validation=None)`",
@@ -164,6 +162,45 @@ _ARGUMENTS = (
 )
 ROWS: Mapping[str, LightningRow] = {each.name: each for each in _ARGUMENTS}
 """The arguments by name."""
+
+_AMP = "give precision='16-mixed' or 'bf16-mixed'"
+_HYDRA = "a key of hydra: give instantiate(cfg.trainer) the _target_ of from_lightning_arguments"
+
+OLD: Mapping[str, str] = {
+    "_convert_": _HYDRA,
+    "_partial_": _HYDRA,
+    "_recursive_": _HYDRA,
+    "_target_": _HYDRA,
+    "amp_backend": _AMP,
+    "amp_level": _AMP,
+    "auto_lr_find": "call trainer.find_learning_rate",
+    "auto_scale_batch_size": "call trainer.find_batch_size",
+    "auto_select_gpus": "give devices=1",
+    "checkpoint_callback": "give enable_checkpointing",
+    "distributed_backend": "give strategy",
+    "flush_logs_every_n_steps": "leave it out: every log point is flushed",
+    "gpus": "give devices=N, accelerator='gpu'",
+    "ipus": "leave it out: no strategy of drivetrain runs there",
+    "log_gpu_memory": "give callbacks=[DeviceStatsMonitor()]",
+    "move_metrics_to_cpu": "leave it out: logged values are numbers",
+    "multiple_trainloader_mode": "return a CombinedLoader(loaders, mode)",
+    "num_processes": "give devices=N, accelerator='cpu'",
+    "overfit_pct": "give overfit_batches",
+    "prepare_data_per_node": "set the attribute prepare_data_per_node of the data module",
+    "process_position": "leave it out",
+    "progress_bar_refresh_rate": "give enable_progress_bar",
+    "reload_dataloaders_every_epoch": "give reload_dataloaders_every_n_epochs=1",
+    "replace_sampler_ddp": "give use_distributed_sampler",
+    "resume_from_checkpoint": "call trainer.fit(task, data, resume=path)",
+    "stochastic_weight_avg": "give callbacks=[drivetrain.callbacks.WeightAverage(...)]",
+    "terminate_on_nan": "leave it out: a NaN ends training, unless Trainer(on_nonfinite=) says otherwise",
+    "tpu_cores": "give accelerator='tpu', devices=N",
+    "track_grad_norm": "give callbacks=[drivetrain.callbacks.GradientNorms()]",
+    "truncated_bptt_steps": "divide the sequence in training_step",
+    "weights_save_path": "give default_root_dir",
+    "weights_summary": "give enable_model_summary",
+}
+"""What is to be done with arguments of Lightning 1, and with keys of hydra."""
 
 _FORKED = "processes run the program again; a notebook's are forked"
 _DP = 'use strategy="ddp", which starts a process for each device'

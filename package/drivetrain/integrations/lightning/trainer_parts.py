@@ -197,6 +197,13 @@ def trainer_state(state: ModuleState) -> Any:
 class FitLoop(TrainerPart):
     """`trainer.fit_loop`: where the fit is."""
 
+    restarting = False
+
+    @property
+    def min_epochs(self) -> int:
+        """The least number of epochs; 0 for none."""
+        return int(self._state.view.min_epochs)
+
     @property
     def max_epochs(self) -> int | None:
         """The limit of epochs, or None."""

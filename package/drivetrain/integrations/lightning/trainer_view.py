@@ -45,6 +45,9 @@ class TrainerView(ProcessPart):
     received_sigterm = False
     interrupted = False
     num_nodes = 1
+    node_rank = 0
+    overfit_batches = 0.0
+    ckpt_path = None
     prediction_writer_callbacks: Sequence[Any] = ()
 
     def __init__(self, state: ModuleState) -> None:
@@ -154,9 +157,9 @@ class TrainerView(ProcessPart):
         return float("inf") if found is None else found
 
     @property
-    def min_epochs(self) -> int | None:
-        """The least number of epochs, or None."""
-        return None
+    def min_epochs(self) -> int:
+        """The least number of epochs; 0 for none."""
+        return self._state.totals.min_epochs
 
     @property
     def log_every_n_steps(self) -> int:
@@ -200,6 +203,12 @@ class TrainerView(ProcessPart):
     def _validates(self) -> Any:
         run = self._state.run
         return Every("1 epoch") if run is None else run.triggers.validate.every or Every("1 epoch")
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether the fit validates."""
+        run = self._state.run
+        return run is not None and bool(run.evaluation_feeds)
 
     @property
     def limit_train_batches(self) -> int | float:
@@ -267,6 +276,16 @@ class TrainerView(ProcessPart):
 
     num_devices = ProcessPart.world_size
 
+    @property
+    def device_ids(self) -> list[int]:
+        """The numbers of the processes' devices."""
+        return [*range(self.num_devices)]
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print on the first process."""
+        if self.is_global_zero:
+            print(*args, **options)
+
     # Parts of the run.
 
     @property
@@ -304,6 +323,12 @@ class TrainerView(ProcessPart):
         """The callback that stops early, or None."""
         found = (each for each in self._state.callbacks if is_kind(each, "EarlyStopping"))
         return next(found, self._of_run(EarlyStopping))
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """`early_stopping_callback` in a list, if there is one."""
+        found = self.early_stopping_callback
+        return [] if found is None else [found]
 
     def _of_run(self, kind: type) -> Any:
         run = self._state.run
