@@ -31,17 +31,10 @@ def given_settings(
 
     The settings of groups are under "0 lr", "0 weight_decay", "1 lr", ...
     """
-    found = {
-        f"{number} {'lr' if name == _RATE else name}": _text(value)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if is_setting(name) and name != "lr"
-    }
+    found = {name: _text(value) for name, value in fresh_values(optimizer, timed).items()}
     if config is not None:
         found |= {name: _text(getattr(config, name)) for name in _OF_SCHEDULE}
     if timed is not None:
-        state = timed.scheduler.state_dict()
-        found |= {f"scheduler {name}": _text(value) for name, value in _settings_in(state)}
         found |= {"scheduler every": str(timed.every), "scheduler metric": str(timed.metric)}
     return found
 
@@ -91,12 +84,13 @@ def apply_changes(
 
 def fresh_values(optimizer: Optimizer, timed: TorchSchedule | None) -> dict[str, Any]:
     """Return the values behind `given_settings`, under the same names."""
-    found: dict[str, Any] = {
-        f"{number} {'lr' if name == _RATE else name}": value.item() if isinstance(value, Tensor) else value
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if is_setting(name) and name != "lr"
-    }
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if is_setting(name) and name != "lr":
+                if isinstance(value, Tensor):
+                    value = value.item() if value.numel() == 1 else value.tolist()
+                found[f"{number} {'lr' if name == _RATE else name}"] = value
     if timed is not None:
         found |= {f"scheduler {name}": value for name, value in _settings_in(timed.scheduler.state_dict())}
     return found
@@ -136,8 +130,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Tensor):
-        value = value.item() if value.numel() == 1 else value.tolist()
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     return repr(list(value) if isinstance(value, tuple) else value)
