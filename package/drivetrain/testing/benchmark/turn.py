@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -250,32 +251,19 @@ def _loop(settings: RunSettings, task: TaskModule, data: Any, engine: Engine) ->
 
     batches = _batches(settings, task, data, device)
     while True:
-        waiting = 0  # micro-batches whose gradient waits for the step
-        for batch, is_last in _with_last(batches):
-            waiting += 1
-            if device.type != "cpu" or dtype is not None:
-                batch = map_tensors(moved, batch)
-            with context():
-                loss: Any = read_output(task.training_step(batch))[0]
-            (loss / accumulation if accumulation > 1 else loss).backward()
-            if waiting < accumulation and not is_last:
-                continue
-            waiting = 0
+        rest = iter(batches)
+        while window := list(islice(rest, accumulation)):
+            for batch in window:
+                if device.type != "cpu" or dtype is not None:
+                    batch = map_tensors(moved, batch)
+                with context():
+                    loss: Any = read_output(task.training_step(batch))[0]
+                (loss / accumulation if accumulation > 1 else loss).backward()
             if norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, norm)
             optimizer.step()
             optimizer.zero_grad()
             yield
-
-
-def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch, and whether it is the last, which ends the window of the accumulation."""
-    rest = iter(batches)
-    batch = next(rest)
-    for following in rest:
-        yield batch, False
-        batch = following
-    yield batch, True
 
 
 def _batches(settings: RunSettings, task: TaskModule, data: Any, device: torch.device) -> Iterable[Any]:

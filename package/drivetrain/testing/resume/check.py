@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.validation import count
@@ -23,15 +23,12 @@ from drivetrain.trainer.observer import observing
 
 _LAST_LINES = 15
 
+_Start = Callable[[Recording], tuple[int, str]]
+"""Runs a program with its fits recorded; returns its exit code and its output."""
+
 
 class ProgramError(DrivetrainError):
     """The checked program failed, or does not train."""
-
-
-class _Start(Protocol):
-    """Run a program with its fits recorded; return its exit code and its output."""
-
-    def __call__(self, recording: Recording) -> tuple[int, str]: ...
 
 
 @dataclass(frozen=True)
