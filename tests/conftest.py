@@ -169,7 +169,6 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaks_nothing
     """Run in a directory of the test's own, and as a program that has not asked for its rank yet."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(processes, "_asked_alone", None)
-    monkeypatch.setattr(processes, "_asked_connected", None)
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def _call(rank: int, work: bytes) -> tuple[bool, Any]:
         os.chdir(directory)
         os.environ.clear()
         os.environ.update({**environment, **environment_of(rank, 2, port, threads=None)})
-        processes._asked_alone = processes._asked_connected = None
+        processes._asked_alone = None
         torch.set_rng_state(torchs)
         random.setstate(pythons)
         np.random.set_state(numpys)

@@ -17,7 +17,7 @@ from drivetrain.data.shard import Shard
 from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.workers.pool import LookAhead
-from drivetrain.distributed.processes import asked_alone, watch_asking
+from drivetrain.distributed.processes import asked_alone
 from drivetrain.distributed.ranks import Ranks
 
 _LOG = logger(__name__)
@@ -91,7 +91,6 @@ class SplitSource(Source):
         self._repeats: Repeats | None = Repeats()
         self._placeholder: Batch | None = None
         self.one_shot = own.one_shot
-        self._asked_again = None if divided_for_one is None else watch_asking()
         found = ranks.all_gather((own.count(), own.exact, own.stateful, divided_for_one))
         counts = [each[0] for each in found if each[0] is not None]
         self._rounds = max(counts) if len(counts) == len(found) else None
@@ -129,7 +128,6 @@ class SplitSource(Source):
             batch, _, samples = next(own, (None, 0, 0))
             ended = batch is None
             had += not ended
-            self._warn_if_unasked()
             if batch is BAD:
                 samples = 0
             samples = batch_size(batch) if samples is None else samples
@@ -196,17 +194,6 @@ class SplitSource(Source):
             f"the {self.name} data was divided before this program's ranks were started: {found}. The program"
             f" had called {self._suspect}, where it was the only process, so rank 0 has the whole. {_DIVIDE}"
         )
-
-    def _warn_if_unasked(self) -> None:
-        """Warn once if rank 0's first batch was made without another call of `rank` or `world_size`."""
-        asked, self._asked_again = self._asked_again, None
-        if asked is not None and not asked():
-            _LOG.warning(
-                f"the {self.name} data was given as already split before this program's ranks were started."
-                f" The program had called {self._suspect}, where it was the only process, and has not called"
-                " drivetrain.rank() or world_size() since. If the data was divided by that call, rank 0 has"
-                f" the whole, and the others' samples come twice. {_DIVIDE}"
-            )
 
     def _borrow(self, batch: Batch | None) -> None:
         """Use another process's batch as the placeholder if there is none yet; all processes call it."""

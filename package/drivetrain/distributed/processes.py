@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,9 +19,6 @@ from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 _asked_alone: str | None = None
 
-_asked_connected: mmap.mmap | None = None
-"""A byte that is set when the program asks after its ranks are connected; forked workers share it."""
-
 _NO_LIMIT = timedelta(days=365)
 """For waiting on a download: torch's own limit is half an hour."""
 
@@ -30,8 +26,6 @@ _NO_LIMIT = timedelta(days=365)
 def rank() -> int:
     """Return this process's rank in its job; 0 if the job has one process."""
     if _is_grouped():
-        if _asked_connected is not None:
-            _note_asking()
         return torch.distributed.get_rank()
     found = detect(os.environ)
     if found is not None:
@@ -53,8 +47,6 @@ def world_size() -> int:
     A program without a launcher is one process until a Trainer or an Engine starts the others.
     """
     if _is_grouped():
-        if _asked_connected is not None:
-            _note_asking()
         return torch.distributed.get_world_size()
     found = detect(os.environ)
     if found is not None:
@@ -70,26 +62,13 @@ def _note_asking() -> None:
     caller = sys._getframe(2)
     if caller.f_globals.get("__name__", "").startswith("drivetrain."):
         return
-    if _asked_connected is not None:
-        _asked_connected[0] = 1
-    else:
-        asked = sys._getframe(1).f_code.co_name
-        _asked_alone = f"{asked}() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+    asked = sys._getframe(1).f_code.co_name
+    _asked_alone = f"{asked}() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
 
 
 def asked_alone() -> str | None:
     """Return where a program of one process first called `rank` or `world_size`; None if nowhere."""
     return None if _is_grouped() or detect(os.environ) is not None else _asked_alone
-
-
-def watch_asking() -> Callable[[], bool]:
-    """Return a function that says whether the program has called `rank` or `world_size` since now.
-
-    It counts calls in this process and in those forked from now on, such as workers.
-    """
-    global _asked_connected
-    _asked_connected = asked = mmap.mmap(-1, 1)
-    return lambda: asked[0] != 0
 
 
 def _is_grouped() -> bool:
