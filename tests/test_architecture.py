@@ -67,7 +67,7 @@ _models _optimizers _shared_state  # accelerate: what it has prepared, and its s
 _ALL_TO_ALL_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP _global_grad_norm _hp_mapping  # DeepSpeed
 _XLAC _xla_get_spmd_config_is_locked _get_no_batch_dim  # torch_xla: the mode of sharding, dimensions
 _rebuild_full_params _register_post_backward_hooks _free_full_params  # torch_xla: one gathering a step
-_attn_implementation _pad_tensors_to_max_len  # transformers
+_attn_implementation _pad_tensors_to_max_len _init_weights  # transformers
 _strip_protocol _get_kwargs_from_urls  # fsspec: an address as a storage itself names it
 _initial_last_step  # trackio: the last step of a run that is continued
 _actions _current_frames _getframe  # Python: a parser's arguments, frames

@@ -90,10 +90,16 @@ def whole(task: nn.Module) -> dict[str, Tensor]:
     return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in state.items()}
 
 
-def trained(kind: type[TaskModule], config: FSDPConfig, precision: str, weights: Path | None = None) -> str:
+def trained(
+    kind: type[TaskModule],
+    config: FSDPConfig,
+    precision: str,
+    weights: Path | None = None,
+    devices: tuple[str, ...] = ("meta", "meta"),
+) -> str:
     world_size = torch.distributed.get_world_size()
     states = []
-    for device in ("meta", "cpu"):
+    for device in (devices[int(os.environ["RANK"])], "cpu"):
         task = make(kind, device)
         if weights is not None:
             task.load_weights(weights)
@@ -174,6 +180,17 @@ def test_weights_that_each_rank_reads_in_rows_are_those_of_a_task_that_loaded_th
         ]
 
     assert on_two_ranks(different) == [[""] * len(cases)] * 2
+
+
+@gloo
+@pytest.mark.nightly
+def test_rank_that_has_made_the_task_on_the_meta_device_gets_the_values_of_rank_0() -> None:
+    def different(*devices: str) -> str:
+        return trained(Small, FSDPConfig(tensor_parallel=2), "32", devices=devices)
+
+    assert on_two_ranks(different, "cpu", "meta") == ["", ""]
+    with pytest.raises(RuntimeError, match="rank 0 has made Small on the meta device, and rank 1 has not"):
+        on_two_ranks(different, "meta", "cpu")
 
 
 def materialize(task: nn.Module, parts: list[nn.Module], hand_on: Any) -> None:

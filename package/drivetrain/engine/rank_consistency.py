@@ -182,6 +182,5 @@ def _tensors(module: nn.Module) -> dict[str, str]:
     for name, each in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(each):
             frozen = ", frozen" if isinstance(each, nn.Parameter) and not each.requires_grad else ""
-            where = ", on the meta device" if each.is_meta else ""
-            found[repr(name)] = f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}{frozen}{where}"
+            found[repr(name)] = f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}{frozen}"
     return found

@@ -15,6 +15,8 @@ from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.stored_rows import StoredWeights, forget_weights, stored_weights
 from drivetrain.core.errors import StrategyError
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.task.model_info import ModelInfo, info_of
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 """The methods that torch's modules call at the end of their constructors to initialise themselves."""
@@ -34,9 +36,14 @@ class Materialization:
     around it can still change it. So a process holds one whole part at a time.
 
     Construct it before the model is converted to another dtype: values are drawn in the task's dtype.
+
+    Args:
+        model: The whole model.
+        received: Whether the values are those that rank 0 has; see `starts_from_rank_0`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, received: bool = False) -> None:
+        self._received = received
         self._model = model
         self._names = {id(module): name for name, module in model.named_modules()}
         self._dtypes = {
@@ -46,6 +53,7 @@ class Materialization:
         # Maps the id of a meta tensor to the tensor and its initialised one, until that is handed on. Kept
         # longer, it would hold a whole parameter in addition to its shards. The meta tensor is held so that
         # its id is not reused.
+        self._info = info_of(getattr(model, "task", model))
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._origins: dict[int, Tensor] = {}
         self._placed_buffers: dict[int, Tensor] = {}
@@ -75,9 +83,11 @@ class Materialization:
         def visit(module: nn.Module, held: bool) -> None:
             pending = id(module) in self._pending
             self._pending.discard(id(module))
-            reset = _reset_of(module) if pending else None
+            resets = pending and not self._received
+            given = _given_reset(self._info, module) if resets else None
+            reset = given or (_reset_of(module) if resets else None)
             for child in module.children():
-                visit(child, held or reset is not None)
+                visit(child, held or (reset is not None and given is None))
             if pending:
                 self._fill(module, reset)
             if not held:
@@ -90,15 +100,16 @@ class Materialization:
     def _fill(self, module: nn.Module, reset: Callable[[], None] | None) -> None:
         """Allocate the module's direct meta tensors, and call its reset to initialise them."""
         empty = [(name, tensor) for name, tensor in _own(module) if tensor.is_meta]
-        if reset is None:
+        if reset is None and not self._received:
             if empty:
                 raise _cannot(self._names[id(module)], module, [name for name, _ in empty])
             return
         tied = [(name, self._made[id(tensor)][1]) for name, tensor in empty if id(tensor) in self._made]
         for name, tensor in empty:
             setattr(module, name, self._allocate(module, name, tensor))
-        with torch.no_grad():
-            reset()
+        if reset is not None:
+            with torch.no_grad():
+                reset()
         # A tied module draws values in its constructor that are then replaced by those of the first module.
         for name, first in tied:
             setattr(module, name, first)
@@ -137,6 +148,26 @@ def _cannot(name: str, module: nn.Module, lacking: Sequence[str]) -> StrategyErr
     )
 
 
+def starts_from_rank_0(module: nn.Module, task: nn.Module, ranks: Ranks) -> bool:
+    """Return whether rank 0 has the values of a model that another rank made on the meta device.
+
+    So do programs in which one process of a machine loads the weights. All ranks must call it together.
+
+    Raises:
+        StrategyError: Another rank has values, and rank 0 has none.
+    """
+    empty = ranks.all_gather(on_meta(module))
+    if empty[0] and not all(empty):
+        raise StrategyError(
+            f"rank 0 has made {type(task).__name__} on the meta device, and rank {empty.index(False)} has"
+            " not. Make it on the meta device on all ranks, or with its values on rank 0"
+        )
+    if not any(empty) or empty[0]:
+        return False
+    forget_weights(task)
+    return True
+
+
 def deferred_weights(task: nn.Module) -> StoredWeights | None:
     """Return the stored weights of a task on the meta device, if no parameter needs any other value.
 
@@ -158,12 +189,13 @@ def deferred_weights(task: nn.Module) -> StoredWeights | None:
 
 def _compute(task: nn.Module, names: Collection[str]) -> None:
     """Compute buffers on the CPU by the resets of their modules, whose parameters stay as they are."""
+    info = info_of(task)
     for prefix, module in reversed(list(task.named_modules())):  # children first
         buffers = module.named_buffers(prefix, recurse=False, remove_duplicate=False)
         wanted = [name.rpartition(".")[2] for name, _ in buffers if clean_name(name) in names]
         if not wanted:
             continue
-        reset = _reset_of(module)
+        reset = _given_reset(info, module) or _reset_of(module)
         if reset is None:
             raise _cannot(prefix, module, wanted)
         before = {**module._parameters}, {**module._buffers}
@@ -187,6 +219,29 @@ def place(module: nn.Module, device: torch.device) -> None:
     for each in (*module.parameters(), *module.buffers()):
         if not each.is_meta:
             each.data = each.data.to(device)
+
+
+def read_each(task: nn.Module, device: torch.device) -> Iterator[nn.Parameter]:
+    """Yield each parameter of a task on the meta device once it has its stored values, one at a time.
+
+    Whoever takes it may shard it before the next is read.
+    """
+    stored = stored_weights(task)
+    assert stored is not None
+    uses: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, each in task.named_parameters(remove_duplicate=False):
+        uses.setdefault(id(each), []).append((name, each))
+    for named in uses.values():
+        old = named[0][1]
+        made = old
+        if old.is_meta:
+            made = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            made.__dict__.update(old.__dict__)
+            for name, _ in named:
+                owner, _, own = name.rpartition(".")
+                setattr(task.get_submodule(owner), own, made)
+        stored.fill([(name, made) for name, _ in named])
+        yield made
 
 
 def allocate(model: nn.Module, device: torch.device, of_shards: torch.device) -> None:
@@ -237,6 +292,11 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of the module itself, without those of its children."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _given_reset(info: ModelInfo, module: nn.Module) -> Callable[[], None] | None:
+    """Return what the task's `ModelInfo` gives to initialise a module's own tensors, or None."""
+    return None if info.reset_of is None else info.reset_of(module)
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:

@@ -25,7 +25,8 @@ class ModelInfo:
             that occur more than once.
         parallel_plan: How `FSDPConfig(tensor_parallel=2)` splits modules over ranks: styles of
             `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of modules in the
-            task. In a name, `*` matches any part between two dots: `"blocks.*.out"`.
+            task. In a name, `*` matches any part between two dots: `"blocks.*.out"`. Or a function that
+            returns the mapping, which is called when modules are split.
         collate: Makes a batch from a list of samples, for data given as a dataset; None is torch's own
             collation. `Trainer(collate=...)` takes precedence. Worker processes get a copy of it, so it
             should not hold the task.
@@ -44,16 +45,20 @@ class ModelInfo:
             address of the checkpoints; all weights by their names in a checkpoint, sharded ones as
             `DTensor`s; the files beside the weights by name, empty on ranks that do not write; and whether
             this rank writes. It returns the path of the file or folder, or None if it has written nothing.
+        reset_of: For a task on the meta device with modules of another library: takes a module, and returns
+            a function that gives its own parameters and buffers, not those of its children, their first
+            values; or None to use the module's `reset_parameters`.
     """
 
     block_classes: Collection[str] = ()
-    parallel_plan: Mapping[str, Any] = field(default_factory=dict)
+    parallel_plan: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
     collate: Callable[[list[Any]], Batch] | None = None
     assets: Assets = ()
     left_out: Collection[str] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
     export_format: str = ""
     save_finished: SaveFinished | None = None
+    reset_of: Callable[[nn.Module], Callable[[], None] | None] | None = None
 
 
 def info_of(model: nn.Module) -> ModelInfo:

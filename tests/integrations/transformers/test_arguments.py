@@ -126,6 +126,9 @@ def test_refusals(tmp_path: Path) -> None:
         ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_steps="),
         ({"deepspeed": adamw}, "lr=1.0"),
         ({"fsdp": True, "deepspeed": {}, "fsdp_config": {"wrapp": 1}}, "wrapp"),
+        ({"tp_size": 2, "deepspeed": {"zero_optimization": {"stage": 1}}}, "deepspeed and tp_size exclude"),
+        ({"tp_size": 2, "parallelism_config": {"tp_size": 4}}, "tp_size=2, and", "has tp_size=4"),
+        ({"parallelism_config": {"cp_size": 2}}, "cp_size=2", "Give tp_size"),
     ]
     cases = {str(each): (lambda each=each: from_training_arguments(each), *words) for each, *words in rows}
     cases["no cache"] = (lambda: _fit(tmp_path, {"torch_empty_cache_steps": 2}), "EmptyCache on 'cpu'")

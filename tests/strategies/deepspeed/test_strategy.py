@@ -12,7 +12,7 @@ from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import DeepSpeedConfig, Engine, Freeze, LambdaCallback, OptimizerConfig, TaskModule, Trainer
-from drivetrain.checkpoint import load_weights
+from drivetrain.checkpoint import export_weights, load_weights
 from drivetrain.core.errors import CheckpointError, ConfigError, StrategyError
 from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -113,7 +113,7 @@ def test_deepspeed_mixed_precision_learns_in_float32_and_leaves_an_ordinary_task
     check_strategy(zero(3), checks=checks, precision="bf16-mixed")
 
 
-def _from_meta() -> None:
+def _from_meta(weights: str | None, precision: str) -> None:
     found, sizes = [], set[int]()
     look = LambdaCallback(on_fit_start=lambda run: sizes.update(p.numel() for p in run.task.parameters()))
     torch.manual_seed(0)
@@ -122,14 +122,21 @@ def _from_meta() -> None:
         task = Plain()
     for each in (whole, task):
         torch.manual_seed(0)
-        found.append(fitted(each, zero(3, config=DIVIDED)(2), 2, callbacks=[look]))
+        if weights is not None:
+            each.load_weights(weights)
+        found.append(fitted(each, zero(3, config=DIVIDED)(2), 2, callbacks=[look], precision=precision))
         assert sizes == {0}, "every parameter is divided"
     assert torch.equal(*found)
 
 
 @pytest.mark.nightly
-def test_deepspeed_task_from_the_meta_device_has_the_values_of_one_that_was_made_whole() -> None:
-    run_distributed(_from_meta)
+def test_deepspeed_task_from_the_meta_device_is_as_one_that_was_made_whole(
+    tmp_path: Path,
+) -> None:
+    export_weights(Plain().state_dict(), tmp_path / "model.safetensors")
+    run_distributed(_from_meta, None, "32")
+    run_distributed(_from_meta, str(tmp_path), "32")
+    run_distributed(_from_meta, str(tmp_path), "bf16-mixed")
 
 
 def own_loop(strategy: Any, batch_size: int, directory: str | None = None) -> Tensor:  # outputs and norms

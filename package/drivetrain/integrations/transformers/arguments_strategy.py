@@ -40,15 +40,17 @@ _FSDP_WITHOUT_EFFECT = (
     "version",
     "state_dict_type",
     "use_orig_params",
-    "sync_module_states",
     "limit_all_gathers",
-    "cpu_ram_efficient_loading",
     "sharding_strategy",
 )
 """Keys of `fsdp_config` that change no number and no memory here, or are read elsewhere."""
 
+_LOADING = ("cpu_ram_efficient_loading", "sync_module_states")
+"""Keys of `fsdp_config` that let processes begin without the model's weights."""
+
 _FSDP_KEYS = (
     *_FSDP_WITHOUT_EFFECT,
+    *_LOADING,
     "reshard_after_forward",
     "cpu_offload",
     "activation_checkpointing",
@@ -78,12 +80,13 @@ def strategy_options(values: Values) -> dict[str, Any]:
     """
     _check_accelerator(values)
     asked = [name for name in ("deepspeed", "fsdp", "parallelism_config") if values[name]]
-    if len(asked) > 1 and asked != ["fsdp", "parallelism_config"]:
+    asked += ["tp_size"] * ((values["tp_size"] or 1) > 1)
+    if len(asked) > 1 and "deepspeed" in asked:
         raise ConfigError(f"{' and '.join(asked)} exclude one another: give one of them")
     chosen: Any = "auto"
     if values["deepspeed"]:
         chosen = _deepspeed(values)
-    elif values["fsdp"] or values["parallelism_config"]:
+    elif values["fsdp"] or values["parallelism_config"] or "tp_size" in asked:
         chosen = _fsdp(values)
     else:
         chosen = _ddp(values)
@@ -164,7 +167,12 @@ def _fsdp(values: Values) -> Any:
         backward_prefetch=int(before == "backward_pre"),
         timeout=_timeout(values),
     )
-    return _divided(made, values["parallelism_config"])
+    if any(_is_on(given.get(name, False)) for name in _LOADING):
+        values.notes["fsdp_config"] = (
+            "every process gets the weights of rank 0, part by part; of a model that was loaded with"
+            " device_map='meta', it reads only its rows from the files"
+        )
+    return _divided(made, values["parallelism_config"], values["tp_size"] or 1)
 
 
 def _words(spec: Any) -> dict[str, Any]:
@@ -199,27 +207,35 @@ def _wrap(given: Mapping[str, Any]) -> Any:
     return tuple(each.strip() for each in classes.split(",")) if isinstance(classes, str) else tuple(classes)
 
 
-def _divided(config: FSDPConfig, parallelism: Any) -> FSDPConfig:
-    """Return the configuration with accelerate's sizes of groups."""
+def _divided(config: FSDPConfig, parallelism: Any, split: int) -> FSDPConfig:
+    """Return the configuration with accelerate's sizes of groups, and the processes that split matrices."""
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    given = [
+        parallelism.get(name) if isinstance(parallelism, Mapping) else getattr(parallelism, name, None)
+        for name in names
+    ]
+    sizes = {name: each or 1 for name, each in zip(names, given, strict=True)}
+    if 1 < sizes["tp_size"] != split > 1:
+        raise ConfigError(f"tp_size={split}, and parallelism_config has tp_size={sizes['tp_size']}")
+    config = dataclasses.replace(config, tensor_parallel=max(split, sizes["tp_size"]))
     if not parallelism:
         return config
-    sizes = {
-        name: (parallelism.get(name) if isinstance(parallelism, Mapping) else getattr(parallelism, name)) or 1
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-    }
-    for name in ("tp_size", "cp_size", "sp_size"):
+    for name in ("cp_size", "sp_size"):
         if sizes[name] != 1:
             raise ConfigError(
-                f"parallelism_config has {name}={sizes[name]}: the modules of transformers are not split"
-                " here. FSDP shards them: give dp_shard_size, or fsdp=True"
+                f"parallelism_config has {name}={sizes[name]}: sequences are not split over processes here."
+                " Give tp_size, which splits matrices, or dp_shard_size, which shards parameters"
             )
-    if sizes["dp_shard_size"] == 1:
+    replicates = sizes["dp_replicate_size"]
+    if sizes["dp_shard_size"] == 1 and config.tensor_parallel == 1:
         raise ConfigError(
-            f"parallelism_config has dp_replicate_size={sizes['dp_replicate_size']} and no dp_shard_size:"
-            " this is DDP, which needs no configuration. Leave parallelism_config out"
+            f"parallelism_config has dp_replicate_size={replicates} and no dp_shard_size: this is DDP, which"
+            " needs no configuration. Leave parallelism_config out"
         )
-    if sizes["dp_replicate_size"] == 1:
+    if replicates == 1:
         return config
+    if sizes["dp_shard_size"] == 1:
+        return dataclasses.replace(config, sharding="no_shard")
     return dataclasses.replace(config, sharding="hybrid", shard_size=sizes["dp_shard_size"])
 
 

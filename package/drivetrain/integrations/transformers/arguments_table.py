@@ -374,7 +374,7 @@ _PLACES = (
     ),
     _mapped(
         "parallelism_config",
-        "`FSDPConfig(sharding=, shard_size=)`; tensor, context and sequence parallelism are refused",
+        "`FSDPConfig(sharding=, shard_size=, tensor_parallel=)`; those of sequences are refused",
         {"dp_shard_size": 2},
     ),
 )
@@ -429,7 +429,7 @@ _OLD = (
         "past_index", "no state is passed from one batch to the next; keep it in a task of your own", -1
     ),
     _old_refused("mp_parameters", "SageMaker's model parallelism; `fsdp=True` shards a model", ""),
-    _old_refused("tp_size", "models of transformers have no `parallel_plan`; `fsdp=True` shards a model", 0),
+    _old("tp_size", "`FSDPConfig(tensor_parallel=)`, by the plan of the model's class", 2, 0),
 )
 
 ROWS: Mapping[str, Row] = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,9 @@ from transformers import GenerationConfig
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
-from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.checkpoint.weights.module_state import clean_name, full_state
+from drivetrain.checkpoint.weights.rename import Rename
+from drivetrain.checkpoint.weights.warm_start import LoadReport, WeightSource
 from drivetrain.core.devices import has_values
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
@@ -45,11 +48,20 @@ from drivetrain.integrations.transformers.loss_items import (
 )
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.integrations.transformers.pretrained import (
+    IN_TASK,
     PRETRAINED,
     model_assets,
     of_model,
     write_pretrained,
 )
+from drivetrain.integrations.transformers.sharded.meta_model import (
+    folder_of,
+    is_folder,
+    is_unloaded,
+    renamed_to,
+    reset_of,
+)
+from drivetrain.integrations.transformers.sharded.tensor_plan import tensor_plan
 from drivetrain.integrations.transformers.stored_model import (
     base_of,
     base_of_checkpoint,
@@ -217,6 +229,7 @@ class TransformersTask(TaskModule):
         config = getattr(base, "config", None)
         self._ignored = tuple(getattr(config, "keys_to_ignore_at_inference", None) or ())
         self._checked = False
+        self._load_left_out()
         self._record(generate)
 
     def _has_model_loss(self) -> bool:
@@ -430,7 +443,31 @@ class TransformersTask(TaskModule):
             origin=origin_of(self.model),
             export_format="transformers",
             save_finished=self._save_finished,
+            parallel_plan=partial(tensor_plan, self.model, IN_TASK),
+            reset_of=partial(reset_of, self.model),
         )
+
+    def load_weights(
+        self, source: WeightSource, *, strict: bool = True, rename: Rename | None = None
+    ) -> LoadReport:
+        """Copy weights into the model; the names may be those of a folder of `from_pretrained` too.
+
+        See `TaskModule.load_weights` for arguments, the report and errors.
+        """
+        if rename is None and is_folder(source):
+            rename = renamed_to(self.model, full_state(self).keys(), IN_TASK)
+        return super().load_weights(source, strict=strict, rename=rename)
+
+    def _load_left_out(self) -> None:
+        """Give a model that `from_pretrained` has made on the meta device the weights of its folder."""
+        if not is_unloaded(self.model):
+            return
+        folder = folder_of(self.model)
+        report = self.load_weights(folder, strict=False)
+        _LOG.info("the weights of %r: %s", folder, report)
+        if report.missing or report.mismatched:
+            kind = type(base_of(self.model)).__name__
+            _LOG.warning(f"{kind} begins with new values where {folder!r} has none that fit: {report}")
 
     def _adapted(self) -> Collection[str]:
         """Return the frozen base of a `PeftModel`: by default its checkpoints hold the adapter alone."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.checkpoint.weights.stored_rows import stored_weights
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE
@@ -41,7 +42,14 @@ from drivetrain.strategies.deepspeed.optimizer import configured
 from drivetrain.strategies.deepspeed.order import ZeroOrder
 from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
 from drivetrain.strategies.deepspeed.unshard import ModulesBeforeZero, full_shapes
-from drivetrain.strategies.meta_device import Materialization, on_meta
+from drivetrain.strategies.meta_device import (
+    Materialization,
+    deferred_weights,
+    on_meta,
+    read_each,
+    read_stored,
+    starts_from_rank_0,
+)
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.unused import UsedParameters
 from drivetrain.strategies.wrapping import units
@@ -208,8 +216,11 @@ class DeepSpeed(Strategy):
         self._before = ModulesBeforeZero(module)
         stored: dict[nn.Parameter, torch.dtype] = {}
         exact: dict[nn.Parameter, Tensor] = {}
-        if on_meta(module):
-            self._materialize(module, deepspeed, settings, precision, stored, exact)
+        received = self.sharded and starts_from_rank_0(module, task, self.ranks)
+        if received or on_meta(module):
+            self._materialize(module, deepspeed, settings, precision, stored, exact, received)
+        else:
+            read_stored(module, task, self.device, self.device)
         module.to(self.device)
         broadcast_module(module, self.world_size)
         if not stored:
@@ -255,8 +266,12 @@ class DeepSpeed(Strategy):
         precision: Precision,
         stored: dict[nn.Parameter, torch.dtype],
         exact: dict[nn.Parameter, Tensor],
+        received: bool,
     ) -> None:
         """Initialise a task on the meta device block by block, and shard each block at once.
+
+        Stored weights are read by each process, one whole parameter at a time: `zero.Init` takes whole ones,
+        and gives all processes those of rank 0.
 
         Args:
             module: The step module.
@@ -265,13 +280,18 @@ class DeepSpeed(Strategy):
             precision: The run's precision.
             stored: Gets the dtypes that the parameters had.
             exact: Gets this process's shards of the unrounded values, if values are rounded.
+            received: Whether the values are those that rank 0 has.
         """
-        dtype = precision.compute_dtype
+        dtype, task = precision.compute_dtype, module.task
+        deferred = None if received else deferred_weights(task)
+        stored_values = None if deferred is not None else stored_weights(task)
 
         def divide(part: nn.Module) -> None:
-            for each in part.parameters():
-                if hasattr(each, "ds_id"):
-                    continue
+            new = {each for each in part.parameters() if not hasattr(each, "ds_id")}
+            if stored_values is not None:
+                named = task.named_parameters(remove_duplicate=False)
+                stored_values.fill([(name, each) for name, each in named if each in new])
+            for each in new:
                 stored[each] = each.dtype
                 if dtype is not None:
                     size = -(-each.numel() // self.world_size)
@@ -280,8 +300,13 @@ class DeepSpeed(Strategy):
             with quiet():
                 deepspeed.zero.Init(module=part, config_dict_or_path=settings, dtype=dtype or torch.float32)
 
-        blocks = units(module.task, "auto")
-        Materialization(module).run([*blocks, module], self.device, self.world_size, divide)
+        if deferred is None:
+            blocks = units(task, "auto")
+            Materialization(module, received).run([*blocks, module], self.device, self.world_size, divide)
+        else:
+            for each in read_each(task, self.device):
+                divide(nn.ParameterList([each]))
+        read_stored(module, task, self.device, self.device)
 
     def retrain(self, model: nn.Module) -> nn.Module:
         """Expect gradients of the parameters that are trained now in the first step."""

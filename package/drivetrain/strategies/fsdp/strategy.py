@@ -44,6 +44,7 @@ from drivetrain.strategies.meta_device import (
     on_meta,
     place,
     read_stored,
+    starts_from_rank_0,
 )
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.float8 import Float8
@@ -170,8 +171,11 @@ class FSDP(Strategy):
         if make_optimizers is not None:
             refuse_sparse(task, self.name, "torch has no sparse gradients of shards")
         before = OriginalModules(module)
-        deferred = deferred_weights(task)
-        values = Materialization(module) if deferred is None and on_meta(module) else None
+        received = starts_from_rank_0(module, task, self.ranks)
+        deferred = None if received else deferred_weights(task)
+        values = None
+        if received or (deferred is None and on_meta(module)):
+            values = Materialization(module, received)
         whole = ignored_names(task, self.config.ignored)
         plan = planned(task) if self.config.tensor_parallel > 1 else []
         _check(whole, plan)

@@ -35,6 +35,8 @@ def planned(task: nn.Module) -> list[Planned]:
 
     kind = type(task).__name__
     plan = info_of(task).parallel_plan
+    if callable(plan):
+        plan = plan()
     if not isinstance(plan, Mapping):
         raise ConfigError(
             f"{kind}: ModelInfo(parallel_plan=...) must be a mapping of module names to styles, not a"

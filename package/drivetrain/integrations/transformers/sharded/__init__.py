@@ -1,0 +1,1 @@
+"""Models that fit into no process: read in rows, and split by their plans."""

@@ -1,0 +1,108 @@
+"""A model of transformers on the meta device: its first values, and those of its folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.weights.files import MODEL, WeightFiles
+from drivetrain.core.errors import CheckpointError, StrategyError
+from drivetrain.integrations.transformers.pretrained import CONFIG
+from drivetrain.integrations.transformers.stored_model import base_of, origin_of
+
+_LOADED = "_is_hf_initialized"
+"""The mark that transformers leaves on a parameter that has its value, and does not initialise again."""
+
+
+def reset_of(model: nn.Module, module: nn.Module) -> Callable[[], None] | None:
+    """Return what initialises a module's own tensors as its model does; None for a module of no model."""
+    owner = None
+    for each in base_of(model).modules():  # the innermost comes last
+        if isinstance(each, PreTrainedModel) and any(inner is module for inner in each.modules()):
+            owner = each
+    return None if owner is None else partial(_reset, owner, module)
+
+
+def _reset(owner: Any, module: nn.Module) -> None:
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    for _, tensor in own:
+        tensor.__dict__.pop(_LOADED, None)
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+    owner._init_weights(module)
+    left = [name for name, tensor in own if tensor.is_floating_point() and tensor.isnan().any()]
+    if left:
+        raise StrategyError(
+            f"the model was made on the meta device, and {type(owner).__name__}._init_weights gives"
+            f" {', '.join(left)} of {type(module).__name__} no values. Load the model whole, without"
+            " device_map='meta' or torch.device('meta')"
+        )
+
+
+def is_unloaded(model: nn.Module) -> bool:
+    """Return whether `from_pretrained` has made a model on the meta device, and left its weights out."""
+    return any(each.is_meta and getattr(each, _LOADED, False) for each in base_of(model).parameters())
+
+
+def folder_of(model: nn.Module) -> str:
+    """Return the folder with the weights that a model was made from, in the Hub's cache if it is a name.
+
+    Raises:
+        CheckpointError: There are no safetensors files.
+    """
+    origin = origin_of(model)
+    name = origin.get("name", "")
+    if os.path.isdir(name):
+        return name
+    for file in (MODEL, WeightFiles(MODEL).index):
+        found = cached_file(
+            name,
+            file,
+            revision=origin.get("revision", "main"),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            return os.path.dirname(str(found))
+    raise CheckpointError(
+        f"{name!r} has no {MODEL} and no index of several: the weights of a model on the meta device are read"
+        " from safetensors files. Convert them with save_pretrained"
+    )
+
+
+def is_folder(source: Any) -> bool:
+    """Return whether a source of weights is a folder of `from_pretrained`, and no checkpoint."""
+    if not isinstance(source, (str, os.PathLike)) or not os.path.isfile(os.path.join(source, CONFIG)):
+        return False
+    return not DirectoryCheckpointIO().exists(os.fspath(source))
+
+
+def renamed_to(model: nn.Module, own: Collection[str], prefix: str) -> Callable[[str], str | None]:
+    """Return the rule from the names in a folder of `from_pretrained` to those in a task.
+
+    As there, weights of a model without a head fit one that has it, and the other way round.
+
+    Args:
+        model: The model in the task.
+        own: The names of the task.
+        prefix: The prefix of the model's names in the task.
+    """
+    base = base_of(model)
+    inner = f"{getattr(base, 'base_model_prefix', '')}."
+    ignored = tuple(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+    def rename(name: str) -> str | None:
+        for each in (prefix + name, f"{prefix}{inner}{name}", prefix + name.removeprefix(inner)):
+            if each in own:
+                return each
+        return None if any(re.search(each, name) for each in ignored) else name
+
+    return rename
