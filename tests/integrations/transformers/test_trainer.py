@@ -226,6 +226,7 @@ def test_a_plateau_given_as_an_object_watches_what_transformers_watches(tmp_path
     assert found[0] == found[1] == [0.1] * 4 + [0.05] * 2 + [0.025] * 2
 
 
+@pytest.mark.landing
 def test_overrides_memory_and_recomputation_take_the_forms_of_transformers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -623,17 +624,8 @@ def test_a_callback_saves_the_model_in_the_middle_of_a_fit(tmp_path: Path) -> No
         assert torch.equal(one, other)
 
 
-def test_a_second_train_has_a_fresh_optimizer_and_a_given_one_goes_on(tmp_path: Path) -> None:
+def test_an_optimizer_goes_on_in_a_second_train(tmp_path: Path) -> None:
     constant = {"max_steps": 2, "lr_scheduler_type": "constant"}
-    twice = trainer(tmp_path, **constant)
-    twice.train()
-    assert type(twice.optimizer) is torch.optim.AdamW
-    assert set(twice.get_learning_rates()) == {1e-2}
-    again = trainer(tmp_path, **constant)
-    again.model.load_state_dict(twice.model.state_dict())
-    for each in (twice, again):
-        each.train()
-    equal(twice, again)
     scheduled = trainer(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), max_steps=2)
     for _ in range(2):
         scheduled.train()

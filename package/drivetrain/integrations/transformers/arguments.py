@@ -363,6 +363,11 @@ def _checkpoint(values: Values) -> bool | CheckpointConfig:
             )
         return False
     metric, validates = values["metric_for_best_model"], values["eval_strategy"] != "no"
+    if strategy == "best" and metric is None:
+        raise ConfigError(
+            'save_strategy="best" needs a metric: `args.metric_for_best_model` must be provided, such as'
+            ' "loss"'
+        )
     needed = values["load_best_model_at_end"] or strategy == "best"
     if needed and not validates:
         raise ConfigError(

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DefaultFlowCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    trainer,
+    trainer_utils,
+)
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import speed_metrics
 
@@ -31,6 +39,7 @@ from drivetrain.integrations.transformers.run_arguments import (
     saver_of,
 )
 from drivetrain.integrations.transformers.stored_model import base_of
+from drivetrain.run.loop import validate
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -169,8 +178,11 @@ class CallbackAdapter(OwnCallback):
         self._logged_at = 0
         self._began = _Began(0.0, 0, 0, 0)
         self.changes_data = any(not _is_theirs(each) for each in self.callbacks)
+        # Whether on_epoch_end has been called for this epoch, and what of this step has it called afterwards.
+        self._epoch_ended = self._ends_after_log = self._ends_after_save = False
         for event, hook in EVENTS.items():
-            if hook is not None and not self._by_event[event]:
+            used = self._by_event[event] or (event == "on_step_end" and self._by_event["on_epoch_end"])
+            if hook is not None and not used:
                 setattr(self, hook, getattr(OwnCallback, hook))  # which is marked unused
 
     def check_trainer(self, settings: RunSettings, strategy: Strategy) -> None:
@@ -248,15 +260,15 @@ class CallbackAdapter(OwnCallback):
         self._passes = ()
         self._note_best(self._training, metrics)
 
-    def _event(self, run: Run, event: str, **objects: Any) -> None:
-        """Call an event of a run, and do what its callbacks have asked for."""
+    def _event(self, run: Run, event: str, **objects: Any) -> set[str]:
+        """Call an event of a run, do what its callbacks have asked for, and return what that is."""
         if not self._by_event[event]:
-            return
+            return set()
         before = dataclasses.replace(self.control)
         self._see(run)
         self.call(event, **objects)
         if run.train_feed is None or run.is_over:
-            return
+            return set()
         asked = {name for name in _FLAGS if getattr(self.control, name) and not getattr(before, name)}
         if "should_training_stop" in asked:
             run.stop(f"{self._asked_by} set control.should_training_stop")
@@ -268,17 +280,24 @@ class CallbackAdapter(OwnCallback):
             run.validate()
         if "should_save" in asked:
             run.save()
+        return asked
 
-    def _event_with_flow(self, run: Run, event: str) -> None:
+    def _event_with_flow(self, run: Run, event: str) -> tuple[TrainerControl, set[str]]:
         """Call an event whose callbacks may look in the control for what is due, if the arguments say it.
 
         The run does it by its own intervals, before the event or after it.
+
+        Returns:
+            What is due, and what the callbacks have asked for beside that.
         """
-        if self.follows_args and self._by_event[event]:
+        control = self.control
+        if self.follows_args:
             self._see(run)
-            getattr(_FLOW, event)(self.args, self.state, self.control)
-        self._event(run, event)
+            getattr(_FLOW, event)(self.args, self.state, control)
+        due = dataclasses.replace(control)
+        asked = self._event(run, event)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        return due, asked
 
     # The state.
 
@@ -374,23 +393,25 @@ class CallbackAdapter(OwnCallback):
         self._event(run, "on_train_begin")
 
     def _watch_optimizers(self, run: Run) -> None:
-        before, after = (self._by_event[event] for event in _AROUND_STEP)
+        def called(event: str) -> Callable[..., None]:
+            def call(*_: Any) -> None:
+                self._event(run, event)
+
+            return call
+
+        before, after = _AROUND_STEP
         for updater in run.engine.updaters.values():
-            if before:
-                self._handles.append(
-                    updater.optimizer.register_step_pre_hook(
-                        lambda *_: self._event(run, "on_pre_optimizer_step")
-                    )
-                )
-            if after:
-                self._handles.append(
-                    updater.optimizer.register_step_post_hook(
-                        lambda *_: self._event(run, "on_optimizer_step")
-                    )
-                )
+            optimizer = updater.optimizer
+            if self._by_event[before]:
+                self._handles.append(optimizer.register_step_pre_hook(called(before)))
+            if self._by_event[after]:
+                self._handles.append(optimizer.register_step_post_hook(called(after)))
 
     def on_epoch_start(self, run: Run) -> None:
         """Call `on_epoch_begin`."""
+        if self._ends_after_save:  # and nothing was saved
+            self._end_epoch(run)
+        self._epoch_ended = False
         self._epoch = run.progress.epoch
         self.control.should_epoch_stop = False
         self._event(run, "on_epoch_begin")
@@ -418,7 +439,7 @@ class CallbackAdapter(OwnCallback):
         """Add what all ranks have counted since the last call to the state; all ranks call it."""
         (elements,) = run.engine.data_ranks.total([self._elements])
         self._elements = 0
-        self.state.total_flos += 6 * elements * self._size
+        self.state.total_flos += float(6 * elements * self._size)
 
     def on_micro_batch_end(self, run: Run) -> None:
         """Call `on_substep_end` after every micro-batch but the last."""
@@ -427,12 +448,30 @@ class CallbackAdapter(OwnCallback):
             self._event(run, "on_substep_end")
 
     def on_step_end(self, run: Run) -> None:
-        """Call `on_step_end`."""
-        self._event_with_flow(run, "on_step_end")
+        """Call `on_step_end`, and in the last step of an epoch `on_epoch_end` too.
+
+        As in transformers, what is due by steps comes before `on_epoch_end`, and what is due by epochs comes
+        after it.
+        """
+        ends = self.follows_args and run.window.last and bool(self._by_event["on_epoch_end"])
+        if not (ends or self._by_event["on_step_end"]):
+            return
+        due, _ = self._event_with_flow(run, "on_step_end")
+        if ends and due.should_save:
+            self._ends_after_save = True
+        elif ends and due.should_log:
+            self._ends_after_log = not due.should_evaluate
+        elif ends and not due.should_evaluate:
+            self._end_epoch(run)
 
     def on_epoch_end(self, run: Run) -> None:
-        """Call `on_epoch_end`."""
-        self._event_with_flow(run, "on_epoch_end")
+        """Call `on_epoch_end`, unless it was called, or is called after the save of this step."""
+        if not (self._epoch_ended or self._ends_after_save):
+            self._end_epoch(run)
+
+    def _end_epoch(self, run: Run) -> set[str]:
+        self._epoch_ended, self._ends_after_log, self._ends_after_save = True, False, False
+        return self._event_with_flow(run, "on_epoch_end")[1]
 
     def on_evaluation_start(self, run: Run) -> None:
         """Prepare an evaluation, which may be outside a fit."""
@@ -539,12 +578,20 @@ class CallbackAdapter(OwnCallback):
             logs |= speed_metrics("train", self._began.time, num_tokens=tokens)
         self._add_counts(run)
         self._log(logs)
+        if self._ends_after_log:
+            self._end_epoch(run)
 
     def on_checkpoint_saved(self, run: Run) -> None:
         """Call `on_save`."""
         self.note_checkpoint(run)
         self.control.should_save = False
         self._event(run, "on_save")
+        if not self._ends_after_save:
+            return
+        asked = self._end_epoch(run)
+        if any(run.engine.ranks.all_gather("should_evaluate" in asked)):  # now: there may be no further step
+            run.requests.pop("validate", None)
+            validate(run)
 
     def note_checkpoint(self, run: Run) -> None:
         """Note which checkpoint is the best, after a save."""
@@ -559,8 +606,9 @@ class CallbackAdapter(OwnCallback):
 
     def on_fit_end(self, run: Run) -> None:
         """Log the summary of the fit, and call `on_train_end`."""
-        if run.progress.epoch_batches:  # the last epoch ended early; transformers calls its end, too
-            self._event_with_flow(run, "on_epoch_end")
+        cut = run.progress.epoch_batches and not self._epoch_ended  # transformers calls its end, too
+        if cut or self._ends_after_save:
+            self._end_epoch(run)
         self._add_counts(run)
         self._release()
         steps = run.progress.steps - self._began.steps
@@ -617,6 +665,10 @@ class CallbackAdapter(OwnCallback):
         for name in (field.name for field in dataclasses.fields(TrainerState)):
             if name in stored and name not in _OF_TRIAL:  # a trial may go on from another one's checkpoint
                 setattr(self.state, name, stored[name])
+        compare = getattr(trainer_utils, "compare_trainer_and_checkpoint_args", None)  # of 5.4
+        if self._given_args is not None and compare is not None:
+            compare(self.args, self.state)
+        restores = bool(getattr(self.args, "restore_callback_states_from_checkpoint", False))
         exported = {
             name: list(each) if isinstance(each, list) else [each]
             for name, each in (stored.get("stateful_callbacks") or {}).items()
@@ -624,10 +676,16 @@ class CallbackAdapter(OwnCallback):
         for each in self.callbacks:
             found = exported.get(type(each).__name__)
             if isinstance(each, ExportableState) and found:
-                stored_attributes = found.pop(0)["attributes"]
-                for name in each.state()["attributes"]:  # a file chooses no other attribute
-                    if name in stored_attributes:
-                        setattr(each, name, stored_attributes[name])
+                saved, own_state = found.pop(0), each.state()
+                for part in ("args", "attributes") if restores else ("attributes",):
+                    for name in own_state[part]:  # a file chooses no other attribute
+                        if name in saved[part] and hasattr(each, name):
+                            setattr(each, name, saved[part][name])
+        left = sorted(name for name, states in exported.items() if states)
+        if left and restores:
+            trainer.logger.warning(
+                f"the checkpoint has states of callbacks that are not there: {', '.join(left)}"
+            )
         for each, own in zip(self.callbacks, state["callbacks"], strict=False):
             if own is not None and isinstance(each, Stateful):
                 each.load_state_dict(own)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
@@ -211,3 +212,10 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, shi
     return F.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing
     )
+
+
+def as_tensor(items: float | Tensor, batch: Any) -> Tensor:
+    """Return the number of items of a batch as transformers passes it, a tensor on the batch's device."""
+    columns = batch.values() if isinstance(batch, Mapping) else ()
+    device = next((each.device for each in columns if isinstance(each, Tensor)), None)
+    return torch.as_tensor(items, dtype=torch.float32, device=device)

@@ -41,6 +41,7 @@ from drivetrain.integrations.transformers.generation import (
 )
 from drivetrain.integrations.transformers.generation import generate as run_generate
 from drivetrain.integrations.transformers.loss_items import (
+    as_tensor,
     check_smoothed,
     items_of,
     smoothed_cross_entropy,
@@ -298,8 +299,9 @@ class TransformersTask(TaskModule):
         if self.compute_loss_func is not None:
             columns = self.columns.of_batch(batch)
             labels = tuple(columns[name] for name in self.columns.labels if name in columns)
+            items = as_tensor(self.loss_weight(batch), batch)
             return self.compute_loss_func(
-                outputs, labels[0] if len(labels) == 1 else labels, num_items_in_batch=self.loss_weight(batch)
+                outputs, labels[0] if len(labels) == 1 else labels, num_items_in_batch=items
             )
         if self.label_smoothing:
             columns = self.columns.of_batch(batch)

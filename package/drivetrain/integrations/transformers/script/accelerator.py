@@ -100,8 +100,9 @@ class ScriptAccelerator:
         once_per_machine(lambda: None)
 
     def unwrap_model(self, model: Any, **options: Any) -> Any:
-        """Return the model, which no strategy replaces."""
-        return model
+        """Return the model, which no strategy replaces; of a wrapper that a script has made, its module."""
+        wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        return model.module if isinstance(model, wrappers) else model
 
     def prepare_model(self, model: nn.Module, evaluation_mode: bool = False, **options: Any) -> nn.Module:
         """Return another model, such as a frozen reference, on the device of the trained one.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, trainer_callback
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig
@@ -17,6 +17,7 @@ from drivetrain.integrations.transformers.arguments import MappedArguments
 from drivetrain.integrations.transformers.log_names import from_metric_for_best_model
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.integrations.transformers.stored_model import base_of
+from drivetrain.task.blocks import repeated_blocks
 from drivetrain.trainer.trainer import Trainer
 
 _RECOMPUTATION = ("activation_checkpointing", "gradient_checkpointing")
@@ -50,7 +51,11 @@ def made_callbacks(given: Any) -> list[Any]:
     """
     if isinstance(given, (TrainerCallback, Callback, type)):
         raise ConfigError(f"callbacks must be a sequence of callbacks, not {given!r}: give [it]")
-    return [made_callback(each) for each in given or ()]
+    made = [made_callback(each) for each in given or ()]
+    for number, each in enumerate(made):
+        if type(each) in map(type, made[:number]):
+            trainer_callback.logger.warning(f"there are two callbacks of the class {type(each).__name__}")
+    return made
 
 
 def checked_arguments(args: Any) -> TrainingArguments:
@@ -108,13 +113,15 @@ def checked_optimizers(
 
 
 def has_own_recomputation(model: Any) -> bool:
-    """Return whether a module that is none of transformers recomputes activations itself."""
-    of_transformers = isinstance(base_of(model), PreTrainedModel)
-    return not of_transformers and any(hasattr(model, f"{kind}_enable") for kind in _RECOMPUTATION)
+    """Return whether a model recomputes activations itself: a module of others, or a model without blocks."""
+    base = base_of(model)
+    if isinstance(base, PreTrainedModel) and repeated_blocks(base, tied=True):
+        return False
+    return any(hasattr(model, f"{kind}_enable") for kind in _RECOMPUTATION)
 
 
 def enable_own_recomputation(model: Any, args: TrainingArguments) -> None:
-    """Have such a module recompute its activations in backward.
+    """Have such a model recompute its activations in backward.
 
     Raises:
         ConfigError: Options for a method that takes none.

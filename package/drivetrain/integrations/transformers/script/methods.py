@@ -56,6 +56,7 @@ OVERRIDABLE = frozenset(
         "save_state",
         "train",
         "training_step",
+        "_evaluate",
         "_get_eval_sampler",
         "_get_train_sampler",
         "_save",
@@ -104,7 +105,6 @@ COUNTERPARTS: Mapping[str, str] = {
     "_finalize_training": _LOOP,
     "_init_training_state": _LOOP,
     "_maybe_log_save_evaluate": "use a TrainerCallback, whose control asks for logs, saves or evaluations",
-    "_evaluate": "override evaluate",
     "prediction_loop": "override evaluation_loop or prediction_step",
     "_prepare_inputs": "batches are on the device when a step gets them. Override compute_loss or"
     " training_step to change them",

@@ -51,6 +51,7 @@ class ScriptRun(Callback):
         self._adapter = adapter
         self._begins = begins
         self._saved = saved
+        self._save: Callable[[Run], None] | None = None
         self._loaders: Any = None
         self._feeds: dict[int, tuple[Any, str | None, Feed]] = {}
 
@@ -108,6 +109,18 @@ class ScriptRun(Callback):
         if self.first:
             self.first = False
             validate(run)
+
+    def save_by(self, save: Callable[[Run], None] | None) -> None:
+        """Set what saves a checkpoint that a callback asks for; None if the fit has a saver."""
+        self._save = save
+        vars(self).pop("on_save", None)
+        if save is None:
+            vars(self)["on_save"] = Callback.on_save  # which is marked unused
+
+    def on_save(self, run: Run) -> None:
+        """Save if a callback has asked for it, and the fit has no saver."""
+        if run.saves_now and self._save is not None:
+            self._save(run)
 
     def on_checkpoint_saved(self, run: Run) -> None:
         """Tell the script."""

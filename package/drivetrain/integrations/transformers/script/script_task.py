@@ -14,6 +14,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
 from drivetrain.integrations.transformers.evaluation import MetricsReader, Read
 from drivetrain.integrations.transformers.generation import is_sharded, noisy_embeddings
+from drivetrain.integrations.transformers.loss_items import as_tensor
 from drivetrain.integrations.transformers.script.methods import is_overridden, items_by_place, items_for
 from drivetrain.integrations.transformers.script.pass_outputs import KeptOutputs, Pass
 from drivetrain.integrations.transformers.task import TransformersTask
@@ -88,7 +89,7 @@ class ScriptTask(TransformersTask):
         """Run one micro-batch, by the script's `training_step` or `compute_loss` if it has one."""
         if not (self.has_own_step or self.has_own_loss):
             return super().training_step(batch)
-        inputs, items = dict(batch), self.loss_weight(batch)
+        inputs, items = dict(batch), as_tensor(self.loss_weight(batch), batch)
         with noisy_embeddings(self.model, self.neftune_alpha):
             if self.has_own_step:
                 return self._own_step(inputs, items)

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -18,14 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.hooks import RemovableHandle
 from transformers import (
+    DefaultFlowCallback,
     PrinterCallback,
+    ProgressCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
     set_seed,
     trainer_utils,
 )
+from transformers.optimization import AdafactorSchedule
 from transformers.trainer_utils import (
     EvalLoopOutput,
     IntervalStrategy,
@@ -37,9 +41,12 @@ from transformers.trainer_utils import (
 )
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.checkpoint.locate import resolve
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, Snapshot
+from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
+from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
+from drivetrain.core.messages import logger
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.launch.environment import is_started_again, may_start_again
 from drivetrain.distributed.processes import local_rank, rank, world_size
@@ -58,6 +65,7 @@ from drivetrain.integrations.transformers.log_names import (
     from_metric_for_best_model,
     to_transformers,
 )
+from drivetrain.integrations.transformers.loss_items import as_tensor
 from drivetrain.integrations.transformers.run_arguments import UNLIMITED
 from drivetrain.integrations.transformers.saved_tensors import check_shared
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
@@ -76,7 +84,6 @@ from drivetrain.integrations.transformers.script.checks import (
     checked_optimizers,
     enable_own_recomputation,
     has_own_recomputation,
-    made_callback,
     made_callbacks,
     processor_of,
     ranked_by,
@@ -98,7 +105,9 @@ from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.script.search import HyperparameterSearch, chosen_search
 from drivetrain.integrations.transformers.script.their_names import TheirNames
 from drivetrain.integrations.transformers.stored_model import base_of
+from drivetrain.run.checkpoint import snapshot_to_save
 from drivetrain.run.run import Run
+from drivetrain.task.model_info import info_of
 from drivetrain.task.optim.torch_schedule import TorchSchedule
 from drivetrain.trainer import trainer as own
 
@@ -114,6 +123,7 @@ _OPTIMIZER_METHODS = (
 )
 
 
+_LOG = logger(__name__)
 _STATIC = "torch learns a static graph from the first backward"
 
 
@@ -218,6 +228,11 @@ class Trainer(TheirNames):
     ) -> None:
         check_overrides(type(self), Trainer)
         self.args = checked_arguments(args)
+        self._callbacks = [DefaultFlowCallback(), *made_callbacks(callbacks)]
+        shows: Any = PrinterCallback if self.args.disable_tqdm else ProgressCallback
+        if not any(isinstance(each, shows) for each in self._callbacks):
+            self._callbacks.append(shows())
+        transformers.logging.set_verbosity(self.args.get_process_log_level())
         self._memory_tracker.start()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._mapped = self._map_arguments(UNLIMITED)  # an interval that is a share of the run is never due
@@ -234,11 +249,9 @@ class Trainer(TheirNames):
         self._own_optimizer, self._own_scheduler = self._given_optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._keeps_outputs, self._at_log_point = True, False
+        self._handles: list[RemovableHandle] = []
+        self._trained: Optimizer | None = None  # the optimizer of the last fit
         self._ignored_in_fit: list[str] | None = None
-        self._callbacks = made_callbacks(callbacks)
-        prints = any(isinstance(each, PrinterCallback) for each in self._callbacks)
-        if self.args.disable_tqdm and not prints:  # its lines take the place of the progress bar
-            self._callbacks.append(PrinterCallback())
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
         self._task = self._make_task()
         self.accelerator = ScriptAccelerator(
@@ -310,12 +323,17 @@ class Trainer(TheirNames):
     def _make_task(self) -> ScriptTask:
         self._loaders = {}  # they leave out the columns that the model before did not take
         options = dict(self._mapped.task_options)
+        kind = getattr(getattr(self.model, "config", None), "problem_type", None)
+        if options.get("label_smoothing") and kind == "multi_label_classification":
+            _LOG.warning("label smoothing is not for multi-label classification, and is left out here")
+            options["label_smoothing"] = 0.0
         self._generate = options.pop("generate", None)
         if self._generate is not None and not self.generates:
             raise ConfigError("predict_with_generate=True is for Seq2SeqTrainer: change the class's name")
         if (
             any(self._given_optimizers)
             or self.optimizer_cls_and_kwargs
+            or self.args.lr_scheduler_type == "reduce_lr_on_plateau"  # for an object in self.lr_scheduler
             or is_overridden(self, *_OPTIMIZER_METHODS)
         ):
             options["optimizer"] = self._make_optimizers
@@ -339,6 +357,7 @@ class Trainer(TheirNames):
         options = {
             name: value for name, value in self._mapped.trainer_options.items() if name not in left_out
         }
+        options["progress_bar"] = any(type(each) is ProgressCallback for each in self._callbacks)
         if self._search is not None and not self._search.in_main_thread:  # and in a report, trials may wait
             options |= {"preemption": False, "hang_timeout": None}
         return own.Trainer(**{**options, "callbacks": [*callbacks, *options["callbacks"]]})
@@ -349,22 +368,29 @@ class Trainer(TheirNames):
         return self._settings_of([self._runs, self._adapter, *ours])
 
     def _adapt(self, state: TrainerState, control: TrainerControl) -> tuple[CallbackAdapter, ScriptRun]:
-        theirs = [each for each in self._callbacks if not isinstance(each, Callback)]
+        self._adapted = list(self._callbacks)
+        served = (DefaultFlowCallback, ProgressCallback)  # by the intervals, and by our progress bar
+        theirs = [
+            each for each in self._callbacks if not isinstance(each, Callback) and type(each) not in served
+        ]
         adapter = CallbackAdapter(
             theirs, self.args, state=state, control=control, log=self._log_point, pushes=True
         )
         adapter.follows_args = True
         adapter.shown_path = lambda path: CheckpointFolders(self.args.output_dir).path(path)
         return adapter, ScriptRun(
-            self._evaluate_in_fit,
+            lambda: self._evaluate(None, self._ignored_in_fit),
             self._mapped.eval_on_start,
             adapter,
             self._fit_begins,
             self._checkpoint_saved,
         )
 
-    def _evaluate_in_fit(self) -> dict[str, float]:
-        metrics = self.evaluate(ignore_keys=self._ignored_in_fit)
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Return the metrics of an evaluation in a fit, by `evaluate`; a schedule sees them afterwards."""
+        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
         if self._search is not None and self._runs.run is not None:
             self._search.report(self._runs.run, metrics, bool(self._mapped.trainer_options["checkpoint"]))
         return metrics
@@ -375,6 +401,7 @@ class Trainer(TheirNames):
         (updater,) = run.engine.updaters.values()
         self._own_optimizer = updater.optimizer
         strategy = run.engine.strategy
+        self._go_on_with(updater.optimizer, run.progress.steps == 0)
         is_static = getattr(getattr(strategy, "config", None), "static_graph", False)
         self._task.hides_gradients = strategy.refuses("value_clipping") or (_STATIC if is_static else "")
         self._task.scales_losses = run.engine.precision.loss_scaling
@@ -388,8 +415,13 @@ class Trainer(TheirNames):
 
     @property
     def state(self) -> TrainerState:
-        """Where training is, with `log_history`."""
+        """Where training is, with `log_history`. Another one may be set before a verb."""
         return self._adapter.state
+
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._check_idle("state")
+        self._adapter.state = state
 
     @property
     def control(self) -> TrainerControl:
@@ -403,7 +435,7 @@ class Trainer(TheirNames):
     @property
     def callback_handler(self) -> CallbackHandler:
         """Calls the callbacks, for methods that a script overrides."""
-        return CallbackHandler(self._adapter)
+        return CallbackHandler(self._adapter, self._callbacks)
 
     @property
     def model(self) -> Any:
@@ -452,7 +484,9 @@ class Trainer(TheirNames):
         return True
 
     def _follow_arguments(self) -> None:
-        """Make the task anew for a verb if the arguments are others."""
+        """Make the task anew for a verb if the arguments are others, and see to changed callbacks."""
+        if self._runs.run is None:
+            self._follow_callbacks()
         if not self.is_in_train and self._read_arguments():
             self._task = self._make_task()
 
@@ -484,24 +518,29 @@ class Trainer(TheirNames):
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, or a class of one, for the next verb."""
-        self._set_callbacks([*self._callbacks, made_callback(callback)])
+        self._check_callbacks_idle()
+        self._callbacks[:] = made_callbacks([*self._callbacks, callback])
+        self._follow_callbacks()
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None if there is none."""
-        for each in self._callbacks:
-            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
-                self._set_callbacks([other for other in self._callbacks if other is not each])
-                return each
-        return None
+        self._check_callbacks_idle()
+        found = self.callback_handler.pop_callback(callback)
+        self._follow_callbacks()
+        return found
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, or the first one of a class."""
         self.pop_callback(callback)
 
-    def _set_callbacks(self, callbacks: list[Any]) -> None:
+    def _check_callbacks_idle(self) -> None:
         if self._runs.run is not None:
             raise ConfigError("callbacks are added and removed before train(), not while it runs")
-        self._callbacks = callbacks
+
+    def _follow_callbacks(self) -> None:
+        """Make the adapter anew if the list of callbacks is another one."""
+        if list(map(id, self._callbacks)) == list(map(id, self._adapted)):
+            return
         self._adapter, self._runs = self._adapt(self.state, self.control)
         self._adapter.is_initialized = True  # a later callback has missed on_init_end, as in transformers
 
@@ -541,7 +580,8 @@ class Trainer(TheirNames):
         if eval_dataset is None:
             raise ConfigError("an evaluation needs an eval_dataset: Trainer(eval_dataset=...)")
         known, loader = self._loaders.get(key, (None, None))
-        if loader is None or known is not eval_dataset:
+        keeps = self.is_in_train or self.args.dataloader_persistent_workers
+        if loader is None or known is not eval_dataset or not keeps:
             loader = self.get_test_dataloader(eval_dataset)
             self._loaders[key] = eval_dataset, loader
         return loader
@@ -626,6 +666,7 @@ class Trainer(TheirNames):
             ConfigError: The arguments do not fit together, or another job trains in `output_dir`.
             CheckpointError: There is no checkpoint to resume from, or it is damaged.
         """
+        self._follow_callbacks()
         with self._trial(trial):
             self._read_arguments()
             self._runs.first = self._mapped.eval_on_start
@@ -644,6 +685,9 @@ class Trainer(TheirNames):
             self.is_in_train = True
             self._adapter.train_dataloader = train
             self._memory_tracker.start()
+            self._log_begin(train)
+            saves = self._mapped.trainer_options["checkpoint"]
+            self._runs.save_by(None if saves else self._save_without_policy)
             try:
                 with self._runs.fitting(evaluation):
                     # transformers keeps the checkpoint's rate, too; a trial has arguments of its own
@@ -658,6 +702,8 @@ class Trainer(TheirNames):
             finally:
                 self.is_in_train = False
                 self._stop_measuring()
+                while self._handles:
+                    self._handles.pop().remove()
             metrics = self._adapter.train_metrics
             return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
@@ -742,6 +788,15 @@ class Trainer(TheirNames):
         finally:
             self._search = self.hp_search_backend = None
 
+    def _go_on_with(self, optimizer: Optimizer, begins_anew: bool) -> None:
+        """Let a second `train()` go on with the state of the first one's optimizer, as in transformers."""
+        parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if begins_anew and self._trained is not None and type(self._trained) is type(optimizer):
+            for parameter, state in self._trained.state.items():
+                if id(parameter) in parameters:  # of the same model, which no strategy has sharded
+                    optimizer.state[parameter] = state
+        self._trained = optimizer
+
     def _prepare_model(self) -> None:
         """Copy the tokenizer's special tokens to the model's configurations, and check shared tensors."""
         kinds = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
@@ -766,6 +821,25 @@ class Trainer(TheirNames):
         total: int = math.ceil(self.args.num_train_epochs * per_epoch)
         return total
 
+    def _log_begin(self, loader: DataLoader[Any]) -> None:
+        """Write to the logger of transformers what it writes when a training begins."""
+        args, dataset = self.args, getattr(loader, "dataset", ())
+        steps = args.max_steps if args.max_steps > 0 else self._planned_steps(loader)
+        together = args.train_batch_size * args.gradient_accumulation_steps * self._chosen_strategy.world_size
+        lines: dict[str, Any] = {
+            "Num examples": len(dataset) if has_length(dataset) else "unknown",
+            "Num Epochs": args.num_train_epochs if args.max_steps <= 0 else "unknown",
+            "Instantaneous batch size per device": args.per_device_train_batch_size,
+            "Total train batch size (w. parallel, distributed & accumulation)": together,
+            "Gradient Accumulation steps": args.gradient_accumulation_steps,
+            "Total optimization steps": steps,
+            "Number of trainable parameters": self.get_num_trainable_parameters(),
+        }
+        log = transformers.trainer.logger
+        log.info("***** Running training *****")
+        for name, value in lines.items():
+            log.info(f"  {name} = {value:,}" if isinstance(value, int) else f"  {name} = {value}")
+
     def _resumed(self, given: str | os.PathLike[str] | bool | None) -> str | None:
         """Return the path to resume from; None, with earlier checkpoints moved away, for a fresh start."""
         output_dir = self.args.output_dir
@@ -786,6 +860,30 @@ class Trainer(TheirNames):
                     " Load the weights of one with from_pretrained, and train in another output_dir"
                 ) from error
             raise CheckpointError(not_there(given, output_dir)) from error
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Return the folder of the checkpoints: `output_dir`, which a trial of a search sets to its own."""
+        return str(self.args.output_dir)
+
+    def _save_without_policy(self, run: Run) -> None:
+        """Save a checkpoint in a fit with save_strategy="no", because a callback asks for it."""
+        place, limit = os.path.join(self.args.output_dir, CHECKPOINTS), self.args.save_total_limit
+        policy = CheckpointConfig(every=None, keep_last=limit or None, by=None)
+        progress, assets, what = run.progress, dict[str, bytes](), "the model"
+        of_model = what, checked_assets(info_of(self._task).assets, what)
+        run.engine.ranks.first(lambda: assets.update(make_assets(of_model)))
+
+        def snapshot() -> Snapshot:
+            made = snapshot_to_save(run, not self.args.save_only_model)
+            made.assets = assets
+            return made
+
+        with ExitStack() as stack:
+            for each in run.callbacks:
+                stack.enter_context(each.saving(run))
+            manager = CheckpointManager(place, policy, ranks=run.engine.ranks)
+            saved = manager.save(progress.steps, progress.epoch, run.metrics, snapshot)
+        run.checkpoint_saved(saved.path)
 
     def _checkpoint_saved(self, run: Run) -> None:
         """Write the folder `checkpoint-N` for a checkpoint; all ranks call this."""
@@ -870,9 +968,17 @@ class Trainer(TheirNames):
         return made, self._scheduled()
 
     def _scheduled(self) -> Any:
-        """Return the scheduler; a ReduceLROnPlateau watches `metric_for_best_model`, or the loss."""
+        """Return the scheduler; a ReduceLROnPlateau watches `metric_for_best_model`, or the loss.
+
+        An AdafactorSchedule shows the rates of the optimizer, which it needs gradients for. So it is called
+        as soon as the optimizer has stepped, and not by the engine.
+        """
         scheduler = self.lr_scheduler
-        if not isinstance(scheduler, ReduceLROnPlateau):
+        if isinstance(scheduler, AdafactorSchedule):
+            self._handles.append(scheduler.optimizer.register_step_post_hook(lambda *_: scheduler.step()))
+            return None
+        greedy = getattr(transformers.optimization, "GreedyLR", ReduceLROnPlateau)  # of 5.3
+        if not isinstance(scheduler, (ReduceLROnPlateau, greedy)):
             return scheduler
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
         metric = from_metric_for_best_model(self.args.metric_for_best_model or "loss", sets)
@@ -1042,7 +1148,7 @@ class Trainer(TheirNames):
             if labels is None and (self.label_names or not self.can_return_loss):
                 loss, outputs = None, task.outputs_of(model, inputs)
             else:
-                items = items_for(self.compute_loss, task.loss_weight(inputs))
+                items = items_for(self.compute_loss, as_tensor(task.loss_weight(inputs), inputs))
                 loss, outputs = self.compute_loss(model, dict(inputs), return_outputs=True, **items)
         if prediction_loss_only:
             return loss, None, None
