@@ -311,7 +311,6 @@ def test_refusals(tmp_path: Path) -> None:
     cases: dict[str, Any] = {n: (overriding(n), f"Scripted.{n} would never", v) for n, v in never.items()}
     cases |= {
         "a search": (lambda: made.hyperparameter_search(backend="sigopt"), "has ended", "backend='optuna'"),
-        "a search of Ray": (lambda: made.hyperparameter_search(backend="ray"), "Use backend='optuna'"),
         "a trial": (lambda: made.train(trial={}), "trial"),
         "no data": (lambda: trainer(tmp_path, eval_strategy="epoch"), "without an eval_dataset"),
         "generation": (lambda: generator(tmp_path, hf.Trainer), "Seq2SeqTrainer"),
