@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,15 @@ def test_trials_run_in_processes_and_one_that_dies_has_failed(tmp_path):
     assert [row[5] for row in rows if row[1] == "failed"] == ["its process was killed by SIGKILL"]
     assert len(rows) == 5
     assert sum(each is not None for each in weights) == 4
+
+
+@pytest.mark.landing
+@pytest.mark.real("waits for two programs")
+def test_two_programs_that_start_together_share_the_trials(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(search, tmp_path, "shared", "sqlite:///shared.db") for _ in range(2)]
+        rows = max(
+            (each.result()[0] for each in both), key=lambda rows: sum(row[1] != "running" for row in rows)
+        )
+    assert len(rows) == 5
+    assert {row[1] for row in rows} <= {"complete", "pruned"}

@@ -143,9 +143,10 @@ def test_mistakes_are_refused_before_a_trial_or_end_the_search(tmp_path):
         "an empty space": (run(space={}), "name at least one parameter"),
         "a value": (run(space={"lr": 0.1}), "must be a range", "[0.1]"),
         "a logarithm of zero": (run(space={"lr": (0.0, 1.0, "log")}), "is not possible"),
+        "no end": (run(space={"lr": (0.0, float("inf"))}), "must be finite"),
         "an object": (run(space={"lr": [object()]}), "Give their names"),
         "no task": (run(lambda parameters: 3), "must return a TaskModule"),
-        "a directory": (run(lambda parameters: (line(parameters), {"run_dir": "x"})), "directory itself"),
+        "a run_dir": (run(lambda parameters: (line(parameters), {"run_dir": "x"})), "directory itself"),
         "a wrong name": (run(objective="test/loss"), "the search optimises 'test/loss'", "validation/loss"),
         "an unknown direction": (run(objective="validation/score"), "give direction='maximize'"),
         "two directions": (run(direction=["min", "max"]), "have 2 directions"),
@@ -156,6 +157,7 @@ def test_mistakes_are_refused_before_a_trial_or_end_the_search(tmp_path):
         "one directory": (run(checkpoint=in_one), "would hold the checkpoints of all"),
         "a storage of one process": (run(parallel=2, storage=memory), "each of them can open"),
         "an unknown storage": (run(storage="nothing://here"), "cannot be opened"),
+        "a directory as a journal": (run(storage=tmp_path), "cannot be opened"),
     }
     assert_refused(ConfigError, rows)
 

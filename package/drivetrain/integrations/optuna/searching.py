@@ -20,6 +20,7 @@ from drivetrain.distributed.group import disband
 from drivetrain.distributed.launch.children import Child, end_all
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.forks import cause_of_end, fork_copy, fork_ranks
+from drivetrain.distributed.processes import one_at_a_time
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine.engine import Engine
 from drivetrain.integrations.optuna.result import (
@@ -153,12 +154,13 @@ def search(
     def begin() -> bool:
         if is_shared(storage):
             record(directory, None if storage is None else _absolute(storage), name)
-        opened = open_storage(storage, directory)
-        study = optuna.create_study(
-            storage=opened, study_name=name, directions=directions, load_if_exists=True
-        )
-        is_new = not study.get_trials(deepcopy=False)
-        identify(study, identity)
+        with one_at_a_time(directory / "search"):  # two that make one database's tables get an error
+            opened = open_storage(storage, directory)
+            study = optuna.create_study(
+                storage=opened, study_name=name, directions=directions, load_if_exists=True
+            )
+            is_new = not study.get_trials(deepcopy=False)
+            identify(study, identity)
         return is_new
 
     if not ranks.first(begin) and not isinstance(chosen_sampler, SeededSampler):

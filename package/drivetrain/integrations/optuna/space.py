@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -121,6 +122,8 @@ def _range(given: tuple[Any, ...]) -> BaseDistribution | None:
     numbers = [low, high] if how in (None, "log") else [low, high, how]
     if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in numbers):
         return None
+    if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):
+        raise ValueError("its numbers must be finite")
     step, log = (None, how == "log") if how in (None, "log") else (how, False)
     if all(isinstance(each, int) for each in numbers):
         return IntDistribution(low, high, log=log, step=1 if step is None else step)

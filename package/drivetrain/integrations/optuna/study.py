@@ -93,8 +93,11 @@ def open_storage(given: str | os.PathLike[str] | BaseStorage | None, directory: 
         except Exception as error:  # of SQLAlchemy, and of the database's own package
             raise ConfigError(f"storage={given!r} cannot be opened: {error}") from error
     path = (directory / JOURNAL if given is None else Path(given)).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalLock(path)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalLock(path)))
+    except OSError as error:
+        raise ConfigError(f"the journal {str(path)!r} of the search cannot be opened: {error}") from error
 
 
 def id_of(study: optuna.Study, storage: BaseStorage, number: int) -> int:
