@@ -13,6 +13,7 @@ from tests.support.tasks import quiet
 
 from drivetrain import ConfigError, FSDPConfig, OptimizerConfig, StrategyError
 from drivetrain.checkpoint.weights.stored_rows import stored_weights
+from drivetrain.core.errors import CheckpointError
 from drivetrain.integrations.transformers import TransformersTask, from_training_arguments
 from drivetrain.strategies.fsdp.tensor_parallel import planned
 from drivetrain.strategies.meta_device import Materialization
@@ -111,3 +112,16 @@ def test_parts_that_a_folder_lacks_begin_with_transformers_values(
     assert 0 < task.model.score.weight.std() < 0.04
     whole = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert torch.equal(task.model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
+
+
+def test_renamed_tensors_are_found_and_merged_ones_refused(tmp_path: Path) -> None:
+    for name, options in (("GPTNeoX", {}), ("Mixtral", {"num_local_experts": 2})):
+        saved(name, tmp_path / name, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, device_map="meta")
+        if name == "Mixtral":
+            with pytest.raises(CheckpointError, match=r"experts.*of several stored tensors, such as"):
+                TransformersTask(model)
+        else:
+            stored = stored_weights(task := TransformersTask(model))
+            assert stored is not None
+            assert stored.lacking(task)[0] == []

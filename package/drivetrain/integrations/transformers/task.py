@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
-from drivetrain.checkpoint.weights.module_state import clean_name, full_state
+from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.rename import Rename
 from drivetrain.checkpoint.weights.warm_start import LoadReport, WeightSource
 from drivetrain.core.devices import has_values
@@ -25,6 +25,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
 from drivetrain.core.validation import count, number, one_of
+from drivetrain.distributed.processes import rank
 from drivetrain.engine.token_weight import counted_targets
 from drivetrain.integrations.transformers.collating import Collation, default_collate
 from drivetrain.integrations.transformers.columns import Columns
@@ -457,16 +458,21 @@ class TransformersTask(TaskModule):
         See `TaskModule.load_weights` for arguments, the report and errors.
         """
         if rename is None and is_folder(source):
-            rename = renamed_to(self.model, full_state(self).keys(), IN_TASK)
+            rename = renamed_to(self.model, IN_TASK)
         return super().load_weights(source, strict=strict, rename=rename)
 
     def _load_left_out(self) -> None:
         """Give a model that `from_pretrained` has made on the meta device the weights of its folder."""
         if not is_unloaded(self.model):
             return
+        if base_of(self.model) is not self.model:
+            raise ConfigError(
+                "the base of a PeftModel was loaded with device_map='meta', and has no weights: load it whole"
+            )
         folder = folder_of(self.model)
         report = self.load_weights(folder, strict=False)
-        _LOG.info("the weights of %r: %s", folder, report)
+        if rank() == 0:  # each process makes the task
+            _LOG.info("the weights of %r: %s", folder, report)
         if report.missing or report.mismatched:
             kind = type(base_of(self.model)).__name__
             _LOG.warning(f"{kind} begins with new values where {folder!r} has none that fit: {report}")

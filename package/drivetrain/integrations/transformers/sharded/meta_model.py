@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,24 +85,37 @@ def is_folder(source: Any) -> bool:
     return not DirectoryCheckpointIO().exists(os.fspath(source))
 
 
-def renamed_to(model: nn.Module, own: Collection[str], prefix: str) -> Callable[[str], str | None]:
-    """Return the rule from the names in a folder of `from_pretrained` to those in a task.
+def renamed_to(model: nn.Module, prefix: str) -> Callable[[str], str | None]:
+    """Return transformers' rule from the names in a folder of `from_pretrained` to those in a task.
 
-    As there, weights of a model without a head fit one that has it, and the other way round.
+    Weights of a model without a head fit one that has it, and the other way round.
 
     Args:
         model: The model in the task.
-        own: The names of the task.
         prefix: The prefix of the model's names in the task.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     base = base_of(model)
-    inner = f"{getattr(base, 'base_model_prefix', '')}."
+    inner = getattr(base, "base_model_prefix", None)
+    transforms = get_model_conversion_mapping(base)
+    renamings: list[Any] = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters: list[Any] = [each for each in transforms if isinstance(each, WeightConverter)]
     ignored = tuple(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
+    own = base.state_dict()
 
     def rename(name: str) -> str | None:
-        for each in (prefix + name, f"{prefix}{inner}{name}", prefix + name.removeprefix(inner)):
-            if each in own:
-                return each
-        return None if any(re.search(each, name) for each in ignored) else name
+        found, converted = rename_source_key(name, renamings, converters, inner, own)
+        if found not in own and name in own:
+            found, converted = rename_source_key(name, [], [], inner, own)
+        if found not in own:
+            return None if any(re.search(each, name) for each in ignored) else name
+        if converted is not None:
+            raise CheckpointError(
+                f"transformers makes {found!r} of {type(base).__name__} of several stored tensors, such as"
+                f" {name!r}, which cannot be read in rows. Load the model whole, without device_map='meta'"
+            )
+        return f"{prefix}{found}"
 
     return rename
