@@ -248,6 +248,25 @@ def test_lbfgs_on_two_ranks_equals_the_double_batch(monkeypatch: pytest.MonkeyPa
     assert torch.allclose(weights_of(module), torch.tensor(first).double(), rtol=0, atol=1e-4)
 
 
+def test_a_modules_hooks_of_checkpoints_have_the_epoch_and_the_step_of_lightnings(tmp_path: Path) -> None:
+    def save(self: Any, checkpoint: Any) -> None:
+        self.seen = {*getattr(self, "seen", ()), (checkpoint["epoch"], checkpoint["global_step"])}
+
+    def load(self: Any, checkpoint: Any) -> None:
+        self.loaded = checkpoint["epoch"], checkpoint["global_step"]
+
+    kind = _kind(modules.Classifier, on_save_checkpoint=save, on_load_checkpoint=load)
+    theirs, ours, resumed = made(kind), made(kind), made(kind)
+    saver = callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=2)
+    saves = {"enable_checkpointing": True, "default_root_dir": tmp_path, "callbacks": saver}
+    under_lightning(theirs, max_epochs=2, **saves)
+    options = {"checkpoint": CheckpointConfig(every="2 steps"), "run_dir": tmp_path / "ours"}
+    under_ours(ours, max_epochs=2, **options)
+    assert ours.seen - {(0, 0)} == theirs.seen  # ours is tried out before the first step
+    under_ours(resumed, max_epochs=3, resume="auto", **options)
+    assert resumed.loaded == max(theirs.seen)
+
+
 def test_a_module_without_an_optimizer_runs_its_epochs(tmp_path: Path) -> None:
     class Bank(pl.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:

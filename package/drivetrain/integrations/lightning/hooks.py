@@ -708,11 +708,12 @@ class ModuleHooks(ModuleState, Callback):
         if of_callbacks:
             state["callbacks"] = of_callbacks
         if (save := self.hook("on_save_checkpoint")) is not None:
-            given = _Checkpoint(epoch=self.epoch, global_step=self.steps)
+            # A save at the end of an epoch is part of it, as in Lightning; it is counted already.
+            progress = run.progress
+            epoch = progress.epoch - (progress.epoch > 0 and progress.epoch_batches == 0)
+            given = _Checkpoint(epoch=epoch, global_step=self.steps)
             save(given)
-            state["of_module"] = {
-                name: value for name, value in given.items() if name not in ("epoch", "global_step")
-            }
+            state["of_module"] = dict(given)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -738,7 +739,7 @@ class ModuleHooks(ModuleState, Callback):
             if (kept := state.get("callbacks", {}).get(each.state_key)) is not None:
                 each.load_state_dict(dict(kept))
         if (load := self.hook("on_load_checkpoint")) is not None:
-            load(_Checkpoint({**dict(state.get("of_module", {})), "global_step": self.steps}))
+            load(_Checkpoint(state.get("of_module", {})))
 
     def on_checkpoint_loaded(self, run: Run) -> None:
         """Take over what was logged before the checkpoint."""
