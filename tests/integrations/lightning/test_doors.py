@@ -210,6 +210,28 @@ def test_a_users_early_stopping_and_lightnings_average_are_served() -> None:
     assert (policy.keep_last, policy.by) == (3, None)
 
 
+def test_a_value_of_training_steps_alone_is_watched_at_the_end_of_short_epochs(tmp_path: Path) -> None:
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("step_loss", loss)  # no log point comes: there is one every 50 steps, and an epoch has 6
+        return loss
+
+    kind = _kind(modules.Classifier, training_step=step)
+    saver = callbacks.ModelCheckpoint(tmp_path / "theirs", monitor="step_loss")
+    under_lightning(
+        made(kind), max_epochs=3, callbacks=[saver], enable_checkpointing=True, log_every_n_steps=50
+    )
+    watching = [
+        callbacks.ModelCheckpoint(monitor="step_loss"),
+        callbacks.EarlyStopping("step_loss", patience=9),
+    ]
+    given = {"max_epochs": 3, "callbacks": watching, "default_root_dir": str(tmp_path / "ours")}
+    trainer, _ = from_lightning_arguments(**given, **QUIET, enable_model_summary=False)
+    result = trainer.fit(as_task(made(kind)), *data_of(made(kind)))
+    assert result.best_value == pytest.approx(float(saver.best_model_score), abs=1e-6)
+    assert result.best_checkpoint is not None
+
+
 def _with(optimizer: Any) -> Any:
     return _kind(modules.OneCycle, configure_optimizers=lambda self: optimizer(self.parameters()))
 

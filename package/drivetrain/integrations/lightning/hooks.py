@@ -540,6 +540,13 @@ class ModuleHooks(ModuleState, Callback):
             self._skips_log = True
             self._publish(run, values, of_step=False)
             run.log_training()  # a log point of its own, also where this step has had one
+        if any(each.on_step and not each.on_epoch for each in self.training_logs.entries.values()):
+            # What checkpoints and early stopping may watch, also where no log point has come yet.
+            latest = self.training_logs.latest(run.engine.data_ranks)
+            if run.latest_at != run.progress.steps:
+                run.latest, run.latest_at = {}, run.progress.steps
+            for entry, value in latest.items():
+                run.metrics[entry.name] = run.latest[entry.name] = value
 
     def _call_at_end(self, name: str, logs: Logs, run: Run) -> None:
         """Call a hook at the end of an epoch; `self.trainer.callback_metrics` has the values of the epoch."""

@@ -214,6 +214,13 @@ class Logs:
 
     def take_latest(self, ranks: Ranks) -> dict[LoggedEntry, float]:
         """Return the last values that are logged at log points, and forget them. All ranks call this."""
+        found = self.latest(ranks)
+        for entry in self.entries.values():  # also one whose name another hook has logged since
+            entry.latest = None
+        return found
+
+    def latest(self, ranks: Ranks) -> dict[LoggedEntry, float]:
+        """Return the last values that the next log point logs. All ranks call this."""
         fresh = {
             each.full_name(of_step=True): each for each in self.entries.values() if each.latest is not None
         }
@@ -222,8 +229,6 @@ class Logs:
             value, weight = each.latest, each.latest_weight
             assert value is not None
             parts[name] = (each.reduction, value * weight if each.reduction == "mean" else value, weight)
-        for entry in self.entries.values():  # also one whose name another hook has logged since
-            entry.latest = None
         values = _over_ranks(parts, ranks)
         found = {each: values.pop(name) for name, each in fresh.items()}
         for name, of_others in values.items():  # logged by other ranks alone
