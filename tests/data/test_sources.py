@@ -100,6 +100,23 @@ def test_a_generator_that_was_used_up_says_so() -> None:
         values(source, epoch=1)
 
 
+def test_an_iterator_with_a_length_begins_anew_in_each_epoch() -> None:
+    class Own:
+        def __iter__(self) -> Iterator[Tensor]:
+            self.rest = iter(torch.arange(3.0).split(1))
+            return self
+
+        def __next__(self) -> Tensor:
+            return next(self.rest)
+
+        def __len__(self) -> int:
+            return 3
+
+    source = as_source(Own(), "training", seed=0)
+    assert not source.one_shot
+    assert values(source) == values(source, epoch=1) != []
+
+
 def test_an_iterable_that_raises_or_cannot_begin_names_the_batch_and_keeps_the_cause() -> None:
     def batches() -> Iterator[Tensor]:
         yield torch.ones(2, 1)

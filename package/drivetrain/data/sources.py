@@ -275,7 +275,8 @@ class IterableSource(Source):
         self._restored = False
         self._used_up = False
         self._begun: weakref.ref[Any] | None = None
-        self.one_shot = iter(data) is data if isinstance(data, Iterator) else False
+        # One with a length begins anew by its __iter__; a generator has none.
+        self.one_shot = isinstance(data, Iterator) and iter(data) is data and not hasattr(data, "__len__")
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """Yield the batches of an epoch from a position on."""

@@ -176,21 +176,6 @@ def _is_combined(given: Any) -> bool:
     return is_kind(given, "CombinedLoader")
 
 
-class _Again:
-    """A loader whose `__iter__` begins its batches anew and returns the loader itself."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        if hasattr(loader, "dataset"):
-            self.dataset = loader.dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-
 class _Batches:
     """The batches of Lightning's CombinedLoader, which gives (batch, its number, the loader's number)."""
 
@@ -207,8 +192,6 @@ def _counting_once(loader: Any, source: str) -> Any:
     Raises:
         DataError: A sampler of another kind gives each process a part.
     """
-    if isinstance(loader, Iterator) and hasattr(loader, "__len__"):  # a generator has none
-        return _Again(loader)
     if not isinstance(loader, DataLoader):
         return loader
     if type(loader).__iter__ is not DataLoader.__iter__:
