@@ -33,6 +33,7 @@ class ScriptAccelerator:
         backward: Takes the loss of a training step, and `retain_graph`.
         device: Returns the device of the model.
         strategy: Returns the name of the strategy.
+        config: Returns the options of `accelerator_config`.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class ScriptAccelerator:
         backward: Callable[..., Tensor],
         device: Callable[[], torch.device],
         strategy: Callable[[], str],
+        config: Callable[[], Any],
     ) -> None:
         self._backward = backward
         self._device = device
         self._strategy = strategy
+        self._config = config
 
     def backward(self, loss: Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False) -> None:
         """Run backward on a loss, now or once the step has returned; the engine weights its gradients.
@@ -137,6 +140,27 @@ class ScriptAccelerator:
             kind = self.device.type
             name = f"MULTI_{'GPU' if kind == 'cuda' else kind.upper()}"
         return DistributedType(name)
+
+    @property
+    def split_batches(self) -> bool:
+        """The option of `accelerator_config`, as the three below."""
+        return bool(self._config().split_batches)
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """The option; a loader is always read by each process."""
+        found: bool | None = self._config().dispatch_batches
+        return found
+
+    @property
+    def even_batches(self) -> bool:
+        """The option."""
+        return bool(self._config().even_batches)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """The option."""
+        return bool(self._config().use_seedable_sampler)
 
     @property
     def num_processes(self) -> int:
