@@ -28,15 +28,15 @@ class Counting(LocalFileSystem):  # operations by name and thread, and the bytes
         return Counter(name for name, _ in self.order)
 
     def watched(self, file):
-        for name in ("write", "finish", "read_into", "seek"):
+        for name in ("write", "finish", "readinto", "seek"):
             if hasattr(file, name):
                 setattr(file, name, partial(self.within, name, getattr(file, name)))
         return file
 
     def within(self, name, act, *arguments):
-        self.count({"read_into": "read"}.get(name, name))
+        self.count({"readinto": "read"}.get(name, name))
         result = act(*arguments)
-        self.bytes_read += result if name == "read_into" else 0
+        self.bytes_read += result if name == "readinto" else 0
         return result
 
 

@@ -4,10 +4,11 @@ For proving that what is stored survives: run something over a `FaultyFileSystem
 the operations; then once for each operation and each kind of fault, and see what is left.
 """
 
+import io
 import random
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tests.support.fault_kinds import OPERATIONS, Fault, Killed, Operation, Step, failure, suits
 from tests.support.memory import MemoryDisk
@@ -217,27 +218,34 @@ class _FaultySink:
         self._files.replace(self._path, rest)
 
 
-class _FaultySource:
+class _FaultySource(io.RawIOBase):
     def __init__(self, files: FaultyFileSystem, path: str, inner: ByteSource) -> None:
-        self._files, self._path, self._inner, self.size = files, path, inner, inner.size
+        self._files, self._path, self._inner = files, path, inner
 
-    def read_into(self, target: memoryview) -> int:
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any, /) -> int | None:
         fault = self._files.meet("read", self._path)
         if fault is None:
-            return self._inner.read_into(target)
+            return self._inner.readinto(target)
         if fault.kind == "kill":
             self._files.die(fault)
         if fault.kind == "flip":
-            count = self._inner.read_into(target)
+            count = self._inner.readinto(target)
             target[:count] = _flipped(target[:count], random.Random(fault.seed))
             return count
         raise failure(fault.kind, self._path)
 
-    def seek(self, position: int) -> None:
-        self._inner.seek(position)
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._inner.seek(offset, whence)
 
     def close(self) -> None:
         self._inner.close()
+        super().close()
 
 
 class _Twin(MemoryDisk):
@@ -273,9 +281,10 @@ def _copy(source: FileSystem, target: FileSystem, directory: str) -> None:
 
 def read_bytes(files: FileSystem, path: str) -> bytes:  # the content of a small file
     source = files.open(path)
-    data = bytearray(source.size)
+    data = bytearray(source.seek(0, io.SEEK_END))
+    source.seek(0)
     done = 0
-    while done < len(data) and (count := source.read_into(memoryview(data)[done:])):
+    while done < len(data) and (count := source.readinto(memoryview(data)[done:])):
         done += count
     source.close()
     return bytes(data[:done])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import posixpath
 import random
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from drivetrain.checkpoint.storage.filesystem import SAVING, ByteSource, BytesSource, Kind, Sink
+from drivetrain.checkpoint.storage.filesystem import SAVING, ByteSource, Kind, Sink
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +99,7 @@ class MemoryDisk:
         node = self._find(path)
         if not isinstance(node, _File):
             raise _os_error(errno.ENOENT if node is None else errno.EISDIR, path)
-        return BytesSource(node.content)
+        return io.BytesIO(node.content)
 
     def make_directory(self, path: str) -> None:
         directory, is_unfinished = self._root, False
@@ -213,7 +214,7 @@ class MemoryObjects:
     def open(self, path: str) -> ByteSource:
         if path not in self._objects:
             raise _os_error(errno.ENOENT, path)
-        return BytesSource(self._objects[path])
+        return io.BytesIO(self._objects[path])
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`; there is nothing to do."""

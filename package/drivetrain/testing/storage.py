@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,12 +55,13 @@ def _files(files: FileSystem, place: str) -> None:
     _same(files.kind(path), "file", "the kind of a file")
     source = files.open(path)
     try:
-        _same(source.size, len(content), "the size of a file")
-        _same(_rest(source.read_into), content, "a file read to its end")
+        _same(source.seek(0, io.SEEK_END), len(content), "the size of a file")
+        source.seek(0)
+        _same(_rest(source.readinto), content, "a file read to its end")
         source.seek(len(content) - 5)
-        _same(_rest(source.read_into), content[-5:], "a file read from a position")
+        _same(_rest(source.readinto), content[-5:], "a file read from a position")
         source.seek(3)
-        _same(_rest(source.read_into), content[3:], "a file read from an earlier position")
+        _same(_rest(source.readinto), content[3:], "a file read from an earlier position")
     finally:
         source.close()
     _same(write_file(files.join(place, "empty"), [], files), 0, "the size of an empty file")
@@ -92,7 +94,7 @@ def _replacing(files: FileSystem, place: str) -> None:
         write_atomically(path, [content], files)
         source = files.open(path)
         try:
-            _same(_rest(source.read_into), content, "a file that was replaced")
+            _same(_rest(source.readinto), content, "a file that was replaced")
         finally:
             source.close()
     _same(files.entries(place), {"index": "file"}, "an atomic write leaves no other file")
@@ -205,10 +207,10 @@ def _bits(tensor: Tensor) -> bytes:
     return bytes(tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-def _rest(read_into: Callable[[memoryview], int]) -> bytes:
+def _rest(readinto: Callable[[memoryview], int | None]) -> bytes:
     found = bytearray()
     target = bytearray(100_000)
-    while count := read_into(memoryview(target)):
+    while count := readinto(memoryview(target)):
         found += target[:count]
     return bytes(found)
 

@@ -150,13 +150,13 @@ def test_a_reader_takes_only_its_own_bytes(tmp_path):
 
         def open(self, path):
             source, name = super().open(path), os.path.basename(path)
-            read_into = source.read_into
+            readinto = source.readinto
 
             def counting(target):
                 self.bytes[name] = self.bytes.get(name, 0) + len(target)
-                return read_into(target)
+                return readinto(target)
 
-            source.read_into = counting
+            source.readinto = counting
             return source
 
     def act(path):

@@ -304,7 +304,7 @@ def test_a_large_object_is_read_from_any_position(flaky):
         position, length = chance.randrange(size), chance.randrange(1, 3000)
         source.seek(position)
         target, done = memoryview(bytearray(length)), 0
-        while done < length and (count := source.read_into(target[done:])):
+        while done < length and (count := source.readinto(target[done:])):
             done += count
         assert bytes(target[:done]) == content[position : position + length]
     source.close()

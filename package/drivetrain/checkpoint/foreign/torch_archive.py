@@ -23,7 +23,6 @@ from torch import Tensor
 from drivetrain.checkpoint.format.tensors import DTYPES, bytes_of
 from drivetrain.checkpoint.storage.filesystem import (
     LOCAL,
-    ByteSource,
     DamagedCheckpointError,
     FileSystem,
     os_errors,
@@ -116,7 +115,8 @@ class TorchArchive:
         with self._errors():
             self._source = files.open(path)
             try:
-                self._zip = zipfile.ZipFile(io.BufferedReader(_RawSource(self._source)))
+                self._size = self._source.seek(0, io.SEEK_END)
+                self._zip = zipfile.ZipFile(io.BufferedReader(self._source))
                 self._root = self._find_root()
                 self.content = _run(self._zip.read(self._entry(f"{self._root}data.pkl")))
             except BaseException:
@@ -178,7 +178,7 @@ class TorchArchive:
             raise ValueError(f"it lacks {name}") from None
         if entry.compress_type != zipfile.ZIP_STORED:  # torch compresses nothing; a zip bomb does
             raise ValueError(f"{name} is compressed")
-        if entry.file_size > self._source.size:
+        if entry.file_size > self._size:
             raise ValueError(f"{name} claims more bytes than the file has")
         return entry
 
@@ -202,33 +202,6 @@ _WRONG = (
     *(zipfile.BadZipFile, EOFError, RuntimeError),
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError),
 )
-
-
-class _RawSource(io.RawIOBase):
-    """A `ByteSource` as a raw stream for Python's io and zipfile."""
-
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._source.size}[whence]
-        if start + offset < 0:
-            raise ValueError("it is too short")
-        self._position = start + offset
-        self._source.seek(self._position)
-        return self._position
-
-    def readinto(self, target: Any, /) -> int:
-        count = self._source.read_into(memoryview(target).cast("B"))
-        self._position += count
-        return count
 
 
 def _run(program: bytes) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,6 @@ from drivetrain.checkpoint.format.tensors import DTYPES, Hashes, TensorSpan, byt
 from drivetrain.checkpoint.saving.sharding import Box, Like, box_to_read, is_sharded
 from drivetrain.checkpoint.storage.files import HashedReader
 from drivetrain.checkpoint.storage.filesystem import (
-    BytesSource,
     DamagedCheckpointError,
     FileSystem,
     os_errors,
@@ -187,7 +187,7 @@ class Reader:
 
     def _checked(self, path: str, record: FileRecord) -> HashedReader:
         """Open a file, and check its size."""
-        source = None if record.content is None else BytesSource(record.content)
+        source = None if record.content is None else io.BytesIO(record.content)
         reader = HashedReader(path, self.files, source)
         try:
             reader.check_size(record.bytes)

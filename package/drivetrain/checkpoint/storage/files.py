@@ -7,6 +7,7 @@ passed to the system. Nothing is read back: a fault between here and the disk sh
 
 from __future__ import annotations
 
+import io
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -151,7 +152,9 @@ class HashedReader:
         self.position = 0
         self._digest = xxhash.xxh3_128()
         self._source = _open_plain(path, files) if source is None else source
-        self.size = self._source.size
+        with os_errors("read", path):
+            self.size = self._source.seek(0, io.SEEK_END)
+            self._source.seek(0)
 
     def __enter__(self) -> HashedReader:
         return self
@@ -169,7 +172,7 @@ class HashedReader:
         done = 0
         with os_errors("read", self.path):
             while done < len(target):
-                count = self._source.read_into(target[done : done + CHUNK])
+                count = self._source.readinto(target[done : done + CHUNK])
                 if not count:
                     raise DamagedCheckpointError(
                         f"{self.path!r} ends early: {len(target) - done} bytes are missing"

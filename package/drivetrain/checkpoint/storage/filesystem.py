@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import shutil
 import stat
@@ -22,6 +23,9 @@ from drivetrain.core.files import descriptor_of_file
 
 Kind: TypeAlias = Literal["file", "directory", "link", "other"]
 """The kind of a directory entry; "other" is a pipe, a device or a socket."""
+
+ByteSource: TypeAlias = io.RawIOBase | io.BufferedIOBase
+"""A file that is being read: a stream of Python's that can seek. `readinto` reads nothing only at the end."""
 
 _ADVICE = {
     errno.ENOSPC: "free some space, or save to another disk",
@@ -85,45 +89,6 @@ class Sink(Protocol):
         ...
 
 
-class ByteSource(Protocol):
-    """A file that is being read."""
-
-    size: int
-
-    def read_into(self, target: memoryview) -> int:
-        """Read some bytes, and return their number; 0 only at the end of the file."""
-        ...
-
-    def seek(self, position: int) -> None:
-        """Continue reading at this byte."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
-class BytesSource:
-    """A `ByteSource` of bytes in memory."""
-
-    def __init__(self, content: bytes) -> None:
-        self.size = len(content)
-        self._content = content
-        self._position = 0
-
-    def read_into(self, target: memoryview) -> int:
-        found = self._content[self._position : self._position + len(target)]
-        target[: len(found)] = found
-        self._position += len(found)
-        return len(found)
-
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def close(self) -> None:
-        self._content = b""
-
-
 class FileSystem(Protocol):
     """A place for files. Its methods raise `OSError` and nothing else.
 
@@ -159,7 +124,7 @@ class FileSystem(Protocol):
         ...
 
     def open(self, path: str) -> ByteSource:
-        """Open a regular file for reading, without following links."""
+        """Open a regular file for reading, without following links; a stream such as `io.BytesIO`."""
         ...
 
     def make_directory(self, path: str) -> None:
@@ -239,7 +204,8 @@ class LocalFileSystem:
 
     def open(self, path: str) -> ByteSource:
         """See `FileSystem.open`."""
-        return _LocalSource(plain_path(path))
+        # Unbuffered: every read goes directly into the caller's memory.
+        return open(plain_path(path), "rb", buffering=0, opener=_open_no_follow)
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`."""
@@ -310,22 +276,6 @@ class _LocalSink:
             self._file.close()
 
     def abort(self) -> None:
-        self._file.close()
-
-
-class _LocalSource:
-    def __init__(self, path: str) -> None:
-        # Unbuffered: every read goes directly into the caller's memory.
-        self._file = open(path, "rb", buffering=0, opener=_open_no_follow)  # noqa: SIM115
-        self.size = os.fstat(self._file.fileno()).st_size
-
-    def read_into(self, target: memoryview) -> int:
-        return self._file.readinto(target)
-
-    def seek(self, position: int) -> None:
-        self._file.seek(position)
-
-    def close(self) -> None:
         self._file.close()
 
 

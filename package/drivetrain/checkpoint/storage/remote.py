@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
-from drivetrain.checkpoint.storage.filesystem import ByteSource, BytesSource, Kind, Sink
+from drivetrain.checkpoint.storage.filesystem import ByteSource, Kind, Sink
 from drivetrain.checkpoint.storage.retries import Retry, as_os_error
 from drivetrain.core.errors import CheckpointError, MissingDependencyError, nearest
 
@@ -113,9 +113,9 @@ class RemoteFileSystem:
                 raise _short(len(content), size)
 
         if not size:  # an empty object has no range to request
-            return BytesSource(b"")
+            return io.BytesIO()
         if size <= self._block:
-            return BytesSource(self._read(path, 0, self._block, check))
+            return io.BytesIO(self._read(path, 0, self._block, check))
         return _ObjectSource(self, path, size, self._block)
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
@@ -209,11 +209,11 @@ def _short(found: int, size: int) -> OSError:
     return ConnectionResetError(errno.ECONNRESET, f"only {found} of {size} bytes came")
 
 
-class _ObjectSource:
+class _ObjectSource(io.RawIOBase):
     """A large object, read in blocks."""
 
     def __init__(self, files: RemoteFileSystem, path: str, size: int, block: int) -> None:
-        self.size = size
+        self._size = size
         self._files = files
         self._path = path
         self._block = block
@@ -221,14 +221,20 @@ class _ObjectSource:
         self._number = -1
         self._content = memoryview(b"")
 
-    def read_into(self, target: memoryview) -> int:
-        if self._position >= self.size:
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any, /) -> int:
+        if self._position >= self._size:
             return 0
         number, offset = divmod(self._position, self._block)
         if number != self._number:
-            self.close()  # free the memory for the next block
+            self._content = memoryview(b"")  # free the memory for the next block
             start = number * self._block
-            end = min(start + self._block, self.size)
+            end = min(start + self._block, self._size)
             self._content = memoryview(self._files.read_range(self._path, start, end))
             self._number = number
         found = self._content[offset : offset + len(target)]
@@ -236,11 +242,14 @@ class _ObjectSource:
         self._position += len(found)
         return len(found)
 
-    def seek(self, position: int) -> None:
-        self._position = position
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
 
     def close(self) -> None:
         self._number, self._content = -1, memoryview(b"")
+        super().close()
 
 
 class _ObjectSink:
