@@ -17,7 +17,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from drivetrain import ConfigError, DataError, LambdaCallback
 from drivetrain.cli.main import main
 from drivetrain.cli.report import PIXELS, _drawn, make_report
-from drivetrain.cli.run_record import RunRecord, differences, read_runs
+from drivetrain.cli.run_record import RunRecord, differences, read_runs, unknown_settings
 from drivetrain.core.messages import logger
 from drivetrain.run.ledger_report import Attempt, RunLedger
 
@@ -71,7 +71,11 @@ def test_values_are_read_from_tensorboards_files_where_there_is_no_table(
     for name, (steps, values) in good.curves.items():
         assert other.curves[name][0] == steps
         assert other.curves[name][1] == pytest.approx(values, rel=1e-6)
-    assert differences([good, other]) == {}  # its settings are unknown
+    assert differences([good, other]) == {}
+    assert (
+        unknown_settings([good, other])
+        == f"unknown settings, because no logger wrote config.json: {other.name}"
+    )
 
 
 def test_what_cannot_be_compared_or_written_is_told(
@@ -81,6 +85,7 @@ def test_what_cannot_be_compared_or_written_is_told(
         read_runs([runs[0], runs[0] + "/../good"])
     with pytest.raises(DataError, match=r"there is no ledger\.jsonl"):
         read_runs([str(tmp_path)])
+    assert [run.name for run in read_runs([str(Path(runs[0]).parent)])] == ["good"]
     for words, told in (
         (["compare", runs[0]], "give two runs or more"),
         (["report", runs[0], "--output", str(tmp_path)], "is a directory"),
@@ -124,5 +129,5 @@ def test_a_browser_draws_the_curves_of_all_runs(runs: list[str], tmp_path: Path)
         for title, plot in re.findall(r"<h3>([^<]*)</h3>(.*?)(?=<h3>|<h2>)", page, re.DOTALL)
     }
     assert drawn == {"train/loss": 2, "validation/loss": 1}
-    assert re.findall(r"<span style[^>]*>([^<]*)</span>", page)[:2] == ["good", "bad"]
+    assert re.findall(r"<button title=[^>]*>([^<]*)</button>", page)[:2] == ["good", "bad"]
     assert len(re.findall(r'class="point"', page)) >= 2

@@ -154,6 +154,8 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
             drivetrain.benchmark(*arguments, **SHORT)
+    with pytest.raises(ConfigError, match="must be a Trainer or None, not 3"):
+        drivetrain.benchmark(Regression, pairs(), {}, **{**SHORT, "trainer": 3})
 
 
 PLUGIN = """

@@ -48,6 +48,18 @@ def test_the_range_test_leaves_the_task_and_all_streams_untouched_and_suggests_a
     assert len(curve.plot().axes[0].lines) == 3
 
 
+def lossy(change):
+    return variant(loss=lambda self, outputs, batch: change(Regression.loss(self, outputs, batch)))()
+
+
+def test_a_negative_loss_has_not_diverged_as_long_as_it_falls():
+    curve = quiet(max_epochs=1, batch_size=4).find_learning_rate(
+        lossy(lambda loss: loss - 100), samples(), steps=60
+    )
+    assert len(curve.rates) > 30
+    assert curve.suggestion is not None
+
+
 def curve_of_rank():
     trainer = quiet(max_epochs=1, strategy="fsdp", devices=2)
     curve = trainer.find_learning_rate(Regression(), pairs(16), steps=20, lowest=1e-3, highest=0.1)
@@ -96,6 +108,7 @@ def test_mistakes_of_the_finders():
         "few steps": (rate(steps=5), "steps", "20"),
         "no rate": (rate(Regression(OptimizerConfig("sgd", lr=0.0))), "OptimizerConfig(lr=1e-3)"),
         "a wrong name": (rate(metric="train/los"), "Did you mean 'train/loss'"),
+        "no number": (rate(lossy(lambda loss: loss * float("nan"))), "of the first step is not finite"),
         "no copy": (rate(broken), "cannot be copied"),
         "a loader": (size(pairs(8), memory="1 GiB"), "is a DataLoader", "dataset"),
         "no limit": (size(), "memory='4 GiB'"),

@@ -115,7 +115,8 @@ class Watched:
 
     def end(self, run: Run) -> None:
         """Check after training that the value has come."""
-        if self.name not in run.metrics and run.stop_reason not in run.stopping.signals:
+        cut_short = run.stop_reason in run.stopping.signals or run.nonfinite.spoiled is not None
+        if self.name not in run.metrics and not cut_short:
             self._refuse(run)
 
     def _refuse(self, run: Run) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.cli.printing import span
-from drivetrain.cli.run_record import Curve, RunRecord, differences
+from drivetrain.cli.run_record import Curve, RunRecord, differences, unknown_settings
 from drivetrain.core.errors import MissingDependencyError
 from drivetrain.run.ledger_report import KINDS
 
@@ -52,7 +52,7 @@ def make_report(runs: Sequence[RunRecord]) -> str:
                     f"{len(run.ledger.attempts)}",
                     span(run.ledger.wall),
                     f"{run.ledger.goodput:.1%}",
-                    run.ledger.attempts[-1].ended or "no last word",
+                    run.ledger.attempts[-1].ended or "running, or killed",
                 )
                 for run in runs
             ],
@@ -66,7 +66,8 @@ def make_report(runs: Sequence[RunRecord]) -> str:
             ("setting", *(run.name for run in runs)),
             [(name, *row) for name, row in differences(runs).items()],
         )
-        or "<p>None.</p>",
+        or f"<p>{'' if unknown_settings(runs) else 'None.'}</p>",
+        "unknown": html.escape(unknown_settings(runs)),
         # In a script "<" could begin its end.
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "plotly": get_plotlyjs(),
@@ -102,8 +103,8 @@ def _extremes(values: list[float], start: int, end: int) -> set[int]:
 def _extent(curve: Curve | None) -> tuple[str, str, str]:
     if curve is None:
         return ("", "", "")
-    finite = [each for each in curve[1] if math.isfinite(each)] or [math.nan]
-    return (f"{curve[1][-1]:.6g}", f"{min(finite):.6g}", f"{max(finite):.6g}")
+    numbers = [each for each in curve[1] if not math.isnan(each)] or [math.nan]
+    return (f"{curve[1][-1]:.6g}", f"{min(numbers):.6g}", f"{max(numbers):.6g}")
 
 
 def _messages(runs: Sequence[RunRecord]) -> str:

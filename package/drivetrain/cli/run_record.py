@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.files import read_json
-from drivetrain.run.ledger_report import RunLedger, read_ledger
+from drivetrain.run.ledger_report import RunLedger, find_runs, read_ledger
 
 _ABSENT = "not given"
 _UNKNOWN = "unknown"  # of a run without config.json
@@ -35,13 +34,14 @@ class RunRecord:
     curves: Mapping[str, Curve]
     settings: Mapping[str, Any]
 
-    def last(self, name: str) -> float:
-        """Return the last value of a name, or NaN."""
-        return self.curves[name][1][-1] if name in self.curves else math.nan
+    def last(self, name: str) -> float | None:
+        """Return the last value of a name, or None."""
+        return self.curves[name][1][-1] if name in self.curves else None
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
-    ledgers = [read_ledger(each) for each in paths]
+    """Read runs; a directory without a ledger stands for the runs below it."""
+    ledgers = [read_ledger(run) for each in paths for run in _runs_at(Path(each))]
     places = [each.directory.resolve() for each in ledgers]
     for place in places:
         if places.count(place) > 1:
@@ -61,6 +61,17 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
         if len(set(row) - {_UNKNOWN}) > 1:
             found[name] = row
     return found
+
+
+def _runs_at(path: Path) -> list[Path]:
+    found = find_runs(path)  # sorted: a run stands before those below it
+    return found if found and found[0] not in (path, path.parent) else [path]
+
+
+def unknown_settings(runs: Sequence[RunRecord]) -> str:
+    """Return a sentence that names the runs whose settings are unknown, or an empty text."""
+    names = ", ".join(run.name for run in runs if not run.settings)
+    return names and f"unknown settings, because no logger wrote config.json: {names}"
 
 
 def _names(places: Sequence[Path]) -> list[str]:

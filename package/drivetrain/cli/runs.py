@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.printing import any_text, line, print_json, section, shortened, span, table
 from drivetrain.cli.report import make_report
-from drivetrain.cli.run_record import differences, read_runs
+from drivetrain.cli.run_record import differences, read_runs, unknown_settings
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import sized
 from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
@@ -27,7 +26,7 @@ _ABOUT = {
     " needs no network.",
 }
 _PATHS = {"list": "a directory of runs; runs if not given", "show": "a run directory, or its ledger.jsonl"}
-_RUNS = "a run directory"
+_RUNS = "a run directory, or a directory of runs"
 _OUTPUT = "the file to write; report.html if not given"
 
 
@@ -127,7 +126,7 @@ def _show(parsed: argparse.Namespace) -> int:
                     span(each.seconds["compute"]),
                     span(each.seconds["lost work"]),
                     "none" if each.resumed is None else f"{each.resumed} to {each.steps}",
-                    _ended(each),
+                    _ended(each, is_last=each is last),
                 )
                 for number, each in enumerate(ledger.attempts, 1)
             ],
@@ -140,9 +139,9 @@ def _show(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    if len(parsed.paths) < 2:
-        raise ConfigError("drivetrain runs compare: give two runs or more")
     runs = read_runs(parsed.paths)
+    if len(runs) < 2:
+        raise ConfigError("drivetrain runs compare: give two runs or more")
     differing = differences(runs)
     names = dict.fromkeys(name for run in runs for name in run.curves)
     last = {name: [run.last(name) for run in runs] for name in names}
@@ -151,12 +150,10 @@ def _compare(parsed: argparse.Namespace) -> int:
         return 0
     head = ["", *(run.name for run in runs)]
     table(head, [[name, *map(shortened, row)] for name, row in differing.items()])
-    if not differing:
-        line("the settings are the same")
+    if not differing or unknown_settings(runs):
+        line(unknown_settings(runs) or "the settings are the same")
     line()
-    rows = [
-        [name, *("" if math.isnan(each) else f"{each:.6g}" for each in row)] for name, row in last.items()
-    ]
+    rows = [[name, *("" if each is None else f"{each:.6g}" for each in row)] for name, row in last.items()]
     steps = ["step", *(f"{run.ledger.steps}" for run in runs)]
     table(head, [steps, *rows], numbers=range(1, len(head)))
     return 0
@@ -183,8 +180,8 @@ def _report(parsed: argparse.Namespace) -> int:
 _ACTIONS = {"list": _list, "show": _show, "compare": _compare, "report": _report}
 
 
-def _ended(attempt: Attempt) -> str:
-    return attempt.ended or "no last word"
+def _ended(attempt: Attempt, is_last: bool = True) -> str:
+    return attempt.ended or ("running, or killed" if is_last else "killed")
 
 
 def _moment(seconds: float) -> str:

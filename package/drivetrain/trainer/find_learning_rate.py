@@ -100,7 +100,13 @@ def find_learning_rate(
         )
     test = _RangeTest(name, lowest, highest, steps)
     fit(without_traces(settings, max_steps=steps, callbacks=(test,)), trained)
-    return test.curve()
+    curve = test.curve()
+    if not curve.rates:
+        raise ConfigError(
+            "find_learning_rate: the loss of the first step is not finite, before any rate was used. Look at"
+            " the data and the loss"
+        )
+    return curve
 
 
 def copied(task: object) -> TaskModule:
@@ -159,7 +165,9 @@ class _RangeTest(Callback):
         self._losses.append(run.logged[self._name])
         self._mean = _MEMORY * self._mean + (1 - _MEMORY) * self._losses[-1]
         self._smoothed.append(self._mean / (1 - _MEMORY ** len(self._losses)))
-        if len(self._losses) > _FIRST and self._smoothed[-1] > _DIVERGED * min(self._smoothed):
+        lowest = min(self._smoothed)
+        rise = self._smoothed[-1] - lowest
+        if len(self._losses) > _FIRST and rise > (_DIVERGED - 1) * abs(lowest):  # a loss may be negative
             run.stop(f"the loss has diverged at a rate of {self._rates[len(self._losses) - 1]:.3g}")
 
     def curve(self) -> LearningRateCurve:

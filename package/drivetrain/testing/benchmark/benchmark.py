@@ -86,6 +86,8 @@ def benchmark(
             f"make_task must be a function that makes the task, or its class, not {type(make_task).__name__}:"
             " each turn begins with a new one. Write `lambda: task`"
         )
+    if not isinstance(trainer, Trainer | None):
+        raise ConfigError(f"benchmark(trainer=) must be a Trainer or None, not {trainer!r}")
     makes_data = inspect.isroutine(data) or isinstance(data, (type, partial))
     check_over(over, {"task": keywords(make_task), "data": keywords(data) if makes_data else frozenset()})
     make = partial(_make, make_task, data, makes_data, trainer or Trainer())
