@@ -41,7 +41,11 @@ def search_command(settings: Settings, as_json: bool) -> None:
         other = own.trainer() if names else trainer
         return own.make("task"), {name: getattr(other, name) for name in names}
 
-    changed({name: each[0] for name, each in space.items()})  # a wrong name ends the search before it begins
+    first = {name: each[0] for name, each in space.items()}
+    changed(first)  # a wrong name, or a choice that is not possible, ends the search before it begins
+    for name, each in space.items():
+        for other in each[1:] if isinstance(each, list) else ():
+            changed({**first, name: other})
     given = {name: found for name in _LISTED if (found := settings.option(name)) is not None}
     lists = {name: each.split(",") if isinstance(each, str) else each for name, each in given.items()}
     texts = {name: found for name in ("storage", "sampler", "pruner") if (found := settings.option(name))}
@@ -65,7 +69,7 @@ def search_command(settings: Settings, as_json: bool) -> None:
 
 
 def _space(settings: Settings) -> dict[str, Any]:
-    from drivetrain.integrations.optuna.space import read_range
+    from drivetrain.integrations.optuna.space import Space, read_range
 
     given = settings.option("space")
     if not isinstance(given, Mapping) or not given:
@@ -82,6 +86,7 @@ def _space(settings: Settings) -> dict[str, Any]:
             raise ConfigError(
                 f"--space.{name} must be a range LOW:HIGH[:log|:STEP] or choices A,B,C, not {each!r}"
             )
+    Space(space)  # which says what is wrong with a range
     return space
 
 

@@ -100,6 +100,11 @@ def _distribution(name: str, given: object) -> BaseDistribution:
                     f"the choices of {name!r} must be numbers, texts, True, False or None, not {odd[0]!r}."
                     " Give their names, and choose by name in make_task"
                 )
+            if len(given) == 3 and given[2] == "log" and not isinstance(given[0], str):
+                raise ConfigError(
+                    f"{name!r} in the space is a list, which means choices, and 'log' would be one of them. A"
+                    " range is (1e-5, 1e-2, 'log'), and 1e-5:1e-2:log in a file or a command line"
+                )
             return CategoricalDistribution(given)
         if isinstance(given, tuple):
             found = _range(given)
