@@ -334,3 +334,20 @@ def test_a_loader_that_is_its_own_iterator_begins_anew_in_each_epoch() -> None:
     under = from_lightning_arguments(max_epochs=2, enable_checkpointing=False, **QUIET).trainer
     under.fit(as_task(ours), as_data(ours))
     assert torch.equal(weights_of(theirs), weights_of(ours))
+
+
+def test_the_training_loader_is_asked_for_anew_after_some_epochs() -> None:
+    class Growing(modules.WarmUp):  # type: ignore[name-defined,misc]
+        asked = 0
+
+        def train_dataloader(self) -> Any:
+            self.asked += 1
+            return modules.loader(24, self.asked)
+
+    theirs, ours = made(Growing), made(Growing)
+    off = {"enable_checkpointing": False, "enable_model_summary": False, **QUIET}
+    pl.Trainer(max_epochs=5, reload_dataloaders_every_n_epochs=2, **off).fit(theirs)
+    trainer = from_lightning_arguments(max_epochs=5, **off).trainer
+    trainer.fit(as_task(ours), as_data(ours, reload_every_n_epochs=2))
+    assert (ours.asked, theirs.asked) == (3, 3)
+    assert torch.equal(weights_of(ours), weights_of(theirs))

@@ -146,8 +146,7 @@ _ARGUMENTS = (
     ),
     _refused(
         "reload_dataloaders_every_n_epochs",
-        "loaders are asked for once. Let a dataset change in a callback's on_epoch_end, or give a sampler"
-        " with set_epoch(epoch)",
+        "the Trainer does not ask for loaders: give as_data(data, reload_every_n_epochs=1) to its fit",
     ),
     _mapped(
         "default_root_dir",

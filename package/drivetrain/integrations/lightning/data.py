@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.validation import count
 from drivetrain.data.order import refuse_divided, undivided
 from drivetrain.distributed.processes import once_per_machine
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
@@ -36,12 +38,15 @@ class LightningData:
         module: As for `as_data`.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, reload_every_n_epochs: int = 0) -> None:
         self.module = module
         self.is_data_module = is_kind(module, "LightningDataModule")
         for name, theirs in _LOADERS.items():
             if is_overridden(module, theirs):
-                setattr(self, name, _Loaders(module, theirs))
+                ask: Callable[[], Any] = _Loaders(module, theirs)
+                if name == "train_data" and reload_every_n_epochs:
+                    ask = functools.partial(_Reloaded, ask, reload_every_n_epochs)
+                setattr(self, name, ask)
         if self.is_data_module and is_overridden(module, "state_dict"):
             self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
 
@@ -70,7 +75,7 @@ class LightningData:
             self.module.trainer = None
 
 
-def as_data(module: Any) -> LightningData:
+def as_data(module: Any, *, reload_every_n_epochs: int = 0) -> LightningData:
     """Return a data module of Lightning, or a module with loaders of its own, as data.
 
     ::
@@ -85,9 +90,11 @@ def as_data(module: Any) -> LightningData:
 
     Args:
         module: A `LightningDataModule` or `LightningModule` of `lightning` or `pytorch_lightning`.
+        reload_every_n_epochs: The epochs after which `train_dataloader` is asked for another loader, as by
+            Lightning's `reload_dataloaders_every_n_epochs`; 0 keeps the first one.
 
     Raises:
-        ConfigError: It is neither; or it has no loader.
+        ConfigError: It is neither; or it has no loader; or the number of epochs is negative or not whole.
     """
     name = module.__name__ if isinstance(module, type) else type(module).__name__
     if not is_kind(module, "LightningDataModule", "LightningModule"):
@@ -104,7 +111,42 @@ def as_data(module: Any) -> LightningData:
             f"{name} has no loader: override one of {', '.join(_LOADERS.values())}, or pass a loader to the"
             " Trainer"
         )
-    return LightningData(module)
+    return LightningData(module, count("reload_every_n_epochs", reload_every_n_epochs, at_least=0))
+
+
+class _Reloaded:
+    """Training data whose loader is made anew after some epochs.
+
+    Args:
+        ask: Returns a new loader.
+        every: The number of epochs.
+    """
+
+    def __init__(self, ask: Callable[[], Any], every: int) -> None:
+        self._ask = ask
+        self._every = every
+        self._epoch = 0
+        self._turn = -1
+        self._loader: Any = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take note of the epoch, and pass it to the loader's sampler."""
+        self._epoch = epoch
+        set_epoch = getattr(getattr(self._now(), "sampler", None), "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+    def _now(self) -> Any:
+        turn = self._epoch // self._every
+        if turn != self._turn:
+            self._loader, self._turn = self._ask(), turn
+        return self._loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
 
 
 class _Loaders:
