@@ -25,6 +25,9 @@ _TYPES = {
 }
 """accelerate's names of the strategies that it tells apart by more than the device."""
 
+_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+"""Options of `accelerator_config`, which scripts also set; the data is read in the same way with any."""
+
 
 class ScriptAccelerator:
     """The `trainer.accelerator` of a script: `backward` for a training step, and facts of this process.
@@ -33,7 +36,7 @@ class ScriptAccelerator:
         backward: Takes the loss of a training step, and `retain_graph`.
         device: Returns the device of the model.
         strategy: Returns the name of the strategy.
-        config: Returns the options of `accelerator_config`.
+        config: Has the options of `accelerator_config`.
     """
 
     def __init__(
@@ -41,12 +44,13 @@ class ScriptAccelerator:
         backward: Callable[..., Tensor],
         device: Callable[[], torch.device],
         strategy: Callable[[], str],
-        config: Callable[[], Any],
+        config: Any,
     ) -> None:
         self._backward = backward
         self._device = device
         self._strategy = strategy
-        self._config = config
+        for name in _OPTIONS:
+            setattr(self, name, getattr(config, name))
 
     def backward(self, loss: Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False) -> None:
         """Run backward on a loss, now or once the step has returned; the engine weights its gradients.
@@ -121,6 +125,9 @@ class ScriptAccelerator:
         """Return a context that does nothing: the strategy has set that of the precision."""
         return nullcontext()
 
+    split_batches = use_seedable_sampler = False
+    even_batches = True
+    dispatch_batches: bool | None = None
     parallelism_config = None
     """None: no script splits sequences or tensors over processes."""
 
@@ -140,27 +147,6 @@ class ScriptAccelerator:
             kind = self.device.type
             name = f"MULTI_{'GPU' if kind == 'cuda' else kind.upper()}"
         return DistributedType(name)
-
-    @property
-    def split_batches(self) -> bool:
-        """The option of `accelerator_config`, as the three below."""
-        return bool(self._config().split_batches)
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """The option; a loader is always read by each process."""
-        found: bool | None = self._config().dispatch_batches
-        return found
-
-    @property
-    def even_batches(self) -> bool:
-        """The option."""
-        return bool(self._config().even_batches)
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """The option."""
-        return bool(self._config().use_seedable_sampler)
 
     @property
     def num_processes(self) -> int:

@@ -258,7 +258,7 @@ class Trainer(TheirNames):
             lambda loss, **options: self._task.run_backward(loss, **options),
             lambda: next(self.model.parameters()).device,
             lambda: self._chosen_strategy.name,
-            lambda: self.args.accelerator_config,
+            self.args.accelerator_config,
         )
         self._read, self._is_made = _copied(self.args), True
         self._check_evaluation()
