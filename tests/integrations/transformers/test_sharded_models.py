@@ -14,7 +14,7 @@ from tests.support.tasks import quiet
 from drivetrain import ConfigError, FSDPConfig, OptimizerConfig, StrategyError
 from drivetrain.checkpoint.weights.stored_rows import stored_weights
 from drivetrain.core.errors import CheckpointError
-from drivetrain.integrations.transformers import TransformersTask, from_training_arguments
+from drivetrain.integrations.transformers import Trainer, TransformersTask, from_training_arguments
 from drivetrain.strategies.fsdp.tensor_parallel import planned
 from drivetrain.strategies.meta_device import Materialization
 
@@ -125,3 +125,27 @@ def test_renamed_tensors_are_found_and_merged_ones_refused(tmp_path: Path) -> No
             stored = stored_weights(task := TransformersTask(model))
             assert stored is not None
             assert stored.lacking(task)[0] == []
+
+
+def test_script_with_tp_size_plans_and_trains_as_one_process(tmp_path: Path) -> None:
+    path = saved("Llama", tmp_path / "model")
+
+    def script(split: int) -> Any:
+        from accelerate import ParallelismConfig
+
+        options: dict[str, Any] = {"num_train_epochs": 1, "warmup_steps": 0.5, "logging_steps": 1}
+        options |= {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+        if split > 1:
+            options["parallelism_config"] = ParallelismConfig(tp_size=split)
+        args = transformers.TrainingArguments(str(tmp_path / "out"), per_device_train_batch_size=2, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        data = [{"input_ids": each, "labels": each.clone()} for each in IDS.flatten(0, 1)]
+        trainer = Trainer(model=model, args=args, train_dataset=data)
+        trainer.train()
+        assert trainer.get_tp_size() == split
+        return [[each["loss"], each["learning_rate"]] for each in trainer.state.log_history if "loss" in each]
+
+    alone = script(1)
+    assert len(alone) == 3
+    for found in on_two_ranks(script, 2):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), atol=1e-5, rtol=0.0)

@@ -128,7 +128,7 @@ class MappedArguments:
         if options["group_by_length"] is not None:
             size = options["batch_size"] * self.trainer.gradient_accumulation_steps
             lengths = lengths_of(dataset, options["group_by_length"], "training")
-            sampler = LengthGroupedSampler(lengths, size * self.trainer.select_strategy().world_size)
+            sampler = LengthGroupedSampler(lengths, size * self.trainer.select_strategy().data_size)
         return DataLoader(
             dataset,
             batch_size=options["batch_size"],

@@ -463,6 +463,11 @@ class TransformersTask(TaskModule):
 
     def _load_left_out(self) -> None:
         """Give a model that `from_pretrained` has made on the meta device the weights of its folder."""
+        if (getattr(base_of(self.model), "tp_size", None) or 1) > 1:
+            raise ConfigError(
+                "the model was split by from_pretrained(tp_plan=...). Load it without, and give"
+                " FSDPConfig(tensor_parallel=...), or tp_size in the arguments: the strategy splits it"
+            )
         if not is_unloaded(self.model):
             return
         if base_of(self.model) is not self.model:

@@ -106,8 +106,9 @@ class TheirNames:
         return LabelSmoother(epsilon=factor) if factor else None
 
     def get_tp_size(self) -> int:
-        """Return 1: tensors are not split over processes."""
-        return 1
+        """Return the number of processes that split the model's matrices."""
+        strategy = self._chosen_strategy
+        return strategy.world_size // strategy.data_size
 
     def get_cp_size(self) -> int:
         """Return 1: sequences are not split over processes."""

@@ -49,7 +49,7 @@ from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.launch.environment import is_started_again, may_start_again
-from drivetrain.distributed.processes import local_rank, rank, world_size
+from drivetrain.distributed.processes import local_rank, rank
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.engine.engine import Engine
 from drivetrain.integrations.transformers.arguments import MappedArguments, from_training_arguments
@@ -624,7 +624,7 @@ class Trainer(TheirNames):
             settings = self._settings_of([])
             group = options["batch_size"] * settings.gradient_accumulation_steps
             lengths = lengths_of(dataset, options["group_by_length"], "training")
-            return LengthGroupedSampler(lengths, group * settings.select_strategy().world_size)
+            return LengthGroupedSampler(lengths, group * settings.select_strategy().data_size)
         return RandomSampler(dataset) if options["shuffle"] else SequentialSampler(dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
@@ -817,7 +817,7 @@ class Trainer(TheirNames):
         """Return the number of steps that `num_train_epochs` gives; None if the data has no length."""
         if not has_length(loader):
             return None
-        micro_batches = math.ceil(len(loader) / world_size())
+        micro_batches = math.ceil(len(loader) / self._chosen_strategy.data_size)
         per_epoch = math.ceil(micro_batches / self.args.gradient_accumulation_steps)
         total: int = math.ceil(self.args.num_train_epochs * per_epoch)
         return total
@@ -826,7 +826,7 @@ class Trainer(TheirNames):
         """Write to the logger of transformers what it writes when a training begins."""
         args, dataset = self.args, getattr(loader, "dataset", ())
         steps = args.max_steps if args.max_steps > 0 else self._planned_steps(loader)
-        together = args.train_batch_size * args.gradient_accumulation_steps * self._chosen_strategy.world_size
+        together = args.train_batch_size * args.gradient_accumulation_steps * self._chosen_strategy.data_size
         lines: dict[str, Any] = {
             "Num examples": len(dataset) if has_length(dataset) else "unknown",
             "Num Epochs": args.num_train_epochs if args.max_steps <= 0 else "unknown",
@@ -1126,7 +1126,7 @@ class Trainer(TheirNames):
 
     def _speed(self, prefix: str, start: float, samples: int | None) -> dict[str, float]:
         samples = samples or 0
-        batch = self._mapped.data_options["evaluation_batch_size"] * world_size()
+        batch = self._mapped.data_options["evaluation_batch_size"] * self._chosen_strategy.data_size
         return dict(speed_metrics(prefix, start, num_samples=samples, num_steps=math.ceil(samples / batch)))
 
     def prediction_step(
