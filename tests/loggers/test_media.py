@@ -162,6 +162,11 @@ def test_values_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
             "a layout": (lambda: Image(torch.zeros(3, 4, 4), layout="hwc"), "'HWC'"),  # type: ignore[arg-type]
             "axes": (lambda: Figure(type("Axes", (), {"figure": 1})()), "axes.figure"),
             "a row": (lambda: Table(["a", "b"], [[1, 2], [3]]), "row 1 has 1 cells", "a, b"),
+            "a path": (lambda: Image("a.png"), "not 'a.png'", "File(path)"),
+            "a wave": (lambda: Audio(torch.zeros(2, 8) + 0j, 8000), "not complex numbers"),
+            "a folder": (lambda: File("."), "is a folder"),
+            "no name": (logged("", 1.0), "a text that is not empty, not ''"),
+            "beyond a float": (logged("x", 10**400), "too large"),
             "a file": (lambda: File("absent"), "no such file"),
             "samples last": (lambda: Audio(torch.zeros(800, 2), 8000), "[channels, samples]"),
             "no rate": (lambda: Audio(torch.zeros(8), 0), "sample_rate"),

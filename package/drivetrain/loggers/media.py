@@ -176,7 +176,7 @@ class Image(Media):
         if callable(getattr(pixels, "convert", None)):  # of Pillow
             pixels = np.asarray(pixels.convert("RGBA" if "A" in pixels.getbands() else "RGB"))
         self._layout = _layout(pixels, layout, "Image")
-        shape = _shape(pixels)
+        shape = _shape(pixels, "Image")
         colours = shape if self._layout == "CHW" else shape[::-1]
         if len(shape) not in (2, 3) or 0 in shape or (len(shape) == 3 and colours[0] not in (1, 3, 4)):
             raise ConfigError(
@@ -312,7 +312,7 @@ class Audio(Media):
     suffix = ".wav"
 
     def __init__(self, samples: Array, sample_rate: int) -> None:
-        shape = _shape(samples)
+        shape = _shape(samples, "Audio")
         if len(shape) not in (1, 2) or 0 in shape or (len(shape) == 2 and shape[0] > min(shape[1], 64)):
             raise ConfigError(
                 f"Audio takes samples of shape [samples] or [channels, samples], not {list(shape)}"
@@ -359,7 +359,7 @@ class Video(Media):
         if not is_installed("PIL"):
             raise MissingDependencyError("PIL", "media", "Video")
         self._layout = _layout(frames, layout, "Video")
-        shape = _shape(frames)
+        shape = _shape(frames, "Video")
         if len(shape) != 4 or 0 in shape or shape[1 if self._layout == "CHW" else 3] not in (1, 3, 4):
             raise ConfigError(
                 f"Video takes frames of shape [frames, {_SHAPES[self._layout][1:]} with 1, 3 or 4 channels,"
@@ -398,6 +398,8 @@ class File(Media):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
+        if self.path.is_dir():
+            raise ConfigError(f"File({str(path)!r}) is a folder: give one file, such as an archive of it")
         if not self.path.is_file():
             raise ConfigError(
                 f"File({str(path)!r}): there is no such file. A folder can be given as an archive"
@@ -426,8 +428,16 @@ def advice(value: object) -> str:
     return "Log each of its numbers under a name of its own, or write Table(...)"
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", None) or np.shape(value))
+def _shape(value: Any, what: str) -> tuple[int, ...]:
+    shape = tuple(getattr(value, "shape", None) or np.shape(value))
+    is_complex = (isinstance(value, Tensor) and value.is_complex()) or np.iscomplexobj(value)
+    if value is None or isinstance(value, (str, bytes, Path)) or is_complex:
+        given = "complex numbers" if is_complex else repr(value)
+        raise ConfigError(
+            f"{what} takes real numbers, in a tensor or an array, not {given}. Read a file first, or log it"
+            " as it is: File(path)"
+        )
+    return shape
 
 
 def _layout(value: Any, given: str | None, what: str) -> str:

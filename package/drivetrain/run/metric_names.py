@@ -112,6 +112,8 @@ class MetricNames:
 
     def check_logged(self, name: str) -> None:
         """Check a name that a hook logs a value under."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"run.log takes a name, which is a text that is not empty, not {name!r}")
         if name == _COUNT:
             raise ConfigError(f"run.log({name!r}, ...): {_TAKEN}. Log the value under another name")
         source = self._sources.setdefault(name, None)
