@@ -151,7 +151,7 @@ def _cannot(name: str, module: nn.Module, lacking: Sequence[str]) -> StrategyErr
 def starts_from_rank_0(module: nn.Module, task: nn.Module, ranks: Ranks) -> bool:
     """Return whether rank 0 has the values of a model that another rank made on the meta device.
 
-    So do programs in which one process of a machine loads the weights. All ranks must call it together.
+    Some programs load the weights in one process only. All ranks must call it together.
 
     Raises:
         StrategyError: Another rank has values, and rank 0 has none.

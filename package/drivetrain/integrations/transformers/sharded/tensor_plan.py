@@ -64,7 +64,7 @@ def tensor_plan(model: nn.Module, prefix: str) -> dict[str, Any]:
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-        # A norm of each head, of which a process has some: its gradient is the sum over the processes.
+        # A norm of single heads. A process has some heads, so the gradient is the sum over the processes.
         "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     modules = dict(base.named_modules())
