@@ -37,7 +37,8 @@ def test_the_range_test_leaves_the_task_and_all_streams_untouched_and_suggests_a
         == trainer.fit(Regression(task.optimizer, 0.1), samples()).metrics
     )
     assert curve.rates[0] == 1e-4
-    assert 20 < len(curve.rates) == len(curve.losses) < 60  # it has diverged
+    assert 20 < len(curve.rates) == len(curve.losses) < 60
+    assert curve.smoothed[-1] < 100 * min(curve.smoothed)  # it ended as it diverged, before a NaN
     assert 1e-3 < curve.suggestion < 1.0
     assert repr(curve).startswith(
         f"LearningRateCurve(suggestion={curve.suggestion}, {len(curve.rates)} rates from 0.0001 to "

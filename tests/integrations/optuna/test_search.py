@@ -185,7 +185,7 @@ class Data:
 CONFIG = """
 task: searched_line.Line
 data: searched_line.Data
-trainer: {max_epochs: 1, progress_bar: false, loggers: [], strategy: cpu, run_dir: found}
+trainer: {max_epochs: 1, progress_bar: false, loggers: [csv], strategy: cpu, run_dir: found}
 space: {task: {lr: "1e-3:0.5:log", dropout: [0.0, 0.1]}, data.count: "4,8"}
 trials: 2
 """
@@ -200,7 +200,10 @@ def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_
     found = json.loads(capsys.readouterr().out)
     assert len(found["trials"]) == 3
     names = {"task.lr", "task.dropout", "data.count", "trainer.max_grad_norm"}
-    assert found["trials"][0]["parameters"].keys() == names
+    given = found["trials"][0]["parameters"]
+    assert given.keys() == names
+    record = json.loads((tmp_path / "found" / "trial-0000" / "config.json").read_text(encoding="utf-8"))
+    assert record["trainer"]["max_grad_norm"] == given["trainer.max_grad_norm"]
     assert main(["search", "show", "found"]) == 0
     out = capsys.readouterr().out
     assert f"* {found['best'][0]}" in out
