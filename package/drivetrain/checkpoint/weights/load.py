@@ -22,7 +22,7 @@ from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, Fil
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import INDEX, MODEL, WeightFiles, parse_index
 from drivetrain.checkpoint.weights.frozen import FROZEN
-from drivetrain.checkpoint.weights.stored_rows import FileTensor
+from drivetrain.checkpoint.weights.stored_rows import FileTensor, version_of
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import check_path, odd_kind
 from drivetrain.core.messages import logger
@@ -228,9 +228,11 @@ def _describe(path: str, files: FileSystem) -> dict[str, Any]:
     """Return the places of the tensors of a safetensors file on a disk."""
     if not files.renames:
         return _read(path, files)
+    with os_errors("read", path):
+        version = version_of(path)
     with HashedReader(path, files) as reader:
         spans = read_header(reader)
-    return {span.name: FileTensor(path, span.name, DTYPES[span.dtype], span.shape) for span in spans}
+    return {span.name: FileTensor(path, span.name, DTYPES[span.dtype], span.shape, version) for span in spans}
 
 
 def _from_index(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
