@@ -54,6 +54,13 @@ def test_the_best_trial_comes_back_with_its_weights_and_its_trainer_and_a_search
     assert len(search(make_task, space, tmp_path, trials=5).trials) == 5
     with pytest.raises(ConfigError, match="began with space="):
         search(make_task, RATES, tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ConfigError, match=f"belongs to the run_dir {tmp_path}, "):
+        search(make_task, space, tmp_path / "elsewhere", storage=tmp_path / "journal.log")
+    with pytest.raises(ConfigError, match="is the run_dir of another search: 'search' in "):
+        search(make_task, space, tmp_path, storage=tmp_path / "another.log")
+    with pytest.raises(ConfigError, match="whole number, at least 0, not '3'"):
+        result.restore("3")
 
 
 def test_a_space_has_ranges_choices_distributions_or_is_a_function_of_the_trial(tmp_path):
@@ -80,14 +87,33 @@ def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(tmp_path):
         kind = variant(loss=lambda self, outputs, batch: outputs.sum() * float("nan"))
         return kind() if parameters["kind"] == "nan" else Regression()
 
-    with warned("trial . failed: MemoryError"):
+    with warned("trial . failed: (MemoryError: no room|NonFiniteError)"):
         result = search(make_task, {"kind": ["raises", "nan", "good"]}, tmp_path, sampler="grid")
     found = {each.parameters["kind"]: each for each in result.trials}
     assert found["raises"].failure.startswith("MemoryError: no room (test_search.py:")
     assert "NaN or infinite at step 0" in found["nan"].failure
     assert result.best.trial is found["good"]
-    with warned(), pytest.raises(DrivetrainError, match=r"none of the 1 trials.*no room"):
-        search(make_task, {"kind": ["raises"]}, tmp_path / "other", trials=1)
+
+
+def test_an_error_of_all_trials_ends_the_search_and_one_with_nothing_left_says_so(tmp_path, caplog):
+    def wrong(parameters):
+        raise KeyError("l")
+
+    with warned(), pytest.raises(ConfigError, match=r"the first trials all failed.* trial 2: KeyError: 'l'"):
+        search(wrong, RATES, tmp_path, trials=9)
+    result = search(line, RATES, tmp_path, trials=3)
+    assert [each.state for each in result.trials] == ["failed", "failed", "complete"]
+    search(line, RATES, tmp_path, trials=3)
+    assert "all 3 trials of this search ended before this start, 2 of them" in caplog.text
+    with (
+        warned(),
+        pytest.raises(DrivetrainError, match=r"of the 1 trials is complete\. Trial 0 failed: KeyE"),
+    ):
+        search(wrong, RATES, tmp_path / "other", trials=1)
+    with pytest.raises(
+        DrivetrainError, match=r"so none was run\. .* None is complete\. Trial 0 failed: KeyE"
+    ):
+        search(wrong, RATES, tmp_path / "other", trials=1)
 
 
 def test_several_objectives_have_a_pareto_front(tmp_path):
@@ -140,6 +166,14 @@ def test_mistakes_are_refused_before_a_trial_or_end_the_search(tmp_path):
     def run(make_task=line, space=RATES, **options):
         return lambda: search(make_task, space, tmp_path / str(id(options)), **options)
 
+    shared = Regression()
+
+    def around(parameters):
+        task = Regression()
+        task.line = shared.line
+        return task
+
+    (tmp_path / "notes.txt").write_text("no journal", encoding="utf-8")
     memory, in_one = optuna.storages.InMemoryStorage(), drivetrain.CheckpointConfig(directory=tmp_path)
     several = ["validation/loss", "train/loss"]
     rows = {
@@ -151,10 +185,13 @@ def test_mistakes_are_refused_before_a_trial_or_end_the_search(tmp_path):
         "an object": (run(space={"lr": [object()]}), "Give their names"),
         "no task": (run(lambda parameters: 3), "must return a TaskModule"),
         "a run_dir": (run(lambda parameters: (line(parameters), {"run_dir": "x"})), "directory itself"),
+        "a trained model": (run(around), "that an earlier trial has trained"),
+        "no argument": (run(lambda parameters: (line(parameters), {"bach_size": 4})), "mean 'batch_size'"),
         "a wrong name": (run(objective="test/loss"), "the search optimises 'test/loss'", "validation/loss"),
         "an unknown direction": (run(objective="validation/score"), "give direction='maximize'"),
         "two directions": (run(direction=["min", "max"]), "have 2 directions"),
         "a wrong sampler": (run(sampler="tpee"), "Did you mean 'tpe'"),
+        "a grid without end": (run(sampler="grid"), "has infinitely many. Give it a step"),
         "a wrong pruner": (run(pruner="medan"), "Did you mean 'median'"),
         "a pruner of two": (run(pruner="median", objective=several), "Optuna prunes by one"),
         "a trial": (run(trainer={"dry_run": True}), "dry_run, which writes nothing"),
@@ -162,6 +199,7 @@ def test_mistakes_are_refused_before_a_trial_or_end_the_search(tmp_path):
         "a storage of one process": (run(parallel=2, storage=memory), "each of them can open"),
         "an unknown storage": (run(storage="nothing://here"), "cannot be opened"),
         "a directory as a journal": (run(storage=tmp_path), "cannot be opened"),
+        "another file as a journal": (run(storage=tmp_path / "notes.txt"), "cannot be opened"),
     }
     assert_refused(ConfigError, rows)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.messages import logger
+from drivetrain.core.validation import count
 
 if TYPE_CHECKING:
     import optuna
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from drivetrain.integrations.optuna.space import Space
     from drivetrain.task.task import TaskModule
     from drivetrain.trainer.trainer import Trainer
+
+_LOG = logger(__name__)
 
 
 class SearchMistake(ConfigError):  # noqa: N818 - as `Preempted`, it says what has happened
@@ -106,7 +110,7 @@ class SearchResult:
         Raises:
             ConfigError: There is no such trial, or its weights were not kept.
         """
-        if not 0 <= number < len(self.trials):
+        if count("restore(number)", number) >= len(self.trials):
             raise ConfigError(f"there is no trial {number}: this search has {len(self.trials)}, from 0")
         return self._restore(self.trials[number])
 
@@ -161,16 +165,33 @@ def best_numbers(study: optuna.Study) -> list[int]:
         return []
 
 
-def check_complete(trials: tuple[TrialResult, ...], best: list[int]) -> None:
-    """Check that a search has found something.
+def check_complete(
+    trials: tuple[TrialResult, ...], best: list[int], finished: frozenset[int], exhausted: bool
+) -> None:
+    """Check that a search has found something, and say if there was nothing left to run.
+
+    Args:
+        trials: All trials.
+        best: The best ones.
+        finished: The numbers of those that had ended when the program started.
+        exhausted: Whether a sampler of finite spaces has tried all.
 
     Raises:
         DrivetrainError: No trial is complete; says why the first failed.
     """
+    failed, left = [each for each in trials if each.failure is not None], ""
+    if len(finished) == len(trials):
+        more = "A" if exhausted else "A larger number of trials goes on, and a"
+        left = (
+            f"all {len(trials)} trials of this search ended before this start, {len(failed)} of them with a"
+            f" failure, so none was run. {more}nother run_dir begins a new search"
+        )
     if not best:
-        failed = [each for each in trials if each.failure is not None]
-        first = f" Trial {failed[0].number}: {failed[0].failure}" if failed else ""
-        raise DrivetrainError(f"none of the {len(trials)} trials of the search is complete.{first}")
+        what = f"{left}. None is complete" if left else f"none of the {len(trials)} trials is complete"
+        first = f" Trial {failed[0].number} failed: {failed[0].failure}" if failed else ""
+        raise DrivetrainError(f"{what}.{first}")
+    if left:
+        _LOG.info(left)
 
 
 def restorer(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from optuna import Study, pruners, samplers
-from optuna.distributions import BaseDistribution
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
@@ -73,12 +73,30 @@ def make_pruner(given: object) -> BasePruner:
     )
 
 
+def check_grid(sampler: BaseSampler, name: str, each: BaseDistribution) -> None:
+    """Check that a sampler that tries all values can do so.
+
+    Raises:
+        ConfigError: The name has no end of values.
+    """
+    made = sampler.example if isinstance(sampler, SeededSampler) else sampler
+    if isinstance(made, samplers.BruteForceSampler) and isinstance(each, FloatDistribution) and not each.step:
+        raise ConfigError(
+            f"the sampler 'grid' tries all values, and the range {each.low} to {each.high} of {name!r} has"
+            f" infinitely many. Give it a step, such as {(each.high - each.low) / 4:g}, or a list of choices,"
+            " or use another sampler such as 'tpe'"
+        )
+
+
 class SeededSampler(BaseSampler):  # type: ignore[misc]  # mypy does not follow Optuna
     """A sampler that is made anew for each trial and each name, with a seed of their own.
 
     What it draws is a function of the seed, the trial's number and name, and the finished trials. So a search
     that was killed between any two draws goes on with those of an uninterrupted one. Optuna's samplers keep
     their generator in memory, and advise to pickle it.
+
+    Attributes:
+        example: A sampler of its kind.
 
     Args:
         make: Returns a sampler for a seed.
@@ -92,8 +110,11 @@ class SeededSampler(BaseSampler):  # type: ignore[misc]  # mypy does not follow 
         self._given = make
         self._seed = seed
         self._of_trial: tuple[int, BaseSampler] | None = None
-        if not isinstance(found := self._make(seed), BaseSampler):
-            raise ConfigError(f"the function given as sampler must return a sampler of Optuna, not {found!r}")
+        self.example = self._make(seed)
+        if not isinstance(self.example, BaseSampler):
+            raise ConfigError(
+                f"the function given as sampler must return a sampler of Optuna, not {self.example!r}"
+            )
 
     def _make(self, seed: int) -> BaseSampler:
         with warnings.catch_warnings():
@@ -122,6 +143,7 @@ class SeededSampler(BaseSampler):  # type: ignore[misc]  # mypy does not follow 
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         """Draw the value of one name."""
+        check_grid(self, param_name, param_distribution)
         sampler = self._make(_mixed(self._seed, trial.number, param_name))
         return sampler.sample_independent(study, trial, param_name, param_distribution)
 

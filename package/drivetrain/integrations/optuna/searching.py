@@ -108,7 +108,13 @@ def search(
         raise MissingDependencyError("optuna", "search", "drivetrain.search")
     import optuna
 
-    from drivetrain.integrations.optuna.sampling import SeededSampler, make_pruner, make_sampler
+    from drivetrain.integrations.optuna.sampling import (
+        EXHAUSTED,
+        SeededSampler,
+        check_grid,
+        make_pruner,
+        make_sampler,
+    )
     from drivetrain.integrations.optuna.space import Space
     from drivetrain.integrations.optuna.study import identify, is_shared, open_storage, record
     from drivetrain.integrations.optuna.trials import SearchPlan, run_trial
@@ -129,6 +135,9 @@ def search(
             f"pruner={pruner!r} with {len(objectives)} objectives: Optuna prunes by one. Leave it out"
         )
     chosen_pruner, chosen_sampler = make_pruner(pruner), make_sampler(sampler, trainer.seed)
+    made_space = Space(space)
+    for each in made_space.distributions.items():
+        check_grid(chosen_sampler, *each)
     spread = _is_spread(trainer, parallel)
     if spread and not is_shared(storage):
         raise ConfigError(
@@ -138,11 +147,8 @@ def search(
     ranks = _ranks(trainer)
     directory = ranks.first(lambda: _directory(trainer))
     name = trainer.run_name or "search"
-    plan = SearchPlan(
-        make_task, data, Space(space), trainer, objectives, trials, directory, pruner is not None
-    )
     identity = {"objective": objectives, "direction": directions, "seed": trainer.seed}
-    identity["space"] = plan.space.to_json()
+    identity["space"] = made_space.to_json()
 
     def open_study() -> tuple[optuna.Study, Any]:
         opened = open_storage(storage, directory)
@@ -151,23 +157,28 @@ def search(
         )
         return study, opened
 
-    def begin() -> bool:
-        if is_shared(storage):
-            record(directory, None if storage is None else _absolute(storage), name)
+    def begin() -> tuple[bool, frozenset[int]]:
         with one_at_a_time(directory / "search"):  # two that make one database's tables get an error
             opened = open_storage(storage, directory)
             study = optuna.create_study(
                 storage=opened, study_name=name, directions=directions, load_if_exists=True
             )
-            is_new = not study.get_trials(deepcopy=False)
-            identify(study, identity)
-        return is_new
+            identify(study, identity, directory)
+            if is_shared(storage):
+                record(directory, None if storage is None else _absolute(storage), name)
+            earlier = study.get_trials(deepcopy=False)
+        return not earlier, frozenset(each.number for each in earlier if each.state.is_finished())
 
-    if not ranks.first(begin) and not isinstance(chosen_sampler, SeededSampler):
+    is_new, finished = ranks.first(begin)
+    if not is_new and not isinstance(chosen_sampler, SeededSampler):
         _LOG.warning(
             "the random state of a sampler object is not stored, so the trials from here on are not those of"
             " an uninterrupted search. Give a function: sampler=lambda seed: TPESampler(seed=seed)"
         )
+
+    plan = SearchPlan(
+        make_task, data, made_space, trainer, objectives, trials, directory, pruner is not None, finished
+    )
 
     def one_trial() -> bool:
         study, opened = open_study()
@@ -180,12 +191,13 @@ def search(
         while run_trial(plan, study, opened, ranks):
             pass
 
-    def collect() -> tuple[Any, list[int]]:
+    def collect() -> tuple[Any, list[int], bool]:
         study, _ = open_study()
-        return trials_of(study, objectives, directory, plan.space), best_numbers(study)
+        found = trials_of(study, objectives, directory, plan.space)
+        return found, best_numbers(study), bool(study.user_attrs.get(EXHAUSTED))
 
-    found, best = ranks.first(collect)
-    check_complete(found, best)
+    found, best, exhausted = ranks.first(collect)
+    check_complete(found, best, finished, exhausted)
     return SearchResult(
         found, objectives, directory, tuple(found[each] for each in best), restorer(plan.task_and_trainer)
     )

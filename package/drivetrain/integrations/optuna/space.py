@@ -29,6 +29,9 @@ _FORMS = (
 class Space:
     """The space of a search.
 
+    Attributes:
+        distributions: Optuna's distribution of each name; empty for a function.
+
     Args:
         given: A mapping of names to ranges, choices or distributions; or a function that takes Optuna's trial
             and returns a mapping of names to values.
@@ -39,14 +42,14 @@ class Space:
 
     def __init__(self, given: object) -> None:
         self._function: Callable[[Any], object] | None = None
-        self._distributions: dict[str, BaseDistribution] = {}
+        self.distributions: dict[str, BaseDistribution] = {}
         if isinstance(given, Mapping):
             if not given:
                 raise ConfigError("the space of the search is empty: name at least one parameter")
             for name, each in given.items():
                 if not isinstance(name, str) or not name:
                     raise ConfigError(f"the names of the space must be texts, not {name!r}")
-                self._distributions[name] = _distribution(name, each)
+                self.distributions[name] = _distribution(name, each)
         elif callable(given) and not isinstance(given, type):
             self._function = given
         else:
@@ -62,9 +65,9 @@ class Space:
             ConfigError: The function returned no mapping.
         """
         if self._function is None:
-            for name, each in self._distributions.items():
+            for name, each in self.distributions.items():
                 _suggest(trial, name, each)
-            return {name: trial.params[name] for name in self._distributions}
+            return {name: trial.params[name] for name in self.distributions}
         found = self._function(trial)
         if not isinstance(found, Mapping):
             raise ConfigError(
@@ -77,7 +80,7 @@ class Space:
         """Return the distributions as texts; None for a function."""
         if self._function is not None:
             return None
-        return {name: distribution_to_json(each) for name, each in self._distributions.items()}
+        return {name: distribution_to_json(each) for name, each in self.distributions.items()}
 
 
 def _suggest(trial: optuna.Trial | optuna.trial.FrozenTrial, name: str, each: BaseDistribution) -> None:

@@ -95,8 +95,12 @@ def open_storage(given: str | os.PathLike[str] | BaseStorage | None, directory: 
     path = (directory / JOURNAL if given is None else Path(given)).absolute()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            file.seek(0)
+            if file.read(1) not in (b"", b"{"):  # its last line might be removed
+                raise ValueError("it is another kind of file")
         return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalLock(path)))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the journal {str(path)!r} of the search cannot be opened: {error}") from error
 
 
@@ -132,13 +136,15 @@ def is_shared(given: object) -> bool:
     return given is None or isinstance(given, (str, os.PathLike))
 
 
-def identify(study: optuna.Study, identity: dict[str, Any]) -> None:
-    """Check that the study is one of the same search, or note which search it belongs to.
+def identify(study: optuna.Study, identity: dict[str, Any], directory: Path) -> None:
+    """Check that the study is one of the same search and directory, or note which search it belongs to.
 
     Raises:
         ConfigError: It belongs to another; names the difference.
     """
-    identity = json.loads(json.dumps(identity))
+    noted = _noted(directory)
+    # A directory that was moved, or that another machine has elsewhere, keeps the path that it began with.
+    identity = json.loads(json.dumps({"run_dir": noted.get("run_dir", str(directory)), **identity}))
     found = study.user_attrs.get(IDENTITY)
     if found is None:
         if study.get_trials(deepcopy=False):
@@ -146,8 +152,19 @@ def identify(study: optuna.Study, identity: dict[str, Any]) -> None:
                 f"the storage has a study {study.study_name!r} that drivetrain.search did not make. Give the"
                 " Trainer another run_name, which names the study"
             )
+        if noted:
+            raise ConfigError(
+                f"{directory} is the run_dir of another search: {noted['name']!r} in"
+                f" {noted['storage'] or 'its own journal'}. Give this search another run_dir"
+            )
         study.set_user_attr(IDENTITY, identity)
         return
+    if found.get("run_dir") != identity["run_dir"]:
+        raise ConfigError(
+            f"the search {study.study_name!r} in this storage belongs to the run_dir {found.get('run_dir')},"
+            f" which has the files of its trials, and not to {directory}. Give that run_dir, or another"
+            " run_name for a new search in this storage"
+        )
     for name, now in identity.items():
         if found.get(name) != now:
             raise ConfigError(
@@ -157,9 +174,23 @@ def identify(study: optuna.Study, identity: dict[str, Any]) -> None:
 
 
 def record(directory: Path, storage: str | None, name: str) -> None:
-    """Write where the storage of a search is, for `drivetrain search show`."""
-    content = {"storage": storage, "name": name}
+    """Write where the storage of a search is, and the path that the directory began with."""
+    begun = _noted(directory).get("run_dir", str(directory))
+    content = {"storage": storage, "name": name, "run_dir": begun}
     (directory / RECORD).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _noted(directory: Path) -> dict[str, Any]:
+    """Return what `record` has written; empty if there is nothing."""
+    try:
+        found = json.loads(read_text(directory / RECORD, 1 << 20))
+        return {"storage": found["storage"], "name": found["name"], **found}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{directory / RECORD} is not what drivetrain.search has written: {error}"
+        ) from None
 
 
 def recorded_study(directory: Path) -> optuna.Study:
@@ -168,17 +199,12 @@ def recorded_study(directory: Path) -> optuna.Study:
     Raises:
         ConfigError: There is none.
     """
-    try:
-        found = json.loads(read_text(directory / RECORD, 1 << 20))
-        storage, name = found["storage"], found["name"]
-    except FileNotFoundError:
+    found = _noted(directory)
+    if not found:
         raise ConfigError(
             f"{directory} is not the directory of a search: it has no {RECORD}. Give the run_dir of one"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{directory / RECORD} is not what drivetrain.search has written: {error}"
-        ) from None
+        )
+    storage, name = found["storage"], found["name"]
     try:
         return optuna.load_study(study_name=name, storage=open_storage(storage, directory))
     except KeyError:

@@ -6,8 +6,9 @@ import dataclasses
 import math
 import os
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches
 from drivetrain.core.random_streams import preserved, seed_host
+from drivetrain.core.validation import check_names
 from drivetrain.distributed.failure.messages import shortened
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.integrations.optuna.result import SearchMistake
 from drivetrain.integrations.optuna.space import Parameters, Space
-from drivetrain.integrations.optuna.study import Claim, claim_trial, fail, id_of, trial_directory
+from drivetrain.integrations.optuna.study import FAILURE, Claim, claim_trial, fail, id_of, trial_directory
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.trainer import FitResult, Trainer
 
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from drivetrain.run.run import Run
 
 _LOG = logger(__name__)
+
+_ALIKE = 3
+"""The number of trials at the start that may fail with one error before it ends the search."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class SearchPlan:
         trials: The number of trials.
         directory: The directory of the search.
         prunes: Whether there is a pruner.
+        finished: The numbers of the trials that had ended when the program started.
+        trained: The tasks and parameters that this process has trained, by their ids.
     """
 
     make_task: Callable[[Parameters], Any]
@@ -58,12 +65,14 @@ class SearchPlan:
     trials: int
     directory: Path
     prunes: bool
+    finished: frozenset[int] = frozenset()
+    trained: dict[int, weakref.ref[Any]] = field(default_factory=dict)
 
     def task_and_trainer(self, parameters: Parameters, number: int) -> tuple[TaskModule, Trainer]:
         """Return the task and the Trainer of a trial. The task's weights are a function of the seed.
 
         Raises:
-            SearchMistake: `make_task` returned something else.
+            SearchMistake: `make_task` returned something else, or names that the Trainer does not have.
             ConfigError: The Trainer does not take the changes.
         """
         with preserved():
@@ -79,6 +88,12 @@ class SearchPlan:
             raise SearchMistake(
                 "make_task returned run_dir, and the search gives each trial a directory itself"
             )
+        try:
+            check_names("Trainer", changes, {each.name for each in fields(Trainer)}, "argument")
+        except ConfigError as error:
+            raise SearchMistake(
+                f"make_task returned an argument that the Trainer does not take: {error}"
+            ) from None
         own = trial_directory(self.directory, number)
         return task, dataclasses.replace(self.trainer, **changes, run_dir=own)
 
@@ -90,10 +105,26 @@ class SearchPlan:
     def fit(self, number: int, parameters: Parameters, resume: bool, report: TrialReport) -> FitResult:
         """Train a trial's task, on the rank that this is."""
         task, trainer = self.task_and_trainer(parameters, number)
+        self._check_untrained(task)
         # An error that is raised would end the ranks that a launcher has started, and with them the search.
         ends = "stop" if trainer.on_nonfinite == "raise" else trainer.on_nonfinite
         trainer = dataclasses.replace(trainer, callbacks=(*trainer.callbacks, report), on_nonfinite=ends)
         return trainer.fit(task, *self.data_of(parameters), resume="auto" if resume else None)
+
+    def _check_untrained(self, task: TaskModule) -> None:
+        """Check that no earlier trial has trained the task or its weights, which this trial would go on from.
+
+        Raises:
+            SearchMistake: One has.
+        """
+        parts = [task, *(each for each in task.parameters() if each.requires_grad)]
+        if any((seen := self.trained.get(id(each))) is not None and seen() is each for each in parts):
+            raise SearchMistake(
+                "make_task returned a task or a model that an earlier trial has trained, so this trial would"
+                " go on from its weights. Make the task and its model anew in make_task, or copy the model"
+                " there by copy.deepcopy"
+            )
+        self.trained.update((id(each), weakref.ref(each)) for each in parts)
 
 
 class TrialReport(Callback):
@@ -197,8 +228,14 @@ def run_trial(
         except Exception as error:
             if isinstance(error, SearchMistake) or error is report.mistake:
                 raise SearchMistake(str(error)) from error
+            reason = reason_of(error)
+            if claim is not None and ranks.size == 1 and _is_of_all(plan, study, reason):
+                raise SearchMistake(
+                    f"the first trials all failed with the same error, up to trial {number}: {reason}."
+                    f" Correct the program and start it again: the search goes on with trial {number}"
+                ) from error
             if claim is not None:
-                fail(study, storage, number, reason_of(error))
+                fail(study, storage, number, reason)
             if ranks.size > 1:
                 raise  # the others may wait for this rank in a collective
             clear_frames(error)
@@ -213,6 +250,17 @@ def run_trial(
     finally:
         if claim is not None:
             claim.lock.release()
+
+
+def _is_of_all(plan: SearchPlan, study: optuna.Study, reason: str) -> bool:
+    """Return whether all trials since the start have failed for one reason, and are enough to blame it."""
+    ended = [
+        each
+        for each in study.get_trials(deepcopy=False)
+        if each.state.is_finished() and each.number not in plan.finished
+    ]
+    enough = len(ended) + 1 >= max(2, min(_ALIKE, plan.trials))
+    return enough and all(each.user_attrs.get(FAILURE) == reason for each in ended)
 
 
 def _judge(trial: optuna.Trial, storage: BaseStorage) -> Callable[[float | None, int], bool]:
