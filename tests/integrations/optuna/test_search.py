@@ -52,8 +52,9 @@ def test_the_best_trial_comes_back_with_its_weights_and_its_trainer_and_a_search
     with open(tmp_path / "journal.log", "ab") as journal:  # a process was killed while it wrote a line
         journal.write(b'{"op_code":')
     assert len(search(make_task, space, tmp_path, trials=5).trials) == 5
-    with pytest.raises(ConfigError, match="began with space="):
-        search(make_task, RATES, tmp_path)
+    told = r"lr: was 0.001 to 0.5 \(log\), is 1 to 9 \(step 2\); clip: was one of 0.5, 5.0, is nothing"
+    with pytest.raises(ConfigError, match=told):
+        search(make_task, {"lr": (1, 9, 2)}, tmp_path)
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(ConfigError, match=f"belongs to the run_dir {tmp_path}, "):
         search(make_task, space, tmp_path / "elsewhere", storage=tmp_path / "journal.log")
@@ -182,6 +183,7 @@ def test_mistakes_are_refused_before_a_trial_or_end_the_search(tmp_path):
         "a logarithm of zero": (run(space={"lr": (0.0, 1.0, "log")}), "is not possible"),
         "a range as a list": (run(space={"lr": [1e-3, 0.5, "log"]}), "means choices"),
         "no end": (run(space={"lr": (0.0, float("inf"))}), "must be finite"),
+        "choices that are equal": (run(space={"lr": [1, True]}), "True twice, or a value equal to it"),
         "an object": (run(space={"lr": [object()]}), "Give their names"),
         "no task": (run(lambda parameters: 3), "must return a TaskModule"),
         "a run_dir": (run(lambda parameters: (line(parameters), {"run_dir": "x"})), "directory itself"),
@@ -224,7 +226,7 @@ CONFIG = """
 task: searched_line.Line
 data: searched_line.Data
 trainer: {max_epochs: 1, progress_bar: false, loggers: [csv], strategy: cpu, run_dir: found}
-space: {task: {lr: "1e-3:0.5:log", dropout: [0.0, 0.1]}, data.count: "4,8"}
+space: {task: {lr: "1e-3:0.5:log", dropout: [0.0, 1e-1]}, data.count: "4,8"}
 trials: 2
 """
 
@@ -240,15 +242,24 @@ def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_
     names = {"task.lr", "task.dropout", "data.count", "trainer.max_grad_norm"}
     given = found["trials"][0]["parameters"]
     assert given.keys() == names
+    assert given["task.dropout"] in (0.0, 0.1)
     record = json.loads((tmp_path / "found" / "trial-0000" / "config.json").read_text(encoding="utf-8"))
     assert record["trainer"]["max_grad_norm"] == given["trainer.max_grad_norm"]
-    assert main(["search", "show", "found"]) == 0
+    assert main(["search", "show", "found", "--html", "new/page.html"]) == 0
     out = capsys.readouterr().out
     assert f"* {found['best'][0]}" in out
     assert "importance for validation/loss" in out
-    page = (tmp_path / "found" / "search.html").read_text(encoding="utf-8")
+    page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     assert page.count("<h2>") >= 5
     assert "<script src=" not in page
+    assert main(["search", "show", "found", "--html", "search.yaml/page.html"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    wrong = {"1e-4:1e-1:lgo": "'log' or a step, not 'lgo'", "1:0": "LOW:HIGH:log or LOW:HIGH:STEP"}
+    for text, told in wrong.items():
+        assert main([*words, "--space.task.lr", text]) == 2
+        assert told in capsys.readouterr().err
+    assert main([*words, "--space.trainer.run_dir", "a,b"]) == 2
+    assert "each trial has a directory of its own" in capsys.readouterr().err
     assert main([*words, "--space.data.count", "4,x"]) == 2
     assert "'x'" in capsys.readouterr().err
     assert main([*words, "--space.task.drop", "1,2"]) == 2

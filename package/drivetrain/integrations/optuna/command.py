@@ -17,6 +17,7 @@ from drivetrain.integrations.optuna.searching import search
 
 _PLACES = ("task", "trainer", "data", "train_data", "validation_data")
 _LISTED = ("objective", "direction")
+_FORMS = "a range LOW:HIGH, LOW:HIGH:log or LOW:HIGH:STEP, or choices A,B,C"
 
 
 def search_command(settings: Settings, as_json: bool) -> None:
@@ -69,7 +70,7 @@ def search_command(settings: Settings, as_json: bool) -> None:
 
 
 def _space(settings: Settings) -> dict[str, Any]:
-    from drivetrain.integrations.optuna.space import Space, read_range
+    from drivetrain.integrations.optuna.space import Space, read_range, read_value
 
     given = settings.option("space")
     if not isinstance(given, Mapping) or not given:
@@ -81,12 +82,23 @@ def _space(settings: Settings) -> dict[str, Any]:
                 f"--space.{name} names no argument: write --space.task.NAME for one of the task, or"
                 f" {', '.join(f'--space.{place}.NAME' for place in _PLACES[1:])}"
             )
-        space[name] = read_range(each) if isinstance(each, str) else each
-        if not isinstance(space[name], (list, tuple)) or not space[name]:
+        if name == "trainer.run_dir":
             raise ConfigError(
-                f"--space.{name} must be a range LOW:HIGH[:log|:STEP] or choices A,B,C, not {each!r}"
+                "--space.trainer.run_dir is not possible: each trial has a directory of its own in the"
+                " run_dir of the search"
             )
-    Space(space)  # which says what is wrong with a range
+        found = read_range(each) if isinstance(each, str) else each
+        if isinstance(found, list):  # YAML reads 1e-4 as a text
+            found = [read_value(item) if isinstance(item, str) else item for item in found]
+        if not isinstance(found, (list, tuple)) or not found:
+            raise ConfigError(f"--space.{name} must be {_FORMS}, in quotes in YAML; not {each!r}")
+        try:
+            Space({name: found})
+        except ConfigError as error:
+            if isinstance(found, list):
+                raise
+            raise ConfigError(f"--space.{name} must be {_FORMS}, not {each!r}: {error.__cause__}") from None
+        space[name] = found
     return space
 
 
@@ -142,6 +154,13 @@ def show(words: Sequence[str]) -> int:
     if parsed.json:
         print_json({**_json(trials, best, str(directory)), "importances": important})
         return 0
+    page, has_plots = Path(parsed.html or directory / "search.html"), is_installed("plotly")
+    if has_plots:
+        try:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            write_page(study, objectives, page)
+        except OSError as error:
+            raise ConfigError(f"the page {str(page)!r} cannot be written: {error.strerror}") from error
     with any_text():
         print_trials(trials, objectives, best)
         for name, found in important.items():
@@ -150,9 +169,7 @@ def show(words: Sequence[str]) -> int:
             rows = [(each, f"{value:.1%}") for each, value in found.items()]
             table((), rows or [("unknown: too few trials are complete", "")], numbers=(1,))
         line()
-        if is_installed("plotly"):
-            page = Path(parsed.html or directory / "search.html")
-            write_page(study, objectives, page)
+        if has_plots:
             line(f"plots: {page}")
         else:
             line("plots need the package plotly: pip install 'drivetrain[search]'")

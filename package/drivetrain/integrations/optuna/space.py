@@ -13,6 +13,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
     distribution_to_json,
+    json_to_distribution,
 )
 
 from drivetrain.core.errors import ConfigError
@@ -83,6 +84,27 @@ class Space:
         return {name: distribution_to_json(each) for name, each in self.distributions.items()}
 
 
+def differences(before: dict[str, str] | None, now: dict[str, str] | None) -> str:
+    """Return how two spaces differ, by what `Space.to_json` has returned for each."""
+    if before is None or now is None:
+        kinds = ["a function" if each is None else "a mapping" for each in (before, now)]
+        return f"it was {kinds[0]}, and is {kinds[1]}"
+    found = []
+    for name in {**before, **now}:
+        was, is_now = (_told(each[name]) if name in each else "nothing" for each in (before, now))
+        if was != is_now:
+            found.append(f"{name}: was {was}, is {is_now}")
+    return "; ".join(found)
+
+
+def _told(text: str) -> str:
+    each = json_to_distribution(text)
+    if isinstance(each, CategoricalDistribution):
+        return f"one of {', '.join(map(repr, each.choices))}"
+    step = "" if each.step in (None, 1) else f" (step {each.step})"
+    return f"{each.low} to {each.high}{' (log)' if each.log else step}"
+
+
 def _suggest(trial: optuna.Trial | optuna.trial.FrozenTrial, name: str, each: BaseDistribution) -> None:
     if isinstance(each, FloatDistribution):
         trial.suggest_float(name, each.low, each.high, step=each.step, log=each.log)
@@ -108,6 +130,12 @@ def _distribution(name: str, given: object) -> BaseDistribution:
                     f"{name!r} in the space is a list, which means choices, and 'log' would be one of them. A"
                     " range is (1e-5, 1e-2, 'log'), and 1e-5:1e-2:log in a file or a command line"
                 )
+            twice = [each for index, each in enumerate(given) if each in given[:index]]
+            if twice:
+                raise ConfigError(
+                    f"the choices {given!r} of {name!r} have {twice[0]!r} twice, or a value equal to it. Give"
+                    " each choice once"
+                )
             return CategoricalDistribution(given)
         if isinstance(given, tuple):
             found = _range(given)
@@ -116,7 +144,7 @@ def _distribution(name: str, given: object) -> BaseDistribution:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"the range {given!r} of {name!r} in the space is not possible: {error}") from None
+        raise ConfigError(f"the range {given!r} of {name!r} in the space is not possible: {error}") from error
     more = (
         f" A single value is a list with one item: [{given!r}]."
         if isinstance(given, (int, float, str))
@@ -144,13 +172,17 @@ def read_range(text: str) -> object:
     "1e-5:1e-2:log" and "0:100:10" are ranges, and "64,128,256" is a list of choices.
     """
     parts = text.split(":")
-    numbers = [_value(each) for each in parts[:2]]
+    numbers = [read_value(each) for each in parts[:2]]
     if len(parts) in (2, 3) and all(isinstance(each, (int, float)) for each in numbers):
-        return (*numbers, *(each if each == "log" else _value(each) for each in parts[2:]))
-    return [_value(each.strip()) for each in text.split(",")]
+        how = [read_value(each) for each in parts[2:]]
+        if how and how != ["log"] and not isinstance(how[0], (int, float)):
+            raise ConfigError(f"the third part of the range {text!r} must be 'log' or a step, not {how[0]!r}")
+        return (*numbers, *how)
+    return [read_value(each.strip()) for each in text.split(",")]
 
 
-def _value(text: str) -> bool | int | float | str | None:
+def read_value(text: str) -> bool | int | float | str | None:
+    """Return the number, the truth value or None that a text describes, or else the text."""
     if text.lower() in ("none", "null"):
         return None
     if text.lower() in ("true", "false"):

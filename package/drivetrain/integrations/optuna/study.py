@@ -22,6 +22,7 @@ from drivetrain.core.files import read_text
 from drivetrain.core.messages import logger
 from drivetrain.distributed.processes import one_at_a_time
 from drivetrain.integrations.optuna.sampling import EXHAUSTED
+from drivetrain.integrations.optuna.space import differences
 
 _LOG = logger(__name__)
 
@@ -166,10 +167,13 @@ def identify(study: optuna.Study, identity: dict[str, Any], directory: Path) -> 
             " run_name for a new search in this storage"
         )
     for name, now in identity.items():
-        if found.get(name) != now:
+        if (before := found.get(name)) != now:
+            how = f"{name}={before!r}, and goes on with {now!r}"
+            if name == "space":
+                how = f"another space ({differences(before, now)})"
             raise ConfigError(
-                f"the search {study.study_name!r} in this storage began with {name}={found.get(name)!r}, and"
-                f" goes on with {now!r}. Give the same, or another run_dir for a new search"
+                f"the search {study.study_name!r} in this storage began with {how}. Give the same, or another"
+                " run_dir for a new search"
             )
 
 
