@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except KeyboardInterrupt:
-        print("drivetrain: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("\n".join(["drivetrain: interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return INTERRUPTED
 
 

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.run.settings import RunSettings
+
+_GOES_ON: ContextVar[str | None] = ContextVar("goes_on", default=None)
+
+
+@contextmanager
+def part_of(goes_on: str) -> Iterator[None]:
+    """Run the block, whose fits are parts of something larger, such as a search.
+
+    Args:
+        goes_on: Says in their last words how the user goes on from a checkpoint.
+    """
+    token = _GOES_ON.set(goes_on)
+    try:
+        yield
+    finally:
+        _GOES_ON.reset(token)
+
+
+def is_part() -> bool:
+    """Return whether a fit is a part of something larger."""
+    return _GOES_ON.get() is not None
 
 
 def may_resume_by_itself(settings: RunSettings) -> bool:
@@ -24,6 +48,8 @@ def what_goes_on(settings: RunSettings, newest: str) -> str:
     """Return the argument of `fit` that resumes from a checkpoint, as the end of a sentence."""
     if not is_resumable(settings):
         return "it holds weights alone, and no run can go on from it"
+    if (larger := _GOES_ON.get()) is not None:
+        return larger
     if may_resume_by_itself(settings):
         return "resume='auto' goes on from it"
     return f"fit(..., resume={newest!r}) goes on from it, or resume='auto' once the Trainer has a run_dir"

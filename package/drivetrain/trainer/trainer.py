@@ -25,7 +25,7 @@ from drivetrain.loggers.files import prepare_results_file, write_results
 from drivetrain.loggers.history import read_history, table_of
 from drivetrain.run.ledger_report import NAME as LEDGER
 from drivetrain.run.loop import evaluate, predict, train_steps
-from drivetrain.run.messages import as_given, is_resumable
+from drivetrain.run.messages import as_given, is_part, is_resumable
 from drivetrain.run.preemption import Preemption
 from drivetrain.run.run import Run
 from drivetrain.run.session import left_with_program, run_context
@@ -338,7 +338,7 @@ class Trainer(RunSettings):
             for path in (run.last_checkpoint, weights, None if table is None else str(table))
         )
         best = {by: as_given(trainer, path) or path for by, path in best.items()}
-        if history is not None and directory is not None and (directory / LEDGER).exists():
+        if history and directory is not None and (directory / LEDGER).exists() and not is_part():
             _LOG.info("curves: drivetrain runs report %s", as_given(trainer, str(directory)))
         return FitResult(
             dict(run.metrics),

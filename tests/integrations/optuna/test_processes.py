@@ -14,11 +14,15 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("programs") / "searched.py"
 
 
-def search(tmp_path, name, storage="", point="", parallel=1):
+def start(tmp_path, name, storage="", point="", parallel=1):
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**undisturbed(), "PYTHONPATH": os.pathsep.join(paths)}
     words = [str(PROGRAM), str(tmp_path / name), storage, point, str(parallel)]
-    done = run_forked(words, tmp_path, environment, timeout=300)
+    return run_forked(words, tmp_path, environment, timeout=300)
+
+
+def search(*arguments, **options):
+    done = start(*arguments, **options)
     assert done.returncode in (0, -9), done.stderr[-4000:]
     return json.loads(done.stdout) if done.returncode == 0 else None
 
@@ -40,6 +44,16 @@ def test_trials_run_in_processes_and_one_that_dies_has_failed(tmp_path):
     assert [row[5] for row in rows if row[1] == "failed"] == ["its process was killed by SIGKILL"]
     assert len(rows) == 5
     assert sum(each is not None for each in weights) == 4
+
+
+@pytest.mark.landing
+@pytest.mark.real("signals a search")
+def test_a_signal_to_a_search_ends_its_trials_in_order_and_says_how_it_goes_on(tmp_path):
+    done = start(tmp_path, "signalled", point="parent", parallel=2)
+    assert done.returncode == 75, done.stderr[-4000:]
+    assert f"start the same search again, which goes on in {tmp_path / 'signalled'}; exit" in done.stderr
+    rows, _ = search(tmp_path, "signalled")
+    assert {row[1] for row in rows} <= {"complete", "pruned"}
 
 
 @pytest.mark.landing

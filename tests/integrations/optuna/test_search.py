@@ -1,6 +1,7 @@
 """`drivetrain.search`: its space, its result, trials that fail or are pruned, and what it refuses."""
 
 import json
+import logging
 
 import pytest
 from tests.support.messages import warned
@@ -30,17 +31,23 @@ def search(make_task, space, run_dir, trials=3, checkpoint=True, trainer=(), **o
     return drivetrain.search(make_task, DATA, space, trainer=made, trials=trials, **options)
 
 
-def test_the_best_trial_comes_back_with_its_weights_and_its_trainer_and_a_search_goes_on(tmp_path):
-    made = []
+def test_the_best_trial_comes_back_with_its_weights_and_its_trainer_and_a_search_goes_on(
+    tmp_path, monkeypatch
+):
+    made, levels = [], set()
+    monkeypatch.setattr(logging.getLogger("optuna"), "level", logging.INFO)
 
     def make_task(parameters):
         made.append(parameters)
+        levels.add(optuna.logging.get_verbosity())
         return line(parameters), {"max_grad_norm": parameters["clip"]}
 
     space = {**RATES, "clip": [0.5, 5.0]}
     result = search(make_task, space, tmp_path, trials=2)
     result = search(make_task, space, tmp_path, trials=4, storage=tmp_path / "journal.log")
     assert len(made) == 4
+    assert levels == {logging.WARNING}
+    assert optuna.logging.get_verbosity() == logging.INFO
     best = result.best
     assert best.trial.values["validation/loss"] == min(
         each.values["validation/loss"] for each in result.trials
@@ -72,6 +79,8 @@ def test_a_space_has_ranges_choices_distributions_or_is_a_function_of_the_trial(
     assert (found["a"]["attributes"]["log"], found["b"]["attributes"]["step"]) == (True, 10)
     assert read_range("1e-5:1:log") == (1e-5, 1, "log")
     assert read_range("64,true,a") == [64, True, "a"]
+    with pytest.raises(ConfigError, match="must be 'log' or a step, not 'lgo'"):
+        read_range("1e-5:1:lgo")
 
     def space(trial):
         return {"lr": 10.0 ** -trial.suggest_int("exponent", 1, 2)}
@@ -115,6 +124,19 @@ def test_an_error_of_all_trials_ends_the_search_and_one_with_nothing_left_says_s
         DrivetrainError, match=r"so none was run\. .* None is complete\. Trial 0 failed: KeyE"
     ):
         search(wrong, RATES, tmp_path / "other", trials=1)
+
+
+def test_the_last_words_of_an_interrupted_search_say_how_it_goes_on(tmp_path):
+    def interrupt(run):
+        raise KeyboardInterrupt
+
+    saving = drivetrain.CheckpointConfig(every="1 step")
+    for make_task, watch in ((line, [LambdaCallback(on_step_end=interrupt)]), (interrupt, [])):
+        with pytest.raises(KeyboardInterrupt) as found:
+            search(make_task, RATES, tmp_path, checkpoint=saving, trainer={"callbacks": watch})
+        notes = "\n".join(found.value.__notes__)
+        assert notes.endswith(f"start the same search again, which goes on in {tmp_path}")
+        assert "resume=" not in notes
 
 
 def test_several_objectives_have_a_pareto_front(tmp_path):
@@ -231,14 +253,20 @@ trials: 2
 """
 
 
-def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """Return the words of a search, in a directory with its program and its configuration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "searched_line.py").write_text(PROGRAM, encoding="utf-8")
     (tmp_path / "search.yaml").write_text(CONFIG, encoding="utf-8")
-    words = ["search", "--config", "search.yaml", "--space.trainer.max_grad_norm", "0.5:2.0"]
+    return ["search", "--config", "search.yaml", "--space.trainer.max_grad_norm", "0.5:2.0"]
+
+
+def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_path, words, capsys, caplog):
     assert main([*words, "--trials", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["trials"]) == 3
+    assert "curves: " not in caplog.text
     names = {"task.lr", "task.dropout", "data.count", "trainer.max_grad_norm"}
     given = found["trials"][0]["parameters"]
     assert given.keys() == names
@@ -254,15 +282,18 @@ def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_
     assert "<script src=" not in page
     assert main(["search", "show", "found", "--html", "search.yaml/page.html"]) == 2
     assert "cannot be written" in capsys.readouterr().err
-    wrong = {"1e-4:1e-1:lgo": "'log' or a step, not 'lgo'", "1:0": "LOW:HIGH:log or LOW:HIGH:STEP"}
-    for text, told in wrong.items():
-        assert main([*words, "--space.task.lr", text]) == 2
-        assert told in capsys.readouterr().err
-    assert main([*words, "--space.trainer.run_dir", "a,b"]) == 2
-    assert "each trial has a directory of its own" in capsys.readouterr().err
-    assert main([*words, "--space.data.count", "4,x"]) == 2
-    assert "'x'" in capsys.readouterr().err
-    assert main([*words, "--space.task.drop", "1,2"]) == 2
-    assert "Did you mean 'dropout'" in capsys.readouterr().err
     assert main(["search", "show", "."]) == 2
     assert "is not the directory of a search" in capsys.readouterr().err
+
+
+def test_the_command_refuses_what_no_trial_could_use_before_the_search_begins(tmp_path, words, capsys):
+    refused = {
+        "--space.task.lr 1:0": "LOW:HIGH:log or LOW:HIGH:STEP",
+        "--space.trainer.run_dir a,b": "each trial has a directory of its own",
+        "--space.data.count 4,x": "'x'",
+        "--space.task.drop 1,2": "Did you mean 'dropout'",
+    }
+    for option, told in refused.items():
+        assert main([*words, *option.split()]) == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "found").exists()

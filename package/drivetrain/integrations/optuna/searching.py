@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,16 +14,18 @@ import torch
 
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.direction import direction_of
-from drivetrain.core.errors import ConfigError, MissingDependencyError, Preempted
+from drivetrain.core.errors import EXIT_REQUEUE, ConfigError, MissingDependencyError, Preempted
 from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import count
+from drivetrain.distributed.failure.last_words import write_now
 from drivetrain.distributed.group import disband
 from drivetrain.distributed.launch.children import Child, end_all
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.forks import cause_of_end, fork_copy, fork_ranks
 from drivetrain.distributed.processes import one_at_a_time
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.signals import Signals
 from drivetrain.engine.engine import Engine
 from drivetrain.integrations.optuna.result import (
     SearchMistake,
@@ -31,6 +35,8 @@ from drivetrain.integrations.optuna.result import (
     restorer,
     trials_of,
 )
+from drivetrain.run.messages import part_of
+from drivetrain.run.preemption import as_preemption
 from drivetrain.trainer.trainer import FitResult, Trainer
 
 if TYPE_CHECKING:
@@ -49,6 +55,23 @@ _SAVING = 60.0
 """Seconds that trials have to save when the search is interrupted."""
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Optuna from reporting each study and trial, which the search reports itself."""
+    if not is_installed("optuna"):  # which the search says
+        yield
+        return
+    from optuna import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@_quiet()
 def search(
     make_task: Callable[[dict[str, Any]], Any],
     data: Any,
@@ -184,12 +207,13 @@ def search(
         study, opened = open_study()
         return run_trial(plan, study, opened, ranks, _on_forks(trainer))
 
-    if spread:
-        _Spread(plan, open_study, one_trial, parallel).run()
-    else:
-        study, opened = open_study() if ranks.is_first else (None, None)
-        while run_trial(plan, study, opened, ranks):
-            pass
+    with _interruptible(directory):
+        if spread:
+            _Spread(plan, open_study, one_trial, parallel).run()
+        else:
+            study, opened = open_study() if ranks.is_first else (None, None)
+            while run_trial(plan, study, opened, ranks):
+                pass
 
     def collect() -> tuple[Any, list[int], bool]:
         study, _ = open_study()
@@ -201,6 +225,23 @@ def search(
     return SearchResult(
         found, objectives, directory, tuple(found[each] for each in best), restorer(plan.task_and_trainer)
     )
+
+
+def _how_it_goes_on(directory: Path) -> str:
+    return f"start the same search again, which goes on in {directory}"
+
+
+@contextmanager
+def _interruptible(directory: Path) -> Iterator[None]:
+    """Have the last words of an interrupted search say how it goes on."""
+    again = _how_it_goes_on(directory)
+    try:
+        with part_of(again):
+            yield
+    except KeyboardInterrupt as error:
+        if not any(again in note for note in getattr(error, "__notes__", ())):
+            error.add_note(f"drivetrain: {again}")
+        raise
 
 
 def _check_trainer(trainer: Trainer) -> None:
@@ -349,16 +390,28 @@ class _Spread:
                 "trials in processes of their own are forks of this process, and it cannot be forked: CUDA is"
                 " in use here, or the system has no fork. Use parallel=1 and devices=1, or search before that"
             )
+        config = as_preemption(self._plan.trainer.preemption)
+        asked: list[signal.Signals] = []
+        requeues = [each for each in signal.Signals if config is not None and each.name in config.requeues]
+        signals = Signals(requeues, (), lambda number: None, lambda text: write_now(f"drivetrain: {text}\n"))
+        signals.open()
+        signals.attach(asked.append, lambda: "the trials are ended")
         try:
             self._fill()
             while self._running:
                 time.sleep(_LOOKING)
+                if asked:
+                    raise Preempted(f"ended by {asked[0].name}")
                 if self._take_ended():
                     self._fill()
         except BaseException:
             end_all([each.child for each in self._running.values()], grace=_SAVING)
+            if asked:
+                again = _how_it_goes_on(self._plan.directory)
+                write_now(f"drivetrain: ended by {asked[0].name}: {again}; exit code {EXIT_REQUEUE}\n")
             raise
         finally:
+            signals.close()
             for each in self._running.values():
                 os.close(each.pipe)
             self._running.clear()
@@ -370,8 +423,12 @@ class _Spread:
             enough = finished + len(self._running) >= self._plan.trials
             if slot not in self._running and not enough and not self._nothing_left:
                 others = [each.pipe for each in self._running.values()]
-                child, pipe = fork_copy(self._one_trial, slot, self._gpus(slot), others)
+                child, pipe = fork_copy(self._in_fork, slot, self._gpus(slot), others)
                 self._running[slot] = _Fork(child, pipe, finished)
+
+    def _in_fork(self) -> None:
+        os.setpgid(0, 0)  # Ctrl-C reaches the search alone, which asks the trials to save and end
+        self._one_trial()
 
     def _finished(self) -> int:
         study, _ = self._open_study()

@@ -258,8 +258,13 @@ def claim_trial(study: optuna.Study, storage: BaseStorage, directory: Path, most
                     lock.take()
                 except ConfigError:  # another process runs it
                     continue
-                trial = optuna.Trial(study, id_of(study, storage, each.number))
-                return Claim(trial, trial_directory(directory, each.number), lock, has_begun=True)
+                number = id_of(study, storage, each.number)
+                if storage.get_trial(number).state.is_finished():  # it has ended since the list was made
+                    lock.release()
+                    continue
+                return Claim(
+                    optuna.Trial(study, number), trial_directory(directory, each.number), lock, has_begun=True
+                )
         begun = [each for each in trials if each.state != TrialState.WAITING]
         if len(begun) >= most or study.user_attrs.get(EXHAUSTED):
             return None

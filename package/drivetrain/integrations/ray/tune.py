@@ -11,6 +11,7 @@ from drivetrain.core.errors import ConfigError, MissingDependencyError
 from drivetrain.core.random_streams import preserved, seed_host
 from drivetrain.core.registry import is_installed
 from drivetrain.integrations.ray.report import RayReport
+from drivetrain.run.messages import part_of
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.trainer import Trainer
 
@@ -75,10 +76,11 @@ def trainable(
         )
         train, validation = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         checkpoint = tune.get_checkpoint()
-        if checkpoint is None:
-            own.fit(task, train, validation)
-            return
-        with checkpoint.as_directory() as directory:
-            own.fit(task, train, validation, resume=directory, override=["optimizer"])
+        with part_of("Ray's Tuner.restore goes on from the last one that was reported"):
+            if checkpoint is None:
+                own.fit(task, train, validation)
+                return
+            with checkpoint.as_directory() as directory:
+                own.fit(task, train, validation, resume=directory, override=["optimizer"])
 
     return fit
