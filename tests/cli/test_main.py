@@ -137,6 +137,13 @@ def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):
         drive("fit", "--task broken.Task --data shapes.data")
 
 
+def test_the_command_line_names_the_jsonargparse_that_it_needs(drive, monkeypatch):
+    monkeypatch.setattr("jsonargparse.__version__", "4.46.0")
+    code, _, err = drive("plan", SHAPES)
+    assert code == 2
+    assert "needs jsonargparse 4.53 or newer, and 4.46.0 is installed" in err
+
+
 def test_env_lists_versions_devices_and_extras(drive):
     found = json.loads(drive("env", "--json", quiet=False)[1])
     assert (found["drivetrain"], found["packages"]["torch"]) == (__version__, torch.__version__)

@@ -21,6 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
+import jsonargparse
 import yaml
 from jsonargparse import ArgumentParser, set_loader
 
@@ -136,6 +137,16 @@ class _LoggerOption(ABC):  # noqa: B024
         return hasattr(other, "log_metrics")
 
 
+def _check_version() -> None:
+    # setup.cfg allows older ones: libraries such as anomalib hold it back, and only commands need this.
+    if tuple(map(int, jsonargparse.__version__.split(".")[:2])) < (4, 53):
+        raise ConfigError(
+            f"the command line needs jsonargparse 4.53 or newer, and {jsonargparse.__version__} is installed,"
+            " perhaps because another package holds it back. Give the command line an environment of its own,"
+            " or train from Python with Trainer(...).fit(...)"
+        )
+
+
 class Settings:
     """The settings of one command, checked and typed, and the objects that they describe.
 
@@ -144,6 +155,7 @@ class Settings:
     """
 
     def __init__(self, command: str, purpose: str, words: Sequence[str]) -> None:
+        _check_version()
         self.words = (command, purpose, tuple(words))
         self._options, self._tree = _read(command, words)
         self._build(command, purpose)
