@@ -28,10 +28,13 @@ from tests.integrations.lightning.equality import Recorder, differences
 from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-if importlib.util.find_spec("torchvision"):  # PyPI's is built for CUDA, and its operators do not load here
-    _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
-    for _name in ("nms", "qnms"):
-        _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if importlib.util.find_spec("torchvision"):
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:  # it is built for CUDA, and its operators do not load here
+        _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
+        for _name in ("nms", "qnms"):
+            _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 from drivetrain import Trainer
 from drivetrain.integrations.lightning import as_data, as_task
