@@ -541,7 +541,7 @@ class ModuleHooks(ModuleState, Callback):
             self._publish(run, values, of_step=False)
             run.log_training()  # a log point of its own, also where this step has had one
         if any(each.on_step and not each.on_epoch for each in self.training_logs.entries.values()):
-            # What checkpoints and early stopping may watch, also where no log point has come yet.
+            # Checkpoints and early stopping may watch these values before the first log point.
             latest = self.training_logs.latest(run.engine.data_ranks)
             if run.latest_at != run.progress.steps:
                 run.latest, run.latest_at = {}, run.progress.steps

@@ -16,7 +16,7 @@ _MARK = "_drivetrain_equal_block"
 _FEWEST = 2
 """The blocks of a row in the smallest model: the first, whose inputs may need no gradient, and another."""
 _LEAST = 10
-"""The fewest equal blocks in a row of which some are left out: the three small models together have nine."""
+"""A row with fewer blocks is run whole: the three small models together have nine."""
 
 
 class StepMemory(NamedTuple):
@@ -61,8 +61,8 @@ def memory_by_few_blocks(
 ) -> StepMemory:
     """Return what `measure` returns of a model, from copies in which long rows of equal blocks are shorter.
 
-    Each block more must add as much as the one before, and change nothing else. A model for which that is not
-    so, or which does not run with fewer blocks, is measured whole.
+    Each further block must add as much as the one before, and change nothing else. Where that does not hold,
+    and where the model does not run with fewer blocks, the whole model is measured.
 
     Args:
         model: The model, without values; its blocks get an attribute.

@@ -84,7 +84,7 @@ class CheckpointFolders:
     def commit(self, unfinished: str, checkpoint: str, state: str) -> None:
         """Add the state and the checkpoint to a folder that has the model, and give it its name.
 
-        A folder of that name is replaced. Those of checkpoints that have been deleted since are deleted.
+        A folder of that name is replaced. Folders are deleted whose checkpoint is gone.
 
         Args:
             unfinished: The folder.
