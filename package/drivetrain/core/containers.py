@@ -37,6 +37,11 @@ def opened(value: Any) -> Container | None:
     """
     if isinstance(value, _LEAVES):
         return None
+    if type(value) is list or type(value) is tuple:  # the usual ones, without torch's registry
+        return Container(range(len(value)), list(value), type(value))
+    if type(value) is dict:
+        keys: Sequence[Any] = list(value)
+        return Container(keys, list(value.values()), lambda others: dict(zip(keys, others, strict=True)))
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return Container(getattr(value, "_fields", range(len(value))), list(value), value._make)
     is_mapping = isinstance(value, Mapping)
@@ -46,7 +51,7 @@ def opened(value: Any) -> Container | None:
         return Container(names, entries, lambda others: _dataclass_like(value, names, others))
     entries, structure = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if not (len(entries) == 1 and entries[0] is value):
-        keys: Sequence[Any] = list(value.keys()) if is_mapping else ()
+        keys = list(value.keys()) if is_mapping else ()
         keys = keys if len(keys) == len(entries) else range(len(entries))
         return Container(keys, entries, lambda others: _pytree.tree_unflatten(others, structure))
     if isinstance(value, (tuple, list)):

@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.checkpoint import CheckpointSaver
+from drivetrain.callbacks.early_stopping import EarlyStopping
+from drivetrain.callbacks.lambda_callback import LambdaCallback
 from drivetrain.callbacks.progress.progress_bar import ProgressBar
+from drivetrain.checkpoint.saving.names import metrics_of
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch
 from drivetrain.distributed.processes import once_per_machine
@@ -85,6 +89,7 @@ class ModuleHooks(ModuleState, Callback):
         self._left = 0  # batches of the window that are still to come
         self._is_first = True  # whether the window's first batch is still to come
         self._skips_log = False
+        self._is_watched = False  # whether another callback may read logged values by their names
         self._is_cut = False  # whether on_train_batch_start has ended the epoch
         self._modes: list[tuple[Any, bool]] = []  # that on_validation_model_train has set
         self.closures: ClosureSteps | None = None
@@ -269,6 +274,7 @@ class ModuleHooks(ModuleState, Callback):
     def on_fit_start(self, run: Run) -> None:
         """Call `on_fit_start` and `on_train_start`."""
         self._begin(run)
+        self._is_watched = any(_may_watch(each) for each in run.callbacks if each is not self)
         feed = run.train_feed
         is_steady, batches, accumulation = False, None, 1
         if feed is not None and feed.plan is None:
@@ -540,8 +546,9 @@ class ModuleHooks(ModuleState, Callback):
             self._skips_log = True
             self._publish(run, values, of_step=False)
             run.log_training()  # a log point of its own, also where this step has had one
-        if any(each.on_step and not each.on_epoch for each in self.training_logs.entries.values()):
-            # Checkpoints and early stopping may watch these values before the first log point.
+        entries = self.training_logs.entries.values()
+        if self._is_watched and any(each.on_step and not each.on_epoch for each in entries):
+            # A callback may watch these values before the first log point.
             latest = self.training_logs.latest(run.engine.data_ranks)
             if run.latest_at != run.progress.steps:
                 run.latest, run.latest_at = {}, run.progress.steps
@@ -783,6 +790,16 @@ class ModuleHooks(ModuleState, Callback):
 def _is_interrupted(run: Run) -> bool:
     """Return whether a fit was ended by a signal or an error, so that a resumed one goes on in its epoch."""
     return run.failure is not None or run.stop_reason in run.stopping.signals
+
+
+def _may_watch(callback: Callback) -> bool:
+    """Return whether a callback may read logged values by their names at the end of an epoch."""
+    if isinstance(callback, CheckpointSaver):
+        policies = callback.policies
+        return any(each.by is not None or metrics_of(each.name) for each in policies)
+    if isinstance(callback, (EarlyStopping, LambdaCallback)):
+        return True
+    return not type(callback).__module__.startswith("drivetrain.callbacks.")
 
 
 class _EvaluationStep(NamedTuple):

@@ -33,17 +33,23 @@ class Skipped:
         self._engine = engine
         self._pairs = pairs
         self._ranks = None if engine.strategy.sharded else engine.sharing
-        self._keeps: list[bool] = []
+        self._done = 0
+        self._lost: list[int] = []  # the numbers of those that returned None
         self._sums: Tensor | None = None
         self._work: Any = None
         self.is_last_skipped = False
 
     def loss_of(self, loss: Tensor | None) -> Tensor:
         """Return the loss of the next micro-batch's step: its own, or zero if it returned None."""
-        micro_batch, _ = self._pairs[len(self._keeps)]
+        if self._ranks is None and loss is not None:
+            self._done += 1
+            self.is_last_skipped = False
+            return loss
         self.is_last_skipped = loss is None
-        self._keeps.append(loss is not None or micro_batch.is_placeholder)
-        if len(self._keeps) == len(self._pairs) and self._ranks is not None:
+        if loss is None and not self._pairs[self._done][0].is_placeholder:
+            self._lost.append(self._done)
+        self._done += 1
+        if self._done == len(self._pairs) and self._ranks is not None:
             self._sums = torch.tensor(self._own(), dtype=torch.float64)
             if self._ranks.copy:  # another rank has the same batch
                 self._sums.zero_()
@@ -67,10 +73,10 @@ class Skipped:
     def _own(self) -> list[float]:
         """Return the weights of this rank: of the skipped micro-batches, and of all."""
         lost = total = 0.0
-        for keeps, (micro_batch, _) in zip(self._keeps, self._pairs, strict=True):
+        for number, (micro_batch, _) in enumerate(self._pairs):
             if not micro_batch.is_placeholder:
                 total += float(micro_batch.weight)
-                lost += 0.0 if keeps else float(micro_batch.weight)
+                lost += float(micro_batch.weight) if number in self._lost else 0.0
         return [lost, total]
 
     def left(self, rows: list[Row], parameters: Sequence[Tensor]) -> list[Row] | None:
@@ -83,7 +89,7 @@ class Skipped:
         Returns:
             The scalars of those that were not skipped; None if no rank has any.
         """
-        if self._sums is None and all(self._keeps):
+        if self._sums is None and not self._lost:
             return rows
         if self._sums is not None:
             self._work.wait()
@@ -91,7 +97,7 @@ class Skipped:
         if lost < total:
             if lost:
                 self._strategy.scale_gradients(parameters, total / (total - lost))
-            return [row for row, keeps in zip(rows, self._keeps, strict=True) if keeps]
+            return [row for number, row in enumerate(rows) if number not in self._lost]
         for parameter in parameters:  # of zeros
             parameter.grad = None
         return None
