@@ -169,6 +169,7 @@ $(READY_TRACKERS): setup.cfg setup.py Makefile
 	$(BIN_TRACKERS)/python -m pip install --quiet --disable-pip-version-check -e '.[trackers]'
 	touch $(READY_TRACKERS)
 
+# torchaudio's extension is built for CUDA and does not load beside torch's CPU build; torchaudio also works without it.
 .PRECIOUS: $(VENV_LIBRARIES)/%/.ready
 $(VENV_LIBRARIES)/%/.ready: setup.cfg Makefile tests/integrations/lightning/libraries/base.txt \
 		tests/integrations/lightning/libraries/%.txt
@@ -176,6 +177,7 @@ $(VENV_LIBRARIES)/%/.ready: setup.cfg Makefile tests/integrations/lightning/libr
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e . \
 		-r tests/integrations/lightning/libraries/$*.txt
+	rm -f $(@D)/lib/python*/site-packages/torchaudio/lib/*.so
 	touch $@
 
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
