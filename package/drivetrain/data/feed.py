@@ -274,7 +274,7 @@ class Feed:
         if self._left_early and source.stateful and not position:
             # A run that resumes here loads the state too, so both continue from the same state.
             state = source.snapshot()
-            source.ranks.in_turn(lambda: source.reload(state))
+            source.ranks.in_turn(lambda: source.restore(state))
         self._left_early = True
         micro_batches = self.micro_batches(epoch, position, limit, until, done, move=False)
         transfer.following, self._next = None, None
@@ -338,10 +338,10 @@ class Feed:
         """
         if self.source.exact:
             return None
-        following, order = self._next, self.source.order_state()
-        known = order is None and following is not None and not (following.is_placeholder or following.bad)
-        samples = of_samples(following.batch, following.samples) if known and following is not None else None
-        return self.source.gathered({"settings": self.source.settings(), "next": samples, "order": order})
+        following, reading, samples = self._next, self.source.reading(), None
+        if following is not None and not (following.is_placeholder or following.bad or reading.get("order")):
+            samples = of_samples(following.batch, following.samples)
+        return self.source.gathered({**reading, "next": samples})
 
     def restore(
         self, state: dict[str, Any] | None, position: int, continuation: dict[str, Any] | None = None
@@ -364,14 +364,11 @@ class Feed:
         check_division(source, state, position)
         before = source.own_part(continuation)
         if before is not None and not source.exact:
-            if position:
-                source.check_settings(before["settings"])
-                self._expected = before["next"]
-            if before["order"] is not None:
-                source.restore_order(before["order"], position)
+            source.check_reading(before, position)
+            self._expected = before["next"] if position else None
         if source.stateful and state is not None:
             # One at a time: some packages keep the state in memory that a machine's ranks share.
-            source.ranks.in_turn(lambda: source.restore(state))
+            source.ranks.in_turn(lambda: source.restore(source.own_part(state)))
 
     def _as_expected(self, micro_batches: Iterator[MicroBatch], position: int) -> Iterator[MicroBatch]:
         """Warn if the data does not continue where the checkpoint was saved."""

@@ -344,14 +344,15 @@ class IndexedSource(Source):
             return number * self._batch_size
         return sum(len(each) for each in islice(self._order.replayed(self._batch_sampler, epoch), number))
 
-    def order_state(self) -> dict[str, Any] | None:
+    def reading(self) -> dict[str, Any]:
         """Return the state of the user's sampler, and a checksum of its order."""
-        return self._order.state()
+        order = self._order.state()
+        return {} if order is None else {"order": order}
 
-    def restore_order(self, state: dict[str, Any], position: int) -> None:
+    def check_reading(self, before: dict[str, Any], position: int) -> None:
         """Restore the user's sampler, and warn if its order is another one."""
-        if not self.exact:
-            self._order.restore(self._batch_sampler or self._order.sampler, state, position)
+        if not self.exact and (order := before.get("order")) is not None:
+            self._order.restore(self._batch_sampler or self._order.sampler, order, position)
 
     def description(self) -> dict[str, Any]:
         """Return the dataset's and the loader's numbers."""

@@ -158,35 +158,26 @@ class Source(ABC):
         return gathered
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore the result of `gathered`, before `batches` is called with the matching position."""
-
-    def reload(self, state: dict[str, Any] | None) -> None:
-        """Restore a `snapshot` of this process, as a resume between two epochs does."""
+        """Restore a `snapshot` of this process, before `batches` is called with the matching position."""
 
     def seed_epoch(self, epoch: int) -> None:
         """Seed what the data draws from the host's generators as it begins an epoch."""
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, by name, that a resume within an epoch must have again."""
+    def reading(self) -> dict[str, Any]:
+        """Return how the data is read: the "settings" that a resume within an epoch must have again, and what
+        is needed to draw the "order" of a user's sampler again.
+        """
         return {}
 
-    def check_settings(self, before: dict[str, Any]) -> None:
-        """Check a checkpoint's `settings` against the current ones.
-
-        Raises:
-            CheckpointError: They differ.
-        """
-
-    def order_state(self) -> dict[str, Any] | None:
-        """Return what a resumed run needs to draw the order of a user's sampler again; None without one."""
-        return None
-
-    def restore_order(self, state: dict[str, Any], position: int) -> None:
-        """Restore the result of `order_state`, and warn if the order is another one.
+    def check_reading(self, before: dict[str, Any], position: int) -> None:
+        """Compare a checkpoint's `reading` with this run's, restore the order, and warn if it is another one.
 
         Args:
-            state: The result.
+            before: The checkpoint's.
             position: The run's position in its epoch.
+
+        Raises:
+            CheckpointError: The settings would give other batches.
         """
 
     def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
@@ -359,18 +350,21 @@ class IterableSource(Source):
         else:
             _LOG.warning(f"{what}: correct its __len__, which the schedule relies on")
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         sizes = {name: getattr(self._data, name, None) for name in ("batch_size", "num_workers")}
         return {name: value for name, value in sizes.items() if isinstance(value, int) and value}
 
-    def check_settings(self, before: dict[str, Any]) -> None:
+    def reading(self) -> dict[str, Any]:
+        return {"settings": self._settings()}
+
+    def check_reading(self, before: dict[str, Any], position: int) -> None:
         """Refuse a resume that would draw other batches than those that were used."""
-        now = self.settings()
-        name = next((each for each in (*before, *now) if before.get(each) != now.get(each)), None)
-        if name is None:
+        then, now = before.get("settings", {}), self._settings()
+        name = next((each for each in (*then, *now) if then.get(each) != now.get(each)), None)
+        if name is None or not position:
             return
         none = {"num_workers": 0}.get(name)
-        was, given = before.get(name, none), now.get(name, none)
+        was, given = then.get(name, none), now.get(name, none)
         self._changed = f"It was saved with {name}={was} and now has {name}={given}. Use the former"
         if self.stateful:
             return
@@ -514,9 +508,6 @@ class IterableSource(Source):
         if self.stateful and state is not None:
             self._data.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._restored = True
-
-    def reload(self, state: dict[str, Any] | None) -> None:
-        self.restore(state)
 
     def seed_epoch(self, epoch: int) -> None:
         """Seed what a loader draws as it begins, also if its first `state_dict` makes it begin."""

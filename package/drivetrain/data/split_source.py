@@ -10,7 +10,7 @@ from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, to_host
-from drivetrain.data.fingerprint import Fingerprint, fingerprint
+from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.repeats import CHECKED_AT, Repeats
 from drivetrain.data.shard import Shard
@@ -29,6 +29,19 @@ _DIVIDE = (
 
 _PARTS = "of_each_rank"
 """The key in a checkpoint for the states of divided data."""
+
+_OF_THE_PART = (
+    "skip_bad_batches",
+    "waiting",
+    "close",
+    "snapshot",
+    "restore",
+    "seed_epoch",
+    "reading",
+    "check_reading",
+    "report_other_order",
+)
+"""The methods of divided data that are those of this process's part."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,8 @@ class SplitSource(Source):
         self._repeats: Repeats | None = Repeats()
         self._placeholder: Batch | None = None
         self.one_shot = own.one_shot
+        for name in _OF_THE_PART:
+            setattr(self, name, getattr(own, name))
         found = ranks.all_gather((own.count(), own.exact, own.stateful, divided_for_one))
         counts = [each[0] for each in found if each[0] is not None]
         self._rounds = max(counts) if len(counts) == len(found) else None
@@ -105,19 +120,9 @@ class SplitSource(Source):
         """Ask for this process's next batches; a limit counts rounds, each with one of its batches."""
         self._own.begin(epoch, self._own.start(epoch, position), limit, following)
 
-    def skip_bad_batches(self) -> None:
-        """Leave out bad batches, if this process's part allows it."""
-        self._own.skip_bad_batches()
-
-    def waiting(self, epoch: int, number: int) -> str:
-        return self._own.waiting(epoch, number)
-
     @property
     def advice(self) -> str:
         return self._own.advice
-
-    def close(self) -> None:
-        self._own.close()
 
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
         """Yield this process's batches from a round on, then placeholders until all processes have ended."""
@@ -209,9 +214,6 @@ class SplitSource(Source):
     def description(self) -> dict[str, Any]:
         return {"kind": "already split"}
 
-    def snapshot(self) -> dict[str, Any] | None:
-        return self._own.snapshot()
-
     def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the states of all parts, by rank."""
         return {_PARTS: self.ranks.all_gather(state)}
@@ -220,31 +222,6 @@ class SplitSource(Source):
         """Return this process's value, if as many processes gathered it as there are now."""
         parts = [] if gathered is None else gathered.get(_PARTS, [])
         return parts[self.shard.rank] if len(parts) == self.shard.size else None
-
-    def restore(self, state: dict[str, Any] | None) -> None:
-        self._own.restore(self.own_part(state))
-
-    def reload(self, state: dict[str, Any] | None) -> None:
-        self._own.reload(state)
-
-    def seed_epoch(self, epoch: int) -> None:
-        self._own.seed_epoch(epoch)
-
-    def settings(self) -> dict[str, Any]:
-        return self._own.settings()
-
-    def check_settings(self, before: dict[str, Any]) -> None:
-        self._own.check_settings(before)
-
-    def order_state(self) -> dict[str, Any] | None:
-        return self._own.order_state()
-
-    def restore_order(self, state: dict[str, Any], position: int) -> None:
-        self._own.restore_order(state, position)
-
-    def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
-        """Report that this process's part does not continue where it was."""
-        self._own.report_other_order(position, differs)
 
 
 def check_division(source: Source, state: Any, position: int) -> None:
