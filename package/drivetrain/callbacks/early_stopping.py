@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
-from drivetrain.core.direction import MODES, direction_of, resolved_direction
+from drivetrain.core.direction import MODES, direction_of, improves, resolved_direction
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import by_name, count, flag, number, one_of
 
@@ -122,7 +122,8 @@ class EarlyStopping(Callback):
     def _judge(self, run: Run, value: float) -> None:
         if self.check_finite:
             run.nonfinite.judge_values({self.metric: value})
-        if self._improves(value):
+        relative = self.threshold_mode == "rel"
+        if improves(value, self.best, self._direction, self.threshold, relative):
             self.best = value
             self.without_improvement = 0
         else:
@@ -163,14 +164,6 @@ class EarlyStopping(Callback):
 
     def _finish(self) -> None:
         self._loaded = False
-
-    def _improves(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self.best is None:
-            return True
-        margin = self.threshold * (abs(self.best) if self.threshold_mode == "rel" else 1.0)
-        return value < self.best - margin if self._direction == "min" else value > self.best + margin
 
     def _diverged(self, value: float) -> bool:
         if self.diverged_at is None:

@@ -234,26 +234,14 @@ class NonFiniteDetector(Callback):
         if len(self._seen) >= _KEPT and not bool(torch.cat([bad for *_, bad in self._seen]).any()):
             self._seen.clear()
         if len(self._seen) < _KEPT:  # the first bad places are the ones to report
-            bad = torch.stack(self._flags_on(self._device))
+            # Those of the batches are on the host; their copies wait for nothing.
+            bad = torch.stack([each.to(self._device, non_blocking=True) for each in self._flags])
             self._seen.append((self._step, self._places, bad))
             if self.history and bool(bad.any()):
                 end = self._ends[int(bad.int().argmax())]
                 calls = self._calls[max(0, end - self.history) : end]
                 self._remembered.setdefault(self._step, calls)
         self._clear()
-
-    def _flags_on(self, device: torch.device) -> list[Tensor]:
-        """Return the flags on the device: those of the batches, which are on the host, in one copy."""
-        host = [number for number, each in enumerate(self._flags) if each.device.type == "cpu"]
-        flags = [each if each.device.type == "cpu" else each.to(device) for each in self._flags]
-        if device.type == "cpu" or not host:
-            return flags
-        together = torch.stack([flags[number] for number in host])
-        if device.type == "cuda":
-            together = together.pin_memory()
-        for number, each in zip(host, together.to(device, non_blocking=True).unbind(0), strict=True):
-            flags[number] = each
-        return flags
 
     def find(self, step: int) -> tuple[int, str] | None:
         """Return the first place that was not finite since the last log point, up to a step, and reset.

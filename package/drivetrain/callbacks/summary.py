@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
@@ -273,50 +273,21 @@ def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
         from drivetrain.callbacks.layers import layers_of
 
         layers = layers_of(task, batch)
-    owned = _owned(task)
+    owned = {id(each): name.rpartition(".")[0] for name, each in task.named_parameters()}
     rows = [
-        _row(name, type(module).__name__, _count(module, name, owned), layers.get(name))
+        _row(name, module, module.parameters(), owned, layers.get(name))
         for name, module in task.named_modules(remove_duplicate=False)
         if name and name.count(".") < depth
     ]
-    own = _Count()
-    own.add_all(task.parameters(recurse=False))
-    if depth and own.tensors:
-        rows.insert(0, _row("(own)", type(task).__name__, own, None))
-    total = _Count()
-    total.add_all(task.parameters())
+    if depth and (own := list(task.parameters(recurse=False))):
+        rows.insert(0, replace(_row("", task, own, owned, None), name="(own)"))
     buffers = [each for each in task.buffers() if not isinstance(each, nn.UninitializedBuffer)]
     return Summary(
         tuple(rows),
-        _row("", type(task).__name__, total, layers.get("")),
+        _row("", task, task.parameters(), owned, layers.get("")),
         sum(each.numel() * each.element_size() for each in buffers),
         batch is not None,
     )
-
-
-@dataclass(slots=True)
-class _Count:
-    """Sums over parameters."""
-
-    tensors: int = 0
-    elements: int = 0
-    trainable: int = 0
-    bytes: int = 0
-    lazy: int = 0
-    shared: int = 0
-    dtypes: dict[str, None] = field(default_factory=dict)
-
-    def add_all(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            self.tensors += 1
-            self.dtypes[str(parameter.dtype).removeprefix("torch.")] = None
-            if isinstance(parameter, nn.UninitializedParameter):
-                self.lazy += 1
-                continue
-            count = elements(parameter)
-            self.elements += count
-            self.trainable += count if parameter.requires_grad else 0
-            self.bytes += count * parameter.element_size()
 
 
 def _check_depth(depth: object) -> None:
@@ -326,29 +297,32 @@ def _check_depth(depth: object) -> None:
         )
 
 
-def _owned(task: nn.Module) -> dict[int, str]:
-    """Return the name of the first module that holds each parameter, by the parameter's id."""
-    return {
-        id(parameter): name.rpartition(".")[0]
-        for name, parameter in task.named_parameters(remove_duplicate=True)
-    }
+def _row(
+    name: str,
+    module: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    owned: Mapping[int, str],
+    layer: Layer | None,
+) -> ModuleSummary:
+    """Return the row of a module.
 
-
-def _count(module: nn.Module, name: str, owned: dict[int, str]) -> _Count:
-    count = _Count()
-    for parameter in module.parameters():
-        owner = owned[id(parameter)]
-        if owner == name or owner.startswith(f"{name}."):
-            count.add_all([parameter])
-        else:
-            count.dtypes[str(parameter.dtype).removeprefix("torch.")] = None
-            count.shared += 0 if isinstance(parameter, nn.UninitializedParameter) else elements(parameter)
-    return count
-
-
-def _row(name: str, kind: str, count: _Count, layer: Layer | None) -> ModuleSummary:
-    counts = (count.elements, count.trainable, count.bytes, tuple(count.dtypes), count.shared, count.lazy)
-    return ModuleSummary(name, kind, *counts, **({} if layer is None else vars(layer)))
+    Args:
+        owned: The name of the first module that holds each parameter, by the parameter's id.
+    """
+    inside = f"{name}." if name else ""
+    lazy = trainable = size = 0
+    counts, dtypes = {True: 0, False: 0}, dict[str, None]()  # of its own and of shared ones
+    for each in parameters:
+        is_own = f"{owned[id(each)]}.".startswith(inside)
+        dtypes[str(each.dtype).removeprefix("torch.")] = None
+        if isinstance(each, nn.UninitializedParameter):
+            lazy += is_own
+            continue
+        counts[is_own] += (number := elements(each))
+        trainable += number * (is_own and each.requires_grad)
+        size += number * is_own * each.element_size()
+    sizes = (counts[True], trainable, size, tuple(dtypes), counts[False], lazy)
+    return ModuleSummary(name, type(module).__name__, *sizes, **({} if layer is None else vars(layer)))
 
 
 def _cells(row: ModuleSummary, has_layers: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from drivetrain.core.errors import ConfigError
@@ -82,6 +83,21 @@ def _direction_of_word(word: str) -> str | None:
         if each in _MORE or each.startswith(("rouge", "bleu")):
             return "max"
     return next((way for end, way in ENDS.items() if word.endswith(end)), None)
+
+
+def improves(
+    value: float, best: float | None, direction: str | None, threshold: float, relative: bool
+) -> bool:
+    """Return whether a value beats the best so far; one that is not finite never does.
+
+    Args:
+        direction: "min" or "max".
+        threshold: The difference that it must exceed; if `relative`, as a share of the best's magnitude.
+    """
+    if best is None or not math.isfinite(value):
+        return math.isfinite(value)
+    margin = threshold * (abs(best) if relative else 1.0)
+    return value < best - margin if direction == "min" else value > best + margin
 
 
 def resolved_direction(mode: str, known: str | None, name: str, argument: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.statistics.log_points import LogPoints
+from drivetrain.callbacks.statistics.log_points import LoggingCallback, LogPoints
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, globs, one_of
@@ -35,7 +34,7 @@ _COLUMN = {"std": "var"} | {each: each for each in STATISTICS if each != "std"}
 
 
 @by_name
-class ActivationStats(Callback):
+class ActivationStats(LoggingCallback):
     """Logs statistics of the outputs of modules in training, at log points.
 
     The names are "activations/<statistic>/<module>". Each is over all elements of the module's outputs in the
@@ -170,14 +169,6 @@ class ActivationStats(Callback):
         splitter = run.engine.splitter
         if splitter is not None and self._drop in splitter.begun_again:
             splitter.begun_again.remove(self._drop)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last log point with statistics."""
-        return self._points.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._points.load_state_dict(state)
 
     # The measurements.
 

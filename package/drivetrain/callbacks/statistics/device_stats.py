@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.statistics.log_points import LogPoints
+from drivetrain.callbacks.statistics.log_points import LoggingCallback, LogPoints
 from drivetrain.core.errors import MissingDependencyError
 from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
@@ -36,7 +35,7 @@ _ALLOCATOR = {
 
 
 @by_name
-class DeviceStats(Callback):
+class DeviceStats(LoggingCallback):
     """Logs the use of the machine at log points, read from NVML, torch's allocator and psutil.
 
     All names begin with ``device/``:
@@ -121,14 +120,6 @@ class DeviceStats(Callback):
         except Exception as error:  # of drivers and systems, each with its own; no reason to end a run
             _LOG.debug(f"DeviceStats: {name}: {error}")
             return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last log point with values."""
-        return self._points.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._points.load_state_dict(state)
 
 
 def _of_host(run: Run) -> dict[str, Callable[[], float | None]]:

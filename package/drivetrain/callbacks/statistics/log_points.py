@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.callbacks.base import Callback
 from drivetrain.core.intervals import steps_or_epochs
 
 if TYPE_CHECKING:
@@ -68,3 +69,17 @@ class LogPoints:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps, self._epochs = int(state["steps"]), int(state["epochs"])
+
+
+class LoggingCallback(Callback):
+    """A callback that logs at some log points; the last of them is its state in a checkpoint."""
+
+    _points: LogPoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last log point with values of this callback."""
+        return self._points.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._points.load_state_dict(state)

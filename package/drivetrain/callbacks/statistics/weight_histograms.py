@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.statistics.log_points import LogPoints
+from drivetrain.callbacks.statistics.log_points import LoggingCallback, LogPoints
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.validation import by_name, count, flag, globs
-from drivetrain.loggers.base import check_loggers, takes
+from drivetrain.loggers.base import check_kind_taken
 from drivetrain.loggers.media import BinCounts, Histogram
 from drivetrain.task.optim.groups import select_parameters
 
@@ -26,7 +25,7 @@ _CHUNK = 1 << 20
 
 
 @by_name
-class WeightHistograms(Callback):
+class WeightHistograms(LoggingCallback):
     """Gives the loggers a histogram of each parameter, and by choice of its gradient, at log points.
 
     The names are "weights/<parameter>" and "gradients/<parameter>". The bins of a histogram are equally wide,
@@ -80,14 +79,8 @@ class WeightHistograms(Callback):
             ConfigError: No logger takes histograms.
             StrategyError: The strategy does not show shards or gradients.
         """
-        given = check_loggers(trainer.loggers)
-        # A trial that writes nothing has no loggers.
-        if trainer.dry_run in (None, "overfit") and not any(takes(each, "histogram") for each in given):
-            raise ConfigError(
-                f"WeightHistograms with loggers={trainer.loggers!r}, none of which takes histograms. Add"
-                " 'tensorboard' or 'jsonl', or a logger with log_media(values, step) and 'histogram' in its"
-                " `takes`"
-            )
+        if trainer.dry_run in (None, "overfit"):  # a trial that writes nothing has no loggers
+            check_kind_taken(trainer.loggers, "histogram", "WeightHistograms")
         if reason := strategy.refuses("local_parts"):
             raise StrategyError(
                 f"WeightHistograms with strategy {strategy.name!r}: {reason}. Use another"
@@ -144,14 +137,6 @@ class WeightHistograms(Callback):
             for counts in found:
                 for name, counted in counts.read():
                     run.log(f"{kind}/{name}", Histogram(counted))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last log point with histograms."""
-        return self._points.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._points.load_state_dict(state)
 
 
 def _part_of_gradient(run: Run, parameter: nn.Parameter) -> tuple[Tensor, float]:
