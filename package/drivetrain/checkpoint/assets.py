@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from drivetrain.checkpoint.locate import resolve
-from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.saving.reading import open_checkpoint
 from drivetrain.checkpoint.storage.files import write_atomically
 from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
@@ -17,7 +17,7 @@ def write_assets(folder: str, contents: Mapping[str, bytes], files: FileSystem |
     """Write assets to a folder, replacing files of the same names; other files there stay."""
     files = file_system(folder) if files is None else files
     for name, content in contents.items():
-        write_atomically(_place(folder, name, files), [content], files)
+        write_atomically(files.join(folder, name), [content], files)
 
 
 def copy_assets(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> list[str]:
@@ -35,11 +35,9 @@ def copy_assets(path: str | os.PathLike[str], folder: str | os.PathLike[str]) ->
         CheckpointError: There is no checkpoint, it cannot be read, or a file exists already; in the last case
             nothing is written.
     """
-    found = resolve(path)
-    source, target = file_system(found), os.fspath(folder)
+    reader, target = open_checkpoint(resolve(path)), os.fspath(folder)
     files = file_system(target)
-    reader = Reader(source, source.absolute(found))
-    places = {name: _place(target, name, files) for name in sorted(reader.assets)}
+    places = {name: files.join(target, name) for name in sorted(reader.assets)}
     for place in places.values():
         with os_errors("read", place):
             if files.kind(files.absolute(place)) is not None:
@@ -47,10 +45,3 @@ def copy_assets(path: str | os.PathLike[str], folder: str | os.PathLike[str]) ->
     for name, place in places.items():
         write_atomically(place, [reader.asset(name)], files)
     return list(places.values())
-
-
-def _place(folder: str, name: str, files: FileSystem) -> str:
-    place = folder
-    for part in name.split("/"):
-        place = files.join(place, part)
-    return place

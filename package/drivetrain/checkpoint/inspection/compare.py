@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format.records import TensorRecord, file_name
-from drivetrain.checkpoint.inspection.description import mapping, open_checkpoint, readable, totals
+from drivetrain.checkpoint.inspection.description import mapping, readable, totals
 from drivetrain.checkpoint.saving.index import PURPOSE
-from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.types import Json
 

@@ -11,7 +11,6 @@ from drivetrain.checkpoint.format.tensors import DTYPES
 from drivetrain.checkpoint.format.tree import unpack
 from drivetrain.checkpoint.saving.index import PURPOSE
 from drivetrain.checkpoint.saving.reading import Reader
-from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.types import Json
 
@@ -66,17 +65,6 @@ class Description:
     files: dict[str, int]
     assets: dict[str, int]
     groups: dict[str, CheckpointTotals] = field(default_factory=dict)
-
-
-def open_checkpoint(path: str) -> Reader:
-    """Open a checkpoint, and read and verify its manifest; `path` must not be a run directory.
-
-    Raises:
-        DamagedCheckpointError: There is no checkpoint, or a damaged one.
-        CheckpointError: The checkpoint cannot be read.
-    """
-    files = file_system(path)
-    return Reader(files, files.absolute(path))
 
 
 def describe(reader: Reader) -> Description:

@@ -16,7 +16,7 @@ from drivetrain.checkpoint.format.manifest import MANIFEST, Manifest, Snapshot, 
 from drivetrain.checkpoint.format.records import FileRecord, dump_hashes, file_name, hashes_name
 from drivetrain.checkpoint.format.strict_json import dump_json
 from drivetrain.checkpoint.format.tensors import Hashes, tensor_chunks
-from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.saving.sharding import Like, plan_save
 from drivetrain.checkpoint.storage.files import (
     Bytes,
@@ -317,8 +317,7 @@ def read_manifest(path: str) -> Manifest:
         DamagedCheckpointError: There is no checkpoint, or a damaged one.
         CheckpointError: The format is newer, or there is no permission.
     """
-    files = file_system(path)
-    return Reader(files, files.absolute(path)).manifest
+    return open_checkpoint(path).manifest
 
 
 def verify(path: str) -> Manifest:
@@ -331,8 +330,7 @@ def verify(path: str) -> Manifest:
         DamagedCheckpointError: A file is damaged; names it and the fault.
         CheckpointError: The format is newer, or there is no permission.
     """
-    files = file_system(path)
-    reader = Reader(files, files.absolute(path))
+    reader = open_checkpoint(path)
     reader.verify()
     return reader.manifest
 

@@ -12,7 +12,6 @@ from drivetrain.checkpoint.saving.config import CheckpointConfig, as_policies, r
 from drivetrain.checkpoint.saving.index import (
     PURPOSE,
     Entry,
-    best_by_metric,
     oldest_first,
     rank,
     retain,
@@ -113,7 +112,6 @@ class CheckpointManager:
         self._background = Background()
         self._buffers = HostBuffers()
         self._in_flight: _PendingSave | None = None
-        self._committed: str | None = None
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -213,11 +211,11 @@ class CheckpointManager:
         """
         self._open()
         policies = self._rankings(by)
-        values = {name: _ranking_value(name, metrics) for name in policies}
+        among = _among(policies, metrics)
         if policies:
             self._forget_removed()
-        ranked = best_by_metric(self._entries, self.policies)
-        return any(_belongs(values[name], ranked[name], name, policy) for name, policy in policies.items())
+        entry = Entry("", 0, 0, 0, dict(metrics), (), among)
+        return bool(retain([*self._entries, entry], self.policies)[0][-1].best)
 
     def save(
         self,
@@ -258,15 +256,11 @@ class CheckpointManager:
         if self._lock is not None:
             self.ranks.first(self._lock.confirm)
         self._forget_removed()
-        # The pruning, which ranks it with the others, decides whether it is good enough; NaN never is.
+        # The pruning, which ranks it with the others, decides whether it is good enough.
         policies = self._rankings() if best is True else {}
         for by in best if not isinstance(best, bool) else ():
             policies |= self._rankings(by)
-        among = {
-            by: policy.direction
-            for by, policy in policies.items()
-            if not math.isnan(_ranking_value(by, metrics))
-        }
+        among = _among(policies, metrics)
         ranking = [each.by for each in self.policies if each.by is not None]
         known = {by: float(metrics[by]) for by in ranking if by in metrics}
         same = next(
@@ -388,7 +382,7 @@ class CheckpointManager:
         if not gone:
             return
         if self.ranks.rank == 0:
-            _warn(removed(self.directory, gone, self._entries, self.policies))
+            _LOG.warning(removed(self.directory, gone, self._entries, self.policies))
         self._entries = [each for each in self._entries if each.name not in gone]
 
     def _settle(self, job: _PendingSave) -> None:
@@ -396,7 +390,7 @@ class CheckpointManager:
         if job.is_written:
             self._matching.add(job.entry.name)
         for text in job.trouble:
-            _warn(text)
+            _LOG.warning(text)
 
     def _path(self, name: str) -> str:
         return self.files.join(self.directory, name)
@@ -444,7 +438,7 @@ class CheckpointManager:
         self._opened = True
         if self.ranks.rank == 0:
             for text in trouble:
-                _warn(text)
+                _LOG.warning(text)
 
     def _set_aside(self, name: str, error: DamagedCheckpointError) -> None:
         self._entries = [entry for entry in self._entries if entry.name != name]
@@ -457,28 +451,15 @@ class CheckpointManager:
 
         text = self.ranks.first(act)
         if self.ranks.rank == 0:
-            _warn(text)
+            _LOG.warning(text)
 
 
-def _ranking_value(by: str, metrics: Mapping[str, float]) -> float:
-    if by not in metrics:
-        raise ConfigError(
-            f"checkpoints are ranked by the metric {by!r}, which this run has not logged so far. "
-            f"{nearest(by, metrics)} Set CheckpointConfig(by=...), or by=None to rank none"
-        )
-    return float(metrics[by])
-
-
-def _belongs(value: float, ranked: Sequence[Entry], by: str, policy: CheckpointConfig) -> bool:
-    """Return whether a value would be among a policy's best; its best are ranked."""
-    if math.isnan(value):
-        return False
-    if len(ranked) < policy.best_count:
-        return True
-    worst = ranked[policy.best_count - 1]
-    known = worst.metrics.get(by, math.nan) if by in worst.best else math.nan
-    return math.isnan(known) or policy.is_better(value, known)
-
-
-def _warn(text: str) -> None:
-    _LOG.warning(text)
+def _among(policies: Mapping[str, CheckpointConfig], metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the metrics by which a checkpoint may be among the best, with their directions; NaN never is."""
+    for by in policies:
+        if by not in metrics:
+            raise ConfigError(
+                f"checkpoints are ranked by the metric {by!r}, which this run has not logged so far. "
+                f"{nearest(by, metrics)} Set CheckpointConfig(by=...), or by=None to rank none"
+            )
+    return {by: policy.direction for by, policy in policies.items() if not math.isnan(metrics[by])}

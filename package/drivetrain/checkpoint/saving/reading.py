@@ -29,6 +29,7 @@ from drivetrain.checkpoint.storage.filesystem import (
     FileSystem,
     os_errors,
 )
+from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError, nearest
 from drivetrain.core.types import Json
 
@@ -295,6 +296,17 @@ class Reader:
             data = reader.read_json()
             reader.check_hash(self.manifest.files[file].xxh3_128)
         return parse_json(data, repr(reader.path))
+
+
+def open_checkpoint(path: str) -> Reader:
+    """Open a checkpoint, and read and verify its manifest; `path` must not be a run directory.
+
+    Raises:
+        DamagedCheckpointError: There is no checkpoint, or a damaged one.
+        CheckpointError: The format is newer, or there is no permission.
+    """
+    files = file_system(path)
+    return Reader(files, files.absolute(path))
 
 
 def _overlap(piece: Piece, box: Box) -> bool:

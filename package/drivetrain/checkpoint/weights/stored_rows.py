@@ -11,7 +11,9 @@ read, and converts dtypes silently.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -140,7 +142,7 @@ class _RowReader:
         if not held.numel():
             return
         # A page is read whole, so a part of a row costs as much as the row.
-        row = max(1, _elements(value.shape[1:]) * value.dtype.itemsize)
+        row = max(1, math.prod(value.shape[1:]) * value.dtype.itemsize)
         step = max(1, _PIECE // row)
         for start in range(0, shape[0] if shape else 1, step):
             part = held[start : start + step] if shape else held
@@ -165,15 +167,8 @@ class _RowReader:
                 raise DamagedCheckpointError(
                     f"{value.path!r} has changed since load_weights compared it: {error}"
                 ) from error
-        self._read += (box[1][0] if places else 1) * _elements(value.shape[1:]) * value.dtype.itemsize
+        self._read += (box[1][0] if places else 1) * math.prod(value.shape[1:]) * value.dtype.itemsize
         return rows
-
-
-def _elements(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _converted(rows: Tensor, planned: _StoredValue) -> Tensor:
@@ -191,8 +186,6 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 def differ(first: str, name: str, what: str) -> CheckpointError:
     """Return the error for two names of one tensor that have different values in a source."""
-    import re
-
     return CheckpointError(
         f"{first!r} and {name!r} are one tensor in the module, and differ in {what}. Drop one with "
         f"`rename`: rename={{{'^' + re.escape(name) + '$'!r}: None}} drops the latter"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -142,10 +142,10 @@ def load_weights_into(
         check_same(frozen, fingerprints(module, frozen.keys()), where, may_convert=True)
         own = {name: each for name, each in own.items() if name not in frozen}
         note = f"the other {len(frozen)} are frozen, and left out there"
-    comparison = _compare(module, own, named, where, later)
-    if comparison.differs and (strict or not comparison.fitting):
+    fitting, report = _compare(module, own, named, where, later)
+    if (report.missing or report.unexpected or report.mismatched) and (strict or not fitting):
         suggestion = prefix_hint(named, own)
-        problems = "; ".join(comparison.problems(() if suggestion else comparison.missing or own))
+        problems = "; ".join(_problems(report, () if suggestion else report.missing or own))
         if strict:
             raise CheckpointError(
                 f"the weights of {where} do not fit {type(module).__name__}: {problems}. {suggestion}"
@@ -156,21 +156,13 @@ def load_weights_into(
             f"{suggestion}Give `rename` to turn the source's names into the module's"
         )
     if later:
-        plan_weights(module, comparison.fitting, own, where)
+        plan_weights(module, fitting, own, where)
         note = "; ".join(filter(None, ("each process reads its rows when a run shards the task", note)))
     else:
-        put_state(module, comparison.fitting)
+        put_state(module, fitting)
         if strict:  # of everything, also of what was to be read later
             forget_weights(module)
-    return LoadReport(
-        loaded=tuple(comparison.loaded),
-        missing=tuple(comparison.missing),
-        unexpected=tuple(comparison.unexpected),
-        mismatched=tuple(comparison.mismatched),
-        converted=tuple(comparison.converted),
-        dropped=tuple(dropped),
-        note=note,
-    )
+    return replace(report, dropped=tuple(dropped), note=note)
 
 
 def _read(source: WeightSource, later: bool) -> tuple[str, Mapping[str, Any], str, Json]:
@@ -196,49 +188,32 @@ def _read(source: WeightSource, later: bool) -> tuple[str, Mapping[str, Any], st
     return "the given mapping", source, "", None
 
 
-@dataclass
-class _WarmStart:
-    """The comparison of a module with given weights; the lists are those of the report."""
+def _problems(report: LoadReport, meant: Collection[str]) -> list[str]:
+    """Return a text for each kind of mismatch.
 
-    fitting: dict[str, Any] = field(default_factory=dict)
-    loaded: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[UnfitTensor] = field(default_factory=list)
-    converted: list[UnfitTensor] = field(default_factory=list)
-
-    @property
-    def differs(self) -> bool:
-        """Whether a name, a shape or a dtype does not match."""
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    def problems(self, meant: Collection[str]) -> list[str]:
-        """Return a text for each kind of mismatch.
-
-        Args:
-            meant: The expected names, from which the nearest is suggested for each unexpected one.
-        """
-        unexpected = [f"{name!r}{hint(name, meant)}" for name in self.unexpected[:_SHOWN]]
-        mismatched = [f"{each.name!r}: {each}" for each in self.mismatched[:_SHOWN]]
-        return [
-            f"{count} {kind}: {', '.join(texts)}{', ...' if count > _SHOWN else ''}"
-            for kind, count, texts in (
-                ("missing", len(self.missing), [repr(name) for name in self.missing[:_SHOWN]]),
-                ("unexpected", len(self.unexpected), unexpected),
-                ("of another shape or dtype", len(self.mismatched), mismatched),
-            )
-            if count
-        ]
+    Args:
+        meant: The expected names, from which the nearest is suggested for each unexpected one.
+    """
+    unexpected = [f"{name!r}{hint(name, meant)}" for name in report.unexpected[:_SHOWN]]
+    mismatched = [f"{each.name!r}: {each}" for each in report.mismatched[:_SHOWN]]
+    return [
+        f"{count} {kind}: {', '.join(texts)}{', ...' if count > _SHOWN else ''}"
+        for kind, count, texts in (
+            ("missing", len(report.missing), [repr(name) for name in report.missing[:_SHOWN]]),
+            ("unexpected", len(report.unexpected), unexpected),
+            ("of another shape or dtype", len(report.mismatched), mismatched),
+        )
+        if count
+    ]
 
 
 def _compare(
-    module: nn.Module,
-    own: Mapping[str, Any],
-    named: Mapping[str, Any],
-    where: str,
-    later: bool,
-) -> _WarmStart:
-    found = _WarmStart(unexpected=[name for name in named if name not in own])
+    module: nn.Module, own: Mapping[str, Any], named: Mapping[str, Any], where: str, later: bool
+) -> tuple[dict[str, Any], LoadReport]:
+    """Return the weights that fit a module, and the report of all."""
+    fitting: dict[str, Any] = {}
+    mismatched: list[UnfitTensor] = []
+    converted: list[UnfitTensor] = []
     for name in [name for name in own if name in named]:  # in the module's order
         value = named[name]
         if is_extra(name) and later:
@@ -247,7 +222,7 @@ def _compare(
                 f" {type(module).__name__} without torch.device('meta')"
             )
         if is_extra(name):  # the module checks it itself; it may have any size and type
-            found.fitting[name] = value.clone()  # the module may keep it; what it is given is a mapped file
+            fitting[name] = value.clone()  # the module may keep it; what it is given is a mapped file
             continue
         mine = own[name]
         _check_usable(name, mine, value, where)
@@ -256,25 +231,27 @@ def _compare(
             name, shape, shape if is_lazy(mine) else tuple(mine.shape), value.dtype, mine.dtype
         )
         if both.shape != shape or not _converts(value.dtype, mine.dtype):
-            found.mismatched.append(both)
+            mismatched.append(both)
             continue
         if value.dtype != mine.dtype:
             if value.dtype.is_floating_point and isinstance(value, Tensor):  # others are read later
                 check_range(value, mine.dtype, f"{name!r} of {where}")
-            found.converted.append(both)
-        found.fitting[name] = value
+            converted.append(both)
+        fitting[name] = value
     twins = _tied(module)
     if not later:
-        _check_twins(twins, found.fitting, where)
-    wrong = {each.name for each in found.mismatched}
+        _check_twins(twins, fitting, where)
+    wrong = {each.name for each in mismatched}
+    loaded, missing = [], []
     for name in own:
         if name in wrong:
             continue
-        if name in found.fitting or not found.fitting.keys().isdisjoint(twins.get(name, ())):
-            found.loaded.append(name)
+        if name in fitting or not fitting.keys().isdisjoint(twins.get(name, ())):
+            loaded.append(name)
         elif not is_extra(name):
-            found.missing.append(name)
-    return found
+            missing.append(name)
+    unexpected = tuple(name for name in named if name not in own)
+    return fitting, LoadReport(tuple(loaded), tuple(missing), unexpected, tuple(mismatched), tuple(converted))
 
 
 def _check_usable(name: str, mine: Tensor, value: Tensor | FileTensor, where: str) -> None:

@@ -19,10 +19,10 @@ from drivetrain.checkpoint.foreign.weights import ImportedWeights, import_weight
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.formats import FORMATS, export_folder
 from drivetrain.checkpoint.inspection.compare import compare
-from drivetrain.checkpoint.inspection.description import describe, open_checkpoint
+from drivetrain.checkpoint.inspection.description import describe
 from drivetrain.checkpoint.inspection.listing import Listed, list_checkpoints
 from drivetrain.checkpoint.locate import resolve
-from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, os_errors, plain_path
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
-from drivetrain.checkpoint.inspection.description import open_checkpoint
 from drivetrain.checkpoint.saving.index import PURPOSE
+from drivetrain.checkpoint.saving.reading import open_checkpoint
 from drivetrain.core.errors import CheckpointError
 from drivetrain.integrations.hub.client import HubError, client, known_token, words_of
 from drivetrain.integrations.hub.upload import LAST
