@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import CheckpointError, ConfigError, DataError, StrategyError
+from drivetrain.core.errors import ConfigError, DataError, StrategyError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
 from drivetrain.core.random_streams import shielded
@@ -270,12 +270,8 @@ class MicroBatches:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` returned, or None; a size that the Trainer was given takes precedence."""
-        if state is None or not self.searches:
-            return
-        value = state.get("size") if isinstance(state, Mapping) else state
-        if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"the checkpoint's micro_batch has the size {value!r}")
-        self.size = value
+        if state is not None and self.searches:
+            self.size = None if state["size"] is None else count("its size", state["size"], at_least=1)
 
 
 def _refuse_whole(batch: Any, size: int, error: Exception, what_helps: str) -> None:

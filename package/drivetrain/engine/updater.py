@@ -212,7 +212,7 @@ class Updater:
                 f"the schedule of optimizer {self.name!r} keeps no {unknown}: the checkpoint is damaged"
             )
         here, there = _schedule_of(self.state_dict()), _schedule_of(state)
-        if here != there and not (there == _UNNAMED and "scheduler" in self.state_dict()):
+        if here != there:
             raise CheckpointError(
                 f"the optimizer {self.name!r} has {here}, and the checkpoint the state of {there}. Resume"
                 " with the schedule that it was saved with, or begin a new run from its weights:"
@@ -224,13 +224,10 @@ class Updater:
             self.scheduler.load_state_dict(dict(state["scheduler"]))
 
 
-_UNNAMED = "a scheduler of torch"  # checkpoints of earlier versions lack its class
-
-
 def _schedule_of(state: Mapping[str, Any]) -> str:
     """Return the schedule whose state this is, for a message."""
     if "scheduler" in state:
-        return f"the schedule {state['kind']}" if "kind" in state else _UNNAMED
+        return f"the schedule {state['kind']}"
     return "the schedule 'reduce_on_plateau'" if "plateau" in state else "no schedule with a state"
 
 

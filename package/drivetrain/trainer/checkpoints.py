@@ -294,9 +294,4 @@ def _best(entries: Sequence[Entry], settings: RunSettings, by: str, root: str) -
         raise CheckpointError(
             f"{root} has no best checkpoint: no evaluation gave {what}. Use checkpoint='last', or a path"
         )
-    if not modes[by] and len(ranked) > 1:  # kept by a version that did not record the direction
-        raise CheckpointError(
-            f"{root} keeps several checkpoints by {by!r}, and not whether more or less is better: give the"
-            f" Trainer the policy of the fit, CheckpointConfig(by={by!r}, mode=...)"
-        )
     return ranked[0]

@@ -8,6 +8,7 @@ import torch
 from tests.support.refusals import assert_refused
 from torch import nn
 
+from drivetrain.checkpoint.format.tree import well_formed
 from drivetrain.core.errors import CheckpointError
 from drivetrain.task.optim.build import apply_factor, build_optimizer
 from drivetrain.task.optim.config import OptimizerConfig
@@ -177,7 +178,7 @@ DAMAGES = {
     "a dtype": (lambda tensors, meta: tensors.update({KEY: tensors[KEY].double()}), "here float64"),
     "a tensor more": (lambda tensors, meta: tensors.update(more=torch.ones(1)), "'more' is not there"),
     "a stranger": (lambda tensors, meta: meta["scalars"].update({"nobody/step": 1}), "'nobody/step'"),
-    "no groups": (lambda tensors, meta: meta.pop("groups"), "no list 'groups'"),
+    "no groups": (lambda tensors, meta: meta.pop("groups"), "'groups'"),
     "no names": (lambda tensors, meta: meta["groups"][0].pop("parameters"), "'parameters'"),
     "a name less": (lambda tensors, meta: meta["groups"][0]["parameters"].pop(0), "the parameter group of"),
 }
@@ -191,7 +192,8 @@ def test_refusals_of_a_damaged_state_change_nothing():
     def load(damage):
         tensors, meta = saved(*trained())
         damage(tensors, meta)
-        load_state_by_name(optimizer, names_of(net), tensors, meta)
+        with well_formed("the state"):
+            load_state_by_name(optimizer, names_of(net), tensors, meta)
 
     rows = {name: (lambda damage=damage: load(damage), word) for name, (damage, word) in DAMAGES.items()}
     assert_refused(CheckpointError, rows)

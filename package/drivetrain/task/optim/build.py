@@ -22,7 +22,7 @@ from drivetrain.task.optim.config import (
 )
 from drivetrain.task.optim.groups import make_groups, select_parameters, sparse_parameters
 from drivetrain.task.optim.quantized import check_quantized
-from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, bent_warmup, make_schedule, warmed_up
+from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_schedule, warmed_up
 
 # Devices with fused kernels; they are the same for all floating-point dtypes.
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
@@ -191,13 +191,12 @@ def build_schedule(config: OptimizerConfig, total_steps: int | None) -> Schedule
                 "max_steps to the Trainer, total_steps to OptimizerConfig, or warmup_steps instead"
             )
         warmup = math.ceil(config.warmup_ratio * total - 1e-9)  # 0.1 * 30 must be 3 despite rounding
-    if isinstance(config.schedule, str):
-        schedule = make_schedule(config.schedule, warmup, total, config.schedule_options)
-    else:
-        schedule = warmed_up(config.schedule, warmup)
-    if config.warmup_power == 1 or schedule is None or not warmup:
+    if not isinstance(config.schedule, str):
+        return warmed_up(config.schedule, warmup, config.warmup_power)
+    schedule = make_schedule(config.schedule, warmup, total, config.schedule_options)
+    if config.warmup_power == 1 or schedule is None:
         return schedule
-    return bent_warmup(schedule, warmup, config.warmup_power)
+    return warmed_up(schedule, warmup, config.warmup_power - 1)  # its own ramp is linear
 
 
 def apply_factor(optimizer: Optimizer, factor: float) -> None:

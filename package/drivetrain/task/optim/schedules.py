@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
-from drivetrain.core.direction import MODES, direction_of, resolved_direction
-from drivetrain.core.errors import CheckpointError, ConfigError, nearest
+from drivetrain.core.direction import MODES, direction_of, improves, resolved_direction
+from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.registry import Registry
 from drivetrain.core.validation import check_names, count, keywords, number, one_of
 
@@ -35,27 +35,15 @@ end.
 The arguments are whole numbers, not their quotient, so that a restart falls on its step exactly."""
 
 
-def warmed_up(schedule: Schedule, warmup: int) -> Schedule:
-    """Return `schedule` times a ramp over the first `warmup` steps: ``(u + 1) / (warmup + 1)``."""
+def warmed_up(schedule: Schedule, warmup: int, power: float = 1.0) -> Schedule:
+    """Return `schedule` times a ramp over the first `warmup` steps: ``((u + 1) / (warmup + 1)) ** power``."""
     if not warmup:
         return schedule
     ramp = warmup + 1
 
     def factor(step: int) -> float:
         if step < warmup:
-            return (step + 1) / ramp * schedule(step)
-        return schedule(step)
-
-    return factor
-
-
-def bent_warmup(schedule: Schedule, warmup: int, power: float) -> Schedule:
-    """Return `schedule`, whose ramp over the first `warmup` steps is linear, with the ramp to the power."""
-    ramp, more = warmup + 1, power - 1.0
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return float(((step + 1) / ramp) ** more) * schedule(step)
+            return float(((step + 1) / ramp) ** power) * schedule(step)
         return schedule(step)
 
     return factor
@@ -300,7 +288,7 @@ class PlateauSchedule:
                 f"give. {nearest(self.metric, metrics)} Choose one with schedule_options={{'metric': ...}}"
             )
         value = float(metrics[self.metric])
-        if self._improves(value):
+        if improves(value, self._best, self._direction, self._threshold, self._relative):
             self._best, self._bad = value, 0
         else:
             self._bad += 1
@@ -313,37 +301,15 @@ class PlateauSchedule:
         self._cooling, self._bad = self._cooldown, 0
         return self._ratio < before
 
-    def _improves(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self._best is None:
-            return True
-        margin = self._threshold * abs(self._best) if self._relative else self._threshold
-        less = self._direction == "min"
-        return value < self._best - margin if less else value > self._best + margin
-
     def state_dict(self) -> dict[str, float | int | None]:
         """Return the current ratio, the best value and the counts, as plain numbers for JSON."""
         return {"ratio": self._ratio, "best": self._best, "bad": self._bad, "cooling": self._cooling}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            CheckpointError: An entry is missing, unknown, or no number.
-        """
-        wrong = set(state) ^ {"ratio", "best", "bad", "cooling"}
-        if wrong:
-            raise CheckpointError(
-                f"the checkpoint's state of the plateau schedule does not fit: {', '.join(sorted(wrong))}"
-            )
-        try:
-            ratio = number("ratio", state["ratio"], at_least=0, at_most=1)
-            best = None if state["best"] is None else number("best", state["best"])
-            bad, cooling = count("bad", state["bad"]), count("cooling", state["cooling"])
-        except ConfigError as error:
-            raise CheckpointError(f"the checkpoint's state of the plateau schedule: {error}") from error
-        self._ratio, self._best, self._bad, self._cooling = ratio, best, bad, cooling
+        """Restore what `state_dict` returned."""
+        best = None if state["best"] is None else float(state["best"])
+        bad, cooling = int(state["bad"]), int(state["cooling"])
+        self._ratio, self._best, self._bad, self._cooling = float(state["ratio"]), best, bad, cooling
 
 
 SCHEDULES: Registry[ScheduleFactory] = Registry(

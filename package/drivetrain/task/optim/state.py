@@ -109,33 +109,32 @@ def load_state_by_name(
     Args:
         optimizer: An optimizer of the same kind over the same parameters in the same groups.
     """
-    saved = _read(meta)
     own = [
         ({**each, "parameters": [_name(p, names) for p in each["params"]]}) for each in optimizer.param_groups
     ]
     sizes = {names[each]: described(each) for group in optimizer.param_groups for each in group["params"]}
     _require_same(
-        _tree(saved["optimizer"], saved["groups"], saved["parameters"]),
+        _tree(meta["optimizer"], meta["groups"], meta["parameters"]),
         _tree(type(optimizer).__name__, own, sizes),
         "Resume with the same optimizer over the same parameters, or load the weights only",
     )
     _require_same(
-        {f"the tensor {key!r}": text for key, text in saved["slots"].items()},
+        {f"the tensor {key!r}": text for key, text in meta["slots"].items()},
         {f"the tensor {key!r}": described(each) for key, each in tensors.items()},
         "The checkpoint's list of tensors and its tensors differ: it is damaged",
     )
-    settings_of = {name: group for group in saved["groups"] for name in group["parameters"]}
+    settings_of = {name: group for group in meta["groups"] for name in group["parameters"]}
     pairs = [
         (group, settings_of[names[group["params"][0]]]) for group in optimizer.param_groups if group["params"]
     ]
     state: dict[str, dict[str, Any]] = defaultdict(dict)
-    for key in (*saved["slots"], *saved["scalars"]):
+    for key in (*meta["slots"], *meta["scalars"]):
         name, _, slot = key.rpartition("/")
-        if name not in saved["parameters"]:
+        if name not in meta["parameters"]:
             raise CheckpointError(f"the checkpoint's optimizer state {key!r} belongs to no parameter")
-        state[name][slot] = tensors[key] if key in saved["slots"] else saved["scalars"][key]
+        state[name][slot] = tensors[key] if key in meta["slots"] else meta["scalars"][key]
     _check_fused(optimizer, names, state)
-    _assemble(optimizer, names, state, saved["quantized"])
+    _assemble(optimizer, names, state, meta["quantized"])
 
     for group, settings in pairs:
         for key, value in settings.items():
@@ -281,27 +280,6 @@ def _assemble(
             raise CheckpointError(f"the checkpoint's optimizer state lacks the parts of {key!r}")
         parts = {each.removeprefix(f"{slot}{PART}"): slots.pop(each) for each in found}
         slots[slot] = from_parts(optimizer, parameters[name], slot, parts)
-
-
-def _read(meta: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = {
-        "optimizer": str,
-        "groups": list,
-        "scalars": dict,
-        "parameters": dict,
-        "slots": dict,
-        "quantized": list,
-    }
-    for key, kind in kinds.items():
-        if not isinstance(meta.get(key), kind):
-            raise CheckpointError(f"the checkpoint's optimizer state has no {kind.__name__} {key!r}")
-    for group in meta["groups"]:
-        members = group.get("parameters") if isinstance(group, dict) else None
-        if not isinstance(members, list) or not all(isinstance(name, str) for name in members):
-            raise CheckpointError(
-                "the checkpoint's optimizer state has a group without the names 'parameters'"
-            )
-    return {key: meta[key] for key in kinds}
 
 
 def _tree(kind: str, groups: Iterable[Mapping[str, Any]], parameters: Mapping[str, str]) -> dict[str, str]:
