@@ -132,10 +132,12 @@ class Stream:
         (pairs(), {"precision": "16-mixed"}, "16-mixed"),
     ],
 )
-def test_what_a_hand_written_loop_can_be_compared_with(data: Any, settings: Any, why: str) -> None:
+def test_what_a_hand_written_loop_can_be_compared_with(
+    data: Any, settings: Any, why: str, tmp_path: Path
+) -> None:
     probe, task = Probe(BlockClock(1e-9)), Regression()
-    with watched(quiet(**settings), probe) as trainer:
-        trainer.fit(task, [(torch.randn(2, 4), torch.randn(2, 1))] if why else data)
+    trainer = watched(quiet(**settings), probe, str(tmp_path))
+    trainer.fit(task, [(torch.randn(2, 4), torch.randn(2, 1))] if why else data)
     found = turn._obstacle(trainer, task, data, probe.engine)
     assert (why in found, bool(found)) == (True, bool(why))
     if not why:

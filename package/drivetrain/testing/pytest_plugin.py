@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from drivetrain.trainer.trainer import Trainer
 
 
 @pytest.fixture
-def benchmark_task(benchmark: Any) -> Callable[..., dict[str, Any]]:
+def benchmark_task(benchmark: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Return a function of a task, its training data and a Trainer that times steps with pytest-benchmark.
 
     The statistics are those of a step. `extra_info` gets the values of a row of `drivetrain.benchmark` by
@@ -29,7 +30,8 @@ def benchmark_task(benchmark: Any) -> Callable[..., dict[str, Any]]:
         task: TaskModule, data: Any, trainer: Trainer | None = None, *, seconds: float = 1.0
     ) -> dict[str, Any]:
         probe = Probe(clock := BlockClock(seconds))
-        with watched(trainer or Trainer(), probe) as changed, closing(changed.steps(task, data)) as steps:
+        changed = watched(trainer or Trainer(), probe, str(tmp_path))
+        with closing(changed.steps(task, data)) as steps:
             while not clock.size:
                 next(steps)
             # The clock waits for the device at the end of each block, and ends the fit after the last.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, nullcontext
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -125,19 +124,15 @@ class Probe(Callback):
             self.memory = torch.cuda.max_memory_allocated(run.engine.device)
 
 
-@contextmanager
-def watched(
-    trainer: Trainer, probe: Probe, compared: Iterable[str] = (), folder: str | None = None
-) -> Iterator[Trainer]:
-    """Give the block a Trainer whose fit is watched; it saves and logs only if that is compared."""
+def watched(trainer: Trainer, probe: Probe, folder: str, compared: Iterable[str] = ()) -> Trainer:
+    """Return a Trainer whose fit is watched, and writes into a folder; it saves and logs only if that is
+    compared.
+    """
     strategy, watches = trainer.select_strategy(), [*trainer.callbacks, probe]
     if as_compile(trainer.compile) is None and strategy.device.type == "cpu" and strategy.name != "deepspeed":
         watches.append(MemoryReport(show=False))  # the second step, which is in the warm-up
-    with tempfile.TemporaryDirectory(
-        prefix="benchmark-", dir=folder, ignore_cleanup_errors=True
-    ) as directory:
-        settings = {name: value for name, value in _OFF.items() if name not in compared} | LENGTH
-        yield dataclasses.replace(trainer, **settings, run_dir=f"{directory}/run", callbacks=watches)
+    settings = {name: value for name, value in _OFF.items() if name not in compared} | LENGTH
+    return dataclasses.replace(trainer, **settings, run_dir=f"{folder}/run", callbacks=watches)
 
 
 def turn(
@@ -145,8 +140,8 @@ def turn(
 ) -> dict[str, Any]:
     """Train until the clock has timed enough steps, and return what `measured` returns."""
     probe = Probe(clock)
-    with watched(trainer, probe, compared, folder) as trainer:
-        result = trainer.fit(task, data)
+    trainer = watched(trainer, probe, folder, compared)
+    result = trainer.fit(task, data)
     if not clock.blocks:
         raise DataError(
             f"the fit ended after {result.progress.steps} steps ({result.stop_reason}), before enough of them"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.format.tree import pack
+from drivetrain.core.containers import opened
+
 _FULL_BYTES = 64 << 20
 """Arrays of up to this many bytes are hashed completely, larger ones at evenly spaced bytes."""
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def short(data: bytes) -> str:
@@ -56,49 +56,25 @@ def tensor_text(tensor: Tensor) -> str:
     return where
 
 
-def digest(value: Any) -> str:
-    """Return a hash of a nested state. An object that holds neither numbers nor text counts by its type."""
-    parts: list[str] = []
+def digest(state: Any) -> str:
+    """Return a hash of a state that a checkpoint can hold."""
+    packed, tensors = pack(state)
+    return short(json.dumps([packed, [*map(tensor_text, tensors.values())]]).encode())
 
-    def walk(each: Any) -> None:
-        if isinstance(each, Tensor):
-            parts.append(tensor_text(each))
-        elif isinstance(each, np.ndarray):
-            content = repr(each).encode() if each.dtype.hasobject else np.ascontiguousarray(each).tobytes()
-            parts.append(f"{each.shape} {each.dtype} {short(content)}")
-        elif isinstance(each, Mapping):
-            for key in each:
-                parts.append(str(key))
-                walk(each[key])
-        elif isinstance(each, (list, tuple, deque)):
-            for inner in each:
-                walk(inner)
-        elif isinstance(each, (set, frozenset)):
-            parts.append(repr(sorted(each, key=repr)))
-        else:
-            parts.append(repr(each) if isinstance(each, (*_PLAIN, np.generic)) else type(each).__name__)
 
-    walk(value)
-    return short("\n".join(parts).encode())
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield local(value).cpu()
+        return
+    container = opened(value)
+    entries = getattr(value, "__dict__", {}).values() if container is None else container.entries
+    for each in entries:
+        yield from _tensors(each)
 
 
 def batch_texts(batch: Any) -> list[str]:
     """Return a text for each sample of a batch, or one for the batch if its tensors differ in length."""
-    tensors: list[Tensor] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, Tensor):
-            tensors.append(local(value).cpu())
-        elif isinstance(value, Mapping):
-            for each in value.values():
-                collect(each)
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                collect(each)
-        elif hasattr(value, "__dict__"):
-            collect(vars(value))
-
-    collect(batch)
+    tensors = list(_tensors(batch))
     sizes = {each.shape[0] for each in tensors if each.ndim}
     if len(sizes) == 1 and all(each.ndim for each in tensors):
         return [short(b"".join(_bytes(each[row]) for each in tensors)) for row in range(sizes.pop())]

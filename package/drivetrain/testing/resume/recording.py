@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import signal
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.checkpoint.weights.module_state import clean_name, module_state
+from drivetrain.core.random_streams import host_state
 from drivetrain.engine.own_loop_checkpoint import optimizer_state
 from drivetrain.testing.resume.digests import batch_texts, digest, short, tensor_text
 
@@ -216,11 +215,10 @@ def _of_each(name: str, texts: list[str]) -> list[Item]:
 
 
 def _streams(run: Any) -> list[Item]:
-    legacy: Any = np.random.get_state(legacy=True)
-    name, keys, *rest = legacy
+    host = host_state()
     return [
-        ("generator", "random", short(repr(random.getstate()).encode())),
-        ("generator", "numpy.random", short(keys.tobytes() + repr((name, rest)).encode())),
+        ("generator", "random", digest(host["python"])),
+        ("generator", "numpy.random", digest(host["numpy"])),
         ("generator", "torch", short(_torch_state(run))),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -143,33 +142,14 @@ class StopOnOneRank(Callback):
             run.stop("stopped by one rank")
 
 
-class NoteStops(Callback):
-    """Notes when `StopOnOneRank` would stop the run, for several hooks in one fit.
-
-    Attributes:
-        steps: By hook, the step after which it would first stop the run.
-    """
-
-    def __init__(self, *hooks: str) -> None:
-        self.steps: dict[str, int] = {}
-        for hook in hooks:
-            setattr(self, hook, partial(self._note, hook))
-
-    def _note(self, hook: str, run: Any) -> None:
-        if run.progress.steps >= 3:
-            self.steps.setdefault(hook, run.progress.steps)
-
-
 def one_rank_can_stop_all(job: Job) -> None:
     """A callback that stops the run on one rank stops it on all, after the same step.
 
     It is the step at which one process would stop, or the next if other ranks have already finished it.
     """
-    hooks = ("on_step_end", "on_log", "on_evaluation_end", "on_epoch_end")
-    stops = NoteStops(*hooks)
-    _fit_and_compare(job, True, stops)
-    for hook in hooks:
-        expected = stops.steps[hook]
+    for hook in ("on_step_end", "on_log", "on_evaluation_end", "on_epoch_end"):
+        alone, _ = _fit_and_compare(job, True, StopOnOneRank(0, hook))
+        expected = alone.result.progress.steps
         for rank in sorted({0, job.world_size - 1}):
             found, _ = _fit_and_compare(job, False, StopOnOneRank(rank, hook))
             mine, why = found.result.progress.steps, found.result.stop_reason
