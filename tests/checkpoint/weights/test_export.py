@@ -48,7 +48,7 @@ def test_the_file_is_durable_before_its_name_and_its_name_before_the_end(tmp_pat
         return found
 
     export_weights({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert events() == [".saving-model.safetensors", "replace", tmp_path.name]
+    assert events() == ["model.safetensors", "replace", tmp_path.name, tmp_path.name]
     export_weights(make(1), tmp_path / "parts" / "model.safetensors", max_shard_size=32)
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     found = events()

@@ -28,7 +28,8 @@ _LISTED = "asset.json"
 _FORBIDDEN = re.compile(r'[\\:*?"<>|]')
 """Characters that Windows does not allow in a name."""
 
-_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+"""Names of devices on Windows, whatever follows the first dot."""
 
 
 def name_trouble(name: str) -> str:
@@ -40,7 +41,7 @@ def name_trouble(name: str) -> str:
             return "a part is longer than 255 bytes"
         if not part.isprintable() or _FORBIDDEN.search(part) or part[-1] in " .":
             return "it has a character that some systems do not allow in a name, or ends with a blank or '.'"
-        if _DEVICE.fullmatch(part):
+        if DEVICE.fullmatch(part):
             return f"{part!r} is a device on Windows"
     return ""
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.format.asset_files import DEVICE
 from drivetrain.checkpoint.format.records import (
     TENSORS,
     FileRecord,
@@ -49,8 +50,6 @@ MANIFEST = "manifest.json"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PART_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
-_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-"""Names of devices on Windows, whatever follows the first dot."""
 
 _NUMBERED = re.compile(r"(.+)-(\d{5,7})-of-\d{5,7}" + re.escape(TENSORS))
 
@@ -228,14 +227,14 @@ def check_version(version: Json, what: str) -> int:
 def check_file_name(name: str, what: str) -> str:
     """Check that a file name stays in the directory and is an ordinary name on every system."""
     ours = name.endswith((TENSORS, ".json")) and name != MANIFEST and len(name) < 256
-    if not ours or not _FILE_NAME.fullmatch(name) or _DEVICE.fullmatch(name):
+    if not ours or not _FILE_NAME.fullmatch(name) or DEVICE.fullmatch(name):
         raise DamagedCheckpointError(f"{what} lists the file {name[:80]!r}, which no checkpoint contains")
     return name
 
 
 def check_part_name(name: str, what: str, error: type[CheckpointError] = CheckpointError) -> str:
     """Check the name of a group or an object, which becomes a file name, also on disks that ignore case."""
-    if not _PART_NAME.fullmatch(name) or name == "manifest" or _DEVICE.fullmatch(name):
+    if not _PART_NAME.fullmatch(name) or name == "manifest" or DEVICE.fullmatch(name):
         raise error(
             f"{what}: {name[:80]!r} cannot be a file name everywhere; allowed are lower-case letters, "
             "digits, '_' and '-', and not 'manifest' or a device such as 'con'"
@@ -253,10 +252,8 @@ def dump_metrics(metrics: Mapping[str, float]) -> dict[str, Json]:
 def load_metrics(value: Json, what: str) -> dict[str, float]:
     metrics = {}
     for name, each in as_object(value, what).items():
-        if isinstance(each, str) and each in _NOT_FINITE:
-            metrics[name] = _NOT_FINITE[each]
-        elif isinstance(each, float):
-            metrics[name] = each
-        else:
+        number = _NOT_FINITE.get(each) if isinstance(each, str) else each
+        if not isinstance(number, float):
             raise DamagedCheckpointError(f"{what}: {name!r} is {str(each)[:40]!r}, which is not a number")
+        metrics[name] = number
     return metrics

@@ -267,14 +267,11 @@ def dump_file(name: str, record: FileRecord) -> Json:
     """Return a file's record as JSON; the key names what is hashed."""
     told: dict[str, Json] = {"bytes": record.bytes}
     if record.content is not None:
-        told["content"] = _content_as_text(name, record.content)
+        content = base64.b64encode(record.content) if name.endswith(TENSORS) else record.content
+        told["content"] = content.decode("ascii")
     if record.hashes is not None:
         return {**told, **dump_hashes(record.hashes)}
     return {**told, _hash_key(name): record.xxh3_128}
-
-
-def _content_as_text(name: str, content: bytes) -> str:
-    return (base64.b64encode(content) if name.endswith(TENSORS) else content).decode("ascii")
 
 
 def _content(name: str, text: Json, what: str) -> bytes:

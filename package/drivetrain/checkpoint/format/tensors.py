@@ -106,16 +106,14 @@ def has_plain_bytes(tensor: Tensor) -> bool:
     return True
 
 
-def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
-    """Plan the layout of a file: widest dtype first, as in the reference writer, so that each is aligned.
+def plan_file(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], bytes]:
+    """Return the spans of a file's tensors, and the bytes before the first of them.
+
+    The widest dtype comes first, as in the reference writer, so that each is aligned.
 
     Args:
         tensors: The tensors by name; `check_tensor` has accepted each.
     """
-    return _plan(tensors, what)[0]
-
-
-def _plan(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], bytes]:
     return _header(tuple((name, each.dtype, each.shape) for name, each in tensors.items()), what)
 
 
@@ -123,7 +121,6 @@ def _plan(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], b
 def _header(
     named: tuple[tuple[str, torch.dtype, torch.Size], ...], what: str
 ) -> tuple[list[TensorSpan], bytes]:
-    """Return the spans of a file, and the bytes before its tensors."""
     header: dict[str, Json] = {
         _METADATA: {"format": "pt"}
     }  # transformers refuses a file that does not say so
@@ -167,7 +164,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor], what: str, hashes: Hashes | Non
         what: The name for messages.
         hashes: Filled with the hashes, if given.
     """
-    spans, text = _plan(tensors, what)
+    spans, text = plan_file(tensors, what)
     hashes = Hashes() if hashes is None else hashes
     hashes.header = xxhash.xxh3_128_hexdigest(text)
     yield text

@@ -22,7 +22,8 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def unpack(value: Json, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         DamagedCheckpointError: The JSON is not a result of `pack`.
     """
-    return _Unpacker(tensors).unpack(value, 0)
+    return _unpacked(value, tensors, 0)
 
 
 @contextmanager
@@ -120,9 +121,7 @@ class _Packer:
         if kind is list:
             return [self.pack(each, (*path, index), depth + 1) for index, each in enumerate(value)]
         if kind is tuple:
-            return {
-                "$tuple": [self.pack(each, (*path, index), depth + 1) for index, each in enumerate(value)]
-            }
+            return {"$tuple": self.pack(list(value), path, depth)}
         if kind in _MAPPINGS:
             return self._mapping(value, _MAPPINGS[kind], path, depth)
         if kind is Tensor or kind is nn.Parameter:
@@ -146,12 +145,11 @@ class _Packer:
         return {tag: pairs}
 
     def _add(self, tensor: Tensor, path: tuple[object, ...]) -> str:
-        check_tensor(tensor, _place(path))
-        place = name = _place(path)
-        number = 1
-        while name in self.tensors:  # {"a.b": t} and {"a": {"b": t}} have the same place
-            number += 1
-            name = f"{place}#{number}"
+        place = _place(path)
+        check_tensor(tensor, place)
+        # {"a.b": t} and {"a": {"b": t}} have the same place.
+        names = chain([place], (f"{place}#{number}" for number in count(2)))
+        name = next(each for each in names if each not in self.tensors)
         self.tensors[name] = tensor
         return name
 
@@ -168,97 +166,69 @@ def _from_numpy(array: np.ndarray[Any, Any], path: tuple[object, ...]) -> Tensor
         ) from error
 
 
-class _Unpacker:
-    """The state of one call of `unpack`: the tensors that the JSON may refer to."""
+_FROM_TEXT: dict[str, tuple[str, Callable[[str], Any]]] = {
+    # Hexadecimal only: parsing decimal digits takes quadratic time.
+    "$int": ("-?0x[0-9a-f]+", lambda text: int(text, 16)),
+    "$float": ("[0-9a-f]{16}", lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
+    "$bytes": ("[A-Za-z0-9+/=]*", lambda text: base64.b64decode(text, validate=True)),
+}
+"""The form of a text by its tag, and the value that it stands for; ValueError if it stands for none."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.tags: dict[str, Callable[[Json, int], Any]] = {
-            "$tuple": self._tuple,
-            "$int": self._int,
-            "$float": self._float,
-            "$bytes": self._bytes,
-            "$tensor": lambda content, depth: self._tensor(content),
-            "$array": lambda content, depth: self._array("$array", content),
-            "$scalar": self._scalar,
-            **{tag: self._mapping(kind) for kind, tag in _MAPPINGS.items()},
-        }
+_TAGS = ("$tuple", *_FROM_TEXT, "$tensor", "$array", "$scalar", *_MAPPINGS.values())
 
-    def unpack(self, value: Json, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise DamagedCheckpointError(f"stored state is nested more than {MAX_DEPTH} levels deep")
-        if isinstance(value, list):
-            return [self.unpack(each, depth + 1) for each in value]
-        if isinstance(value, dict):
-            tag = next((key for key in value if key.startswith("$")), None)
-            if tag is None:
-                return {key: self.unpack(each, depth + 1) for key, each in value.items()}
-            if len(value) != 1 or tag not in self.tags:
-                raise DamagedCheckpointError(
-                    f"stored state has an object with the keys {_short(list(value))}; a tag must be the only "
-                    f"key, and is one of {', '.join(self.tags)}"
-                )
-            return self.tags[tag](value[tag], depth)
+
+def _unpacked(value: Json, tensors: Mapping[str, Tensor], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise DamagedCheckpointError(f"stored state is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, list):
+        return [_unpacked(each, tensors, depth + 1) for each in value]
+    if not isinstance(value, dict):
         return value
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
+        return {key: _unpacked(each, tensors, depth + 1) for key, each in value.items()}
+    if len(value) != 1 or tag not in _TAGS:
+        raise DamagedCheckpointError(
+            f"stored state has an object with the keys {_short(list(value))}; a tag must be the only "
+            f"key, and is one of {', '.join(_TAGS)}"
+        )
+    content = value[tag]
+    if tag == "$tuple" and isinstance(content, list):
+        return tuple(_unpacked(each, tensors, depth + 1) for each in content)
+    if tag in _MAPPINGS.values() and isinstance(content, list):
+        return _mapping(tag, content, tensors, depth)
+    if tag in ("$tensor", "$array", "$scalar"):
+        return _tensor(tag, content, tensors)
+    with suppress(ValueError):
+        if tag in _FROM_TEXT and isinstance(content, str) and re.fullmatch(_FROM_TEXT[tag][0], content):
+            return _FROM_TEXT[tag][1](content)
+    raise _wrong(tag, content)
 
-    def _tuple(self, content: Json, depth: int) -> tuple[Any, ...]:
-        if not isinstance(content, list):
-            raise _wrong("$tuple", content)
-        return tuple(self.unpack(each, depth + 1) for each in content)
 
-    def _mapping(self, kind: type) -> Callable[[Json, int], Any]:
-        def read(content: Json, depth: int) -> Any:
-            tag = _MAPPINGS[kind]
-            result: dict[Any, Any] = kind()
-            for pair in content if isinstance(content, list) else [None]:
-                if not isinstance(pair, list) or len(pair) != 2:
-                    raise _wrong(tag, content)
-                key = self.unpack(pair[0], depth)
-                if type(key) not in (str, int) or key in result:
-                    raise _wrong(tag, pair[0])
-                result[key] = self.unpack(pair[1], depth + 1)
-            return result
+def _mapping(tag: str, pairs: list[Json], tensors: Mapping[str, Tensor], depth: int) -> Any:
+    result: dict[Any, Any] = next(kind for kind, each in _MAPPINGS.items() if each == tag)()
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _wrong(tag, pairs)
+        key = _unpacked(pair[0], tensors, depth)
+        if type(key) not in (str, int) or key in result:
+            raise _wrong(tag, pair[0])
+        result[key] = _unpacked(pair[1], tensors, depth + 1)
+    return result
 
-        return read
 
-    def _int(self, content: Json, depth: int) -> int:
-        # Hexadecimal only: parsing decimal digits takes quadratic time.
-        if not isinstance(content, str) or not re.fullmatch(r"-?0x[0-9a-f]+", content):
-            raise _wrong("$int", content)
-        return int(content, 16)
-
-    def _float(self, content: Json, depth: int) -> float:
-        if not isinstance(content, str) or not re.fullmatch(r"[0-9a-f]{16}", content):
-            raise _wrong("$float", content)
-        value: float = struct.unpack(">d", bytes.fromhex(content))[0]
-        return value
-
-    def _bytes(self, content: Json, depth: int) -> bytes:
-        try:
-            if isinstance(content, str):
-                return base64.b64decode(content, validate=True)
-        except ValueError:
-            pass
-        raise _wrong("$bytes", content)
-
-    def _tensor(self, content: Json) -> Tensor:
-        if not isinstance(content, str) or content not in self.tensors:
-            raise DamagedCheckpointError(
-                f"stored state refers to a tensor {_short(content)} that does not exist"
-            )
-        return self.tensors[content]
-
-    def _array(self, tag: str, content: Json) -> np.ndarray[Any, Any]:
-        try:
-            return self._tensor(content).numpy()
-        except TypeError as error:  # a dtype that numpy lacks
-            raise _wrong(tag, content) from error
-
-    def _scalar(self, content: Json, depth: int) -> Any:
-        array = self._array("$scalar", content)
-        if array.ndim:
-            raise _wrong("$scalar", content)
-        return array[()]
+def _tensor(tag: str, content: Json, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(content, str) or content not in tensors:
+        raise DamagedCheckpointError(f"stored state refers to a tensor {_short(content)} that does not exist")
+    if tag == "$tensor":
+        return tensors[content]
+    try:
+        array = tensors[content].numpy()
+    except TypeError as error:  # a dtype that numpy lacks
+        raise _wrong(tag, content) from error
+    if tag == "$scalar" and array.ndim:
+        raise _wrong(tag, content)
+    return array if tag == "$array" else array[()]
 
 
 def _wrong(tag: str, content: Json) -> DamagedCheckpointError:

@@ -103,12 +103,12 @@ def compare(first: str, second: str) -> Comparison:
     same = 0
     tensors: list[TensorDifference] = []
     for group, name in dict.fromkeys([*left.names(), *right.names()]):
+        mine, theirs = left.record(group, name), right.record(group, name)
         kind = _tensor_kind(left, right, group, name)
         if kind is None:
             same += 1
-            continue
-        mine, theirs = left.record(group, name), right.record(group, name)
-        tensors.append(TensorDifference(group, name, kind, mine, theirs))
+        else:
+            tensors.append(TensorDifference(group, name, kind, mine, theirs))
     return Comparison(first, second, same, tuple(tensors), tuple(_compare_values(left, right)))
 
 

@@ -144,12 +144,11 @@ def _age(listed: Listed) -> tuple[int, int, str]:
 def _look(files: FileSystem, path: str, name: str, entry: Entry | None) -> Listed | None:
     """Return the listing of one directory; None if it is not a checkpoint, or has been removed."""
     listed = Listed(name, path, "committed", entry)
+    saving = replace(listed, condition="unfinished", trouble="is being saved, or its save was interrupted")
     if name.startswith(SAVING):
-        return replace(listed, condition="unfinished", trouble="is being saved, or its save was interrupted")
+        return saving
     if name.startswith(REMOVING):
-        return replace(
-            listed, condition="unfinished", trouble="is being removed, or its removal was interrupted"
-        )
+        return replace(saving, trouble="is being removed, or its removal was interrupted")
     if name.startswith("."):
         return None
     try:
@@ -167,9 +166,7 @@ def _look(files: FileSystem, path: str, name: str, entry: Entry | None) -> Liste
         return replace(listed, condition="set aside", trouble="was set aside as damaged")
     if MANIFEST not in inside:
         if UNFINISHED in inside:
-            return replace(
-                listed, condition="unfinished", trouble="is being saved, or its save was interrupted"
-            )
+            return replace(saving, bytes=listed.bytes, saved_at=listed.saved_at)
         if entry is not None and inside:
             return replace(listed, condition="damaged", trouble=f"has lost its {MANIFEST}")
         return None if entry is None else replace(listed, condition="gone", trouble="is empty")

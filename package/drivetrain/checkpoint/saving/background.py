@@ -107,15 +107,11 @@ def _detached(
     """
     return {
         group: {
-            name: parts[group][name] if _is_whole(parts[group].get(name), tensor) else tensor
-            for name, tensor in named.items()
+            name: part if (part := parts[group].get(name)) is not None and part.shape == each.shape else each
+            for name, each in named.items()
         }
         for group, named in tensors.items()
     }
-
-
-def _is_whole(part: Tensor | None, tensor: Tensor) -> bool:
-    return part is not None and part.shape == tensor.shape
 
 
 class Background:

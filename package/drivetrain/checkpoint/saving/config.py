@@ -90,14 +90,13 @@ class CheckpointConfig:
         one_of("CheckpointConfig mode", self.mode, MODES)
         if self.parameters is not None:
             one_of("CheckpointConfig parameters", self.parameters, ("all", "trainable"))
-        flag("CheckpointConfig: restore_best", self.restore_best)
+        for name in ("restore_best", "asynchronous", "resumable"):
+            flag(f"CheckpointConfig: {name}", getattr(self, name))
         if self.restore_best and not self.best_count:
             raise ConfigError(
                 f"CheckpointConfig(restore_best=True, best={self.best}, by={self.by!r}) keeps no best"
                 " checkpoint to restore: give best=1 and a metric by="
             )
-        flag("CheckpointConfig: asynchronous", self.asynchronous)
-        flag("CheckpointConfig: resumable", self.resumable)
         by: object = self.by
         if by is not None and (not isinstance(by, str) or not by):
             raise ConfigError(

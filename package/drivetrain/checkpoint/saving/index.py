@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from drivetrain.checkpoint.format.manifest import (
     FORMAT_VERSION,
@@ -53,15 +53,7 @@ class Entry:
     best: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Json]:
-        return {
-            "name": self.name,
-            "order": self.order,
-            "step": self.step,
-            "epoch": self.epoch,
-            "metrics": dump_metrics(self.metrics),
-            "resume": list(self.resume),
-            "best": dict(self.best),
-        }
+        return {**asdict(self), "metrics": dump_metrics(self.metrics), "resume": list(self.resume)}
 
 
 def write_index(directory: str, entries: Sequence[Entry], files: FileSystem = LOCAL) -> None:
@@ -105,31 +97,25 @@ def _entry(value: Json, path: str) -> Entry:
     name = str(value["name"])
     if os.path.basename(name) != name or name.startswith(".") or "\\" in name or ":" in name or not name:
         raise DamagedCheckpointError(f"{what} has the name {name[:80]!r}, which leads out of the directory")
-    return _with_fields(Entry(name, 0, 0, 0), value, f"{path!r}: the entry {name!r}")
+    return _with_fields(name, value, f"{path!r}: the entry {name!r}")
 
 
-def _with_fields(entry: Entry, fields: dict[str, Json], what: str) -> Entry:
+def _with_fields(name: str, fields: dict[str, Json], what: str) -> Entry:
     resume, best = fields.get("resume"), fields.get("best")
     if not isinstance(resume, list) or not all(isinstance(each, str) for each in resume):
         raise DamagedCheckpointError(f"{what}: resume must be a list of intervals")
     if not isinstance(best, dict) or not all(mode in ("min", "max", "") for mode in best.values()):
         raise DamagedCheckpointError(f"{what}: best must have 'min', 'max' or '' for each metric")
-    return replace(
-        entry,
-        order=_count(fields, "order", what),
-        step=_count(fields, "step", what),
-        epoch=_count(fields, "epoch", what),
-        metrics=load_metrics(fields.get("metrics"), f"{what}: metrics"),
-        resume=tuple(str(each) for each in resume),
-        best={name: str(mode) for name, mode in best.items()},
-    )
-
-
-def _count(fields: dict[str, Json], name: str, what: str) -> int:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise DamagedCheckpointError(f"{what}: {name} must be a whole number, at least 0")
-    return value
+    counts = []
+    for key in ("order", "step", "epoch"):
+        value = fields.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise DamagedCheckpointError(f"{what}: {key} must be a whole number, at least 0")
+        counts.append(value)
+    order, step, epoch = counts
+    metrics = load_metrics(fields.get("metrics"), f"{what}: metrics")
+    directions = {by: str(mode) for by, mode in best.items()}
+    return Entry(name, order, step, epoch, metrics, tuple(map(str, resume)), directions)
 
 
 def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
@@ -140,7 +126,7 @@ def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
     """
     purpose = snapshot.objects.get(PURPOSE)
     if isinstance(purpose, dict):
-        return _with_fields(Entry(name, 0, 0, 0), purpose, f"the checkpoint {name!r}")
+        return _with_fields(name, purpose, f"the checkpoint {name!r}")
     step, epoch = snapshot.progress.get("steps"), snapshot.progress.get("epoch")
     return Entry(name, 0, step if isinstance(step, int) else 0, epoch if isinstance(epoch, int) else 0)
 
@@ -175,11 +161,8 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
         )
         for entry in entries
     ]
-    stays = [bool(entry.resume or entry.best) or entry is flagged[-1] for entry in flagged]
-    return (
-        [entry for entry, stay in zip(flagged, stays, strict=True) if stay],
-        [entry for entry, stay in zip(flagged, stays, strict=True) if not stay],
-    )
+    goes = [entry for entry in flagged[:-1] if not (entry.resume or entry.best)]
+    return [entry for entry in flagged if entry.resume or entry.best or entry is flagged[-1]], goes
 
 
 def oldest_first(entries: Iterable[Entry]) -> list[Entry]:

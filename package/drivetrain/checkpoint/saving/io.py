@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import PurePosixPath
 from typing import Protocol, TypeAlias
 
@@ -352,12 +353,8 @@ def is_set_aside(name: str) -> bool:
 
 def free_bad_name(path: str, files: FileSystem) -> str:
     """Return the name for setting `path` aside, with the first free suffix of ``.bad``, ``.bad-2``..."""
-    candidate = f"{path}.bad"
-    number = 1
-    while files.kind(candidate) is not None:
-        number += 1
-        candidate = f"{path}.bad-{number}"
-    return candidate
+    candidates = chain([f"{path}.bad"], (f"{path}.bad-{number}" for number in count(2)))
+    return next(each for each in candidates if files.kind(each) is None)
 
 
 def _begin(files: FileSystem, path: str) -> str:

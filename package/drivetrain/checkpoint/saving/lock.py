@@ -157,19 +157,16 @@ class DirectoryLock:
             with os_errors("read", self.path):
                 found = self._read(self.path)
             if found is not None and found.token == token:
-                self._check_writable(rank)
-                return
-            if time.monotonic() >= until:
                 break
+            if time.monotonic() >= until:
+                raise ConfigError(
+                    f"rank {rank} on {socket.gethostname()} does not see the lock that rank 0 has written to"
+                    f" {self.path!r}: the path leads to another disk there. The ranks save a checkpoint"
+                    " together, so all need the same directory: mount the shared disk on that machine, or"
+                    " give a run_dir that all machines share, or"
+                    " CheckpointConfig(directory='s3://bucket/run')"
+                )
             time.sleep(0.1)
-        raise ConfigError(
-            f"rank {rank} on {socket.gethostname()} does not see the lock that rank 0 has written to"
-            f" {self.path!r}: the path leads to another disk there. The ranks save a checkpoint together, so"
-            " all need the same directory: mount the shared disk on that machine, or give a run_dir that all"
-            " machines share, or CheckpointConfig(directory='s3://bucket/run')"
-        )
-
-    def _check_writable(self, rank: int) -> None:
         directory = plain_path(self.directory)
         if self._files.renames and not os.access(directory, os.W_OK | os.X_OK):
             raise ConfigError(
@@ -241,17 +238,10 @@ class DirectoryLock:
 
     def _replace(self, stale: Owner | None) -> bool:
         """Write this job's lock where there is none, or a dead owner's; return whether it is in place."""
-        now = self._clock()
-        own = Owner(
-            socket.gethostname(),
-            _machine(),
-            os.getpid(),
-            process_started(os.getpid()),
-            next((f"{name}={os.environ[name]}" for name in _JOB_IDS if name in os.environ), ""),
-            self._token,
-            now,
-            now,
-        )
+        now, pid = self._clock(), os.getpid()
+        job = next((f"{name}={os.environ[name]}" for name in _JOB_IDS if name in os.environ), "")
+        host, started = socket.gethostname(), process_started(pid)
+        own = Owner(host, _machine(), pid, started, job, self._token, since=now, renewed=now)
         if not self._files.renames:
             write_file(self.path, [_dump(own)], self._files)
         elif not self._link(own, stale):

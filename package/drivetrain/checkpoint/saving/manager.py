@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 
 from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.checkpoint.saving.background import Background, HostBuffers
@@ -50,25 +51,18 @@ class _PendingSave:
 
     Attributes:
         entry: The checkpoint that is saved, or that gets an additional purpose.
-        before: The entries without it.
-        every: The entries with it, before pruning.
+        there: The entries that exist at this stage.
+        every: The entries with this one, before pruning.
         trouble: Harmless problems to warn of.
     """
 
     entry: Entry
-    before: list[Entry]
+    there: list[Entry]
     every: list[Entry]
     stays: list[Entry]
     goes: list[Entry]
     is_written: bool = False
-    is_indexed: bool = False
     trouble: list[str] = field(default_factory=list)
-
-    def entries(self) -> list[Entry]:
-        """Return the entries that exist at this stage."""
-        if self.is_indexed:
-            return self.stays
-        return self.every if self.is_written else self.before
 
 
 class CheckpointManager:
@@ -280,9 +274,9 @@ class CheckpointManager:
                 best={**same.best, **among},
             )
         every = oldest_first([*(each for each in self._entries if each is not same), entry])
-        job = _PendingSave(
-            entry, self._entries, every, *retain(every, self.policies), is_written=same is not None
-        )
+        stays, goes = retain(every, self.policies)
+        is_written = same is not None
+        job = _PendingSave(entry, every if is_written else self._entries, every, stays, goes, is_written)
         if self._is_asynchronous:
             self._begin_behind(job, snapshot)
         else:
@@ -344,11 +338,11 @@ class CheckpointManager:
         """Do the work on the disk, in the calling thread."""
         if snapshot is not None:
             self.io.save(self._path(job.entry.name), snapshot)
-            job.is_written = True
+            job.is_written, job.there = True, job.every
         # The index first: a kill in between leaves an extra checkpoint, which the next open finds, and never
         # loses one.
         self._behind.first(lambda: write_index(self.directory, job.stays, self.files))
-        job.is_indexed = True
+        job.there = job.stays
         if self._behind.rank == 0:
             for entry in job.goes:
                 try:
@@ -386,7 +380,7 @@ class CheckpointManager:
         self._entries = [each for each in self._entries if each.name not in gone]
 
     def _settle(self, job: _PendingSave) -> None:
-        self._entries = job.entries()
+        self._entries = job.there
         if job.is_written:
             self._matching.add(job.entry.name)
         for text in job.trouble:
@@ -397,13 +391,10 @@ class CheckpointManager:
 
     def _free_name(self, step: int, epoch: int, metrics: Mapping[str, float]) -> str:
         # The name is taken if the run resumed from an earlier checkpoint, and reaches this step again.
-        name = base = f"step-{step:08d}{rendered_name(self.policies[0].name, metrics, epoch)}"
-        number = 1
+        name = f"step-{step:08d}{rendered_name(self.policies[0].name, metrics, epoch)}"
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
         with os_errors("write to", self.directory):
-            while self.files.kind(self._path(name)) is not None:
-                number += 1
-                name = f"{base}-{number}"
-        return name
+            return next(each for each in names if self.files.kind(self._path(each)) is None)
 
     def _rankings(self, by: str | None = None) -> dict[str, CheckpointConfig]:
         """Return the policies that keep the best, by their metrics; or only the one for a metric."""

@@ -44,7 +44,8 @@ def check_name(template: object) -> None:
 
 def metrics_of(template: str | None) -> list[str]:
     """Return the names of the metrics in a template; none for None."""
-    return [] if template is None else [each for each in _fields(template) if each != "epoch"]
+    fields = (name for _, name, _, _ in _FORMATTER.parse(template or ""))
+    return [name for name in fields if name is not None and name != "epoch"]
 
 
 def rendered_name(template: str | None, metrics: Mapping[str, float], epoch: int) -> str:
@@ -52,10 +53,6 @@ def rendered_name(template: str | None, metrics: Mapping[str, float], epoch: int
     if template is None:
         return ""
     return f"-{_UNSAFE.sub('_', _render(template, metrics, epoch))[:_LONGEST]}"
-
-
-def _fields(template: str) -> list[str]:
-    return [name for _, name, _, _ in _FORMATTER.parse(template) if name is not None]
 
 
 def _render(template: str, metrics: Mapping[str, float], epoch: int) -> str:

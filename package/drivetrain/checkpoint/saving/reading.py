@@ -108,7 +108,7 @@ class Reader:
                 hashes = self.hashes(file)
                 with self._open(file) as reader:
                     spans, _ = self._spans(reader, group, number, hashes)
-                    for span in sorted(spans.values(), key=lambda span: (span.start, span.stop)):
+                    for span in spans.values():
                         reader.begin_piece(reader.position)
                         reader.skip(span.stop - span.start)
                         reader.check_hash(hashes.tensors[span.name], f"the tensor {span.name!r}")
@@ -234,7 +234,7 @@ class Reader:
             with self._open(file) as reader:
                 spans, pieces = self._spans(reader, group, number, hashes)
                 begin = reader.position
-                for name, span in sorted(spans.items(), key=lambda each: each[1].start):
+                for name, span in spans.items():
                     if name in whole or (name in patterns and _overlap(pieces[name], boxes[name])):
                         reader.begin_piece(begin + span.start)
                         _fill(reader, span, hashes, pieces[name], targets[name], boxes[name][0])
@@ -264,7 +264,7 @@ class Reader:
     def _spans(
         self, reader: HashedReader, group: str, number: int, hashes: Hashes
     ) -> tuple[dict[str, TensorSpan], dict[str, Piece]]:
-        """Return the spans of a file's tensors, and their pieces in the manifest, which must match."""
+        """Return a file's tensors in its order, and their pieces in the manifest, which must match."""
         spans = {span.name: span for span in read_header(reader, hashes.header)}
         found = {span.name: (span.shape, span.dtype) for span in spans.values()}
         records = self.manifest.tensors[group]

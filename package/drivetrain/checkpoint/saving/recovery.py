@@ -169,13 +169,7 @@ def _delete_leftovers(directory: str, files: FileSystem) -> None:
     with os_errors("list", directory):
         for name, kind in files.entries(directory).items():
             path = files.join(directory, name)
-            if name.startswith((SAVING, REMOVING)) or (
-                not files.renames and kind == "directory" and _is_unfinished(path, files)
-            ):
+            inside = files.entries(path) if kind == "directory" and not files.renames else {}
+            if name.startswith((SAVING, REMOVING)) or (UNFINISHED in inside and MANIFEST not in inside):
                 with suppress(OSError):  # harmless, and the next open tries again
                     discard(path, files)
-
-
-def _is_unfinished(path: str, files: FileSystem) -> bool:
-    names = files.entries(path)
-    return UNFINISHED in names and MANIFEST not in names

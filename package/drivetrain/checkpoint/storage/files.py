@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from types import TracebackType
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TypeAlias
 
 import xxhash
@@ -44,39 +43,30 @@ def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) ->
     Raises:
         OSError: The write failed; the caller deletes the unfinished file.
     """
-    with finished(files.create(path)) as sink:
-        return write_chunks(sink, chunks)
-
-
-@contextmanager
-def finished(sink: Sink) -> Iterator[Sink]:
-    """Run the block, and finish a new file at its end; abort it on an error."""
+    sink = files.create(path)
     try:
-        yield sink
+        size = write_chunks(sink, chunks)
     except BaseException:
         with suppress(OSError):  # the first error is already propagating
             sink.abort()
         raise
     sink.finish()
-
-
-def write_chunks(sink: Sink, chunks: Iterable[Bytes]) -> int:
-    """Write all chunks, and return their size in bytes."""
-    size = 0
-    for chunk in chunks:
-        size += len(chunk)
-        write_chunk(sink, memoryview(chunk))
-        del chunk  # it may hold a copy of a tensor, which must be freed before the next is made
     return size
 
 
-def write_chunk(sink: Sink, rest: memoryview) -> None:
-    """Write all bytes, although the sink may take only a part at a time."""
-    while rest:
-        taken = sink.write(rest)
-        if taken == 0:
-            raise OSError("the system takes no more bytes, and gives no reason")
-        rest = rest[taken:]
+def write_chunks(sink: Sink, chunks: Iterable[Bytes]) -> int:
+    """Write all chunks, and return their size in bytes; the sink may take only a part at a time."""
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        rest = memoryview(chunk)
+        while rest:
+            taken = sink.write(rest)
+            if taken == 0:
+                raise OSError("the system takes no more bytes, and gives no reason")
+            rest = rest[taken:]
+        del chunk, rest  # a copy of a tensor, perhaps, which must be freed before the next is made
+    return size
 
 
 def write_atomically(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) -> None:
@@ -89,31 +79,17 @@ def write_atomically(path: str, chunks: Iterable[Bytes], files: FileSystem = LOC
     parent, name = files.split(path)
     with os_errors("write", path):
         files.make_directory(parent)
-        with replacing(path, f"{SAVING}{name}-{secrets.token_hex(4)}", files) as place:
-            write_file(place, chunks, files)
-
-
-@contextmanager
-def replacing(path: str, hidden: str, files: FileSystem) -> Iterator[str]:
-    """Run the block, which writes to the path it gets; then replace a file by that one in one step.
-
-    Args:
-        path: The file; its directory exists.
-        hidden: The name of the new file until it is complete. The file is deleted on an error.
-        files: The file system. An object store replaces objects in one step by itself.
-    """
-    if not files.renames:
-        yield path
-        return
-    parent = files.split(path)[0]
-    temporary = files.join(parent, hidden)
-    try:
-        yield temporary
-        files.rename(temporary, path)
-    except BaseException:
-        delete_if_there(temporary, files)
-        raise
-    files.sync(parent)
+        if not files.renames:  # an object store replaces objects in one step by itself
+            write_file(path, chunks, files)
+            return
+        temporary = files.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
+        try:
+            write_file(temporary, chunks, files)
+            files.rename(temporary, path)
+        except BaseException:
+            delete_if_there(temporary, files)
+            raise
+        files.sync(parent)
 
 
 def delete_if_there(path: str, files: FileSystem) -> None:
@@ -159,9 +135,7 @@ class HashedReader:
     def __enter__(self) -> HashedReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

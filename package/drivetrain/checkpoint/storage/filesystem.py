@@ -158,7 +158,7 @@ def plain_path(path: str) -> str:
     return url2pathname(f"/{inside}")
 
 
-class LocalFileSystem:
+class LocalFileSystem(FileSystem):
     """Local and mounted disks. A path may also be an address, such as "file:///data/run".
 
     This is not fsspec's local file system: a disk can rename directories, so it promises more than a store.
@@ -167,19 +167,15 @@ class LocalFileSystem:
     renames = True
 
     def absolute(self, path: str) -> str:
-        """See `FileSystem.absolute`."""
         return os.path.abspath(plain_path(path))
 
     def join(self, directory: str, name: str) -> str:
-        """See `FileSystem.join`."""
         return os.path.join(plain_path(directory), name)
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `FileSystem.split`."""
         return os.path.split(plain_path(path))
 
     def kind(self, path: str) -> Kind | None:
-        """See `FileSystem.kind`."""
         try:
             mode = os.lstat(plain_path(path)).st_mode
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -191,7 +187,6 @@ class LocalFileSystem:
         return "link" if stat.S_ISLNK(mode) else "other"
 
     def entries(self, directory: str) -> dict[str, Kind]:
-        """See `FileSystem.entries`."""
         directory = plain_path(directory)
         if not os.path.isdir(directory):
             return {}
@@ -203,12 +198,10 @@ class LocalFileSystem:
         return _LocalSink(plain_path(path))
 
     def open(self, path: str) -> ByteSource:
-        """See `FileSystem.open`."""
         # Unbuffered: every read goes directly into the caller's memory.
         return open(plain_path(path), "rb", buffering=0, opener=_open_no_follow)
 
     def make_directory(self, path: str) -> None:
-        """See `FileSystem.make_directory`."""
         path = plain_path(path)
         parent = os.path.dirname(path)
         if os.path.isdir(path) or parent == path:
@@ -230,11 +223,9 @@ class LocalFileSystem:
             os.close(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        """See `FileSystem.rename`."""
         os.replace(plain_path(old), plain_path(new))
 
     def delete(self, path: str) -> None:
-        """See `FileSystem.delete`."""
         path = plain_path(path)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -252,22 +243,16 @@ class _LocalSink:
     def write(self, data: memoryview) -> int:
         taken = self._file.write(data)
         self._written += taken
-        # The first piece at once: of a small file that is all, and when its sync comes, little is left to do.
-        if not self._begun or self._written - self._begun >= _WRITE_BEHIND:
-            self._begin_writing()
-        return taken
-
-    def _begin_writing(self) -> None:
-        """Make the disk start writing cached bytes now, rather than in `finish`.
-
-        Not with `posix_fadvise`: it also drops the file from memory, and a restarted run would read it from
-        the disk.
-        """
-        if _SYNC_FILE_RANGE is not None:
-            start, length = (ctypes.c_int64(each) for each in (self._begun, self._written - self._begun))
+        # The disk starts writing cached bytes now, rather than in `finish`: the first piece at once, as of a
+        # small file that is all. Not with `posix_fadvise`, which also drops the file from memory: a restarted
+        # run would read it from the disk.
+        ahead = self._written - self._begun
+        if _SYNC_FILE_RANGE is not None and (not self._begun or ahead >= _WRITE_BEHIND):
+            start, length = ctypes.c_int64(self._begun), ctypes.c_int64(ahead)
             # Its result does not matter: it only starts the write, and `finish` gets every error.
             _SYNC_FILE_RANGE(self._file.fileno(), start, length, _SYNC_FILE_RANGE_WRITE)
-        self._begun = self._written
+            self._begun = self._written
+        return taken
 
     def finish(self) -> None:
         try:

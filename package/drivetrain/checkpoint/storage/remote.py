@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
-from drivetrain.checkpoint.storage.filesystem import ByteSource, Kind, Sink
+from drivetrain.checkpoint.storage.filesystem import ByteSource, FileSystem, Kind, Sink
 from drivetrain.checkpoint.storage.retries import Retry, as_os_error
 from drivetrain.core.errors import CheckpointError, MissingDependencyError, nearest
 
@@ -24,7 +24,7 @@ _EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
 """Protocols that one of our extras supports: the package, and the extra that installs it."""
 
 
-class RemoteFileSystem:
+class RemoteFileSystem(FileSystem):
     """An object store. Safe to use from several threads and after a fork: each process has its connection.
 
     Args:
@@ -62,12 +62,10 @@ class RemoteFileSystem:
         self._connections: dict[tuple[int, str], Any] = {}
 
     def absolute(self, path: str) -> str:
-        """See `FileSystem.absolute`."""
         top = f"{path.partition('://')[0]}://"
         return path if path == top else f"{top}{path.removeprefix(top).rstrip('/')}"
 
     def join(self, directory: str, name: str) -> str:
-        """See `FileSystem.join`."""
         return f"{directory}{name}" if directory.endswith("/") else f"{directory}/{name}"
 
     def split(self, path: str) -> tuple[str, str]:
@@ -77,7 +75,6 @@ class RemoteFileSystem:
         return f"{top}{parent}", name
 
     def kind(self, path: str) -> Kind | None:
-        """See `FileSystem.kind`."""
         try:
             return _KINDS.get(self._info(path)["type"], "other")
         except FileNotFoundError:
@@ -99,7 +96,6 @@ class RemoteFileSystem:
         return _ObjectSink(self._connection(path), path, self._strip(path), self._part, self._retry)
 
     def open(self, path: str) -> ByteSource:
-        """See `FileSystem.open`."""
         info = self._info(path)
         size = info["size"]
         if info["type"] != "file":

@@ -104,14 +104,8 @@ class Retry:
             error = state.outcome.exception() if state.outcome else None
             pause = state.next_action.sleep if state.next_action else 0.0
             _LOG.warning(
-                "%s %r: %s (%s); trying again in %.1f s (%d of %d)",
-                what,
-                path,
-                _text_of(error),
-                type(error).__name__,
-                pause,
-                state.attempt_number + 1,
-                self.tries,
+                f"{what} {path!r}: {_text_of(error)} ({type(error).__name__}); trying again in {pause:.1f} s"
+                f" ({state.attempt_number + 1} of {self.tries})"
             )
 
         retrying = Retrying(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
-from drivetrain.checkpoint.format.tensors import has_plain_bytes, plan_spans, tensor_chunks
+from drivetrain.checkpoint.format.tensors import has_plain_bytes, plan_file, tensor_chunks
 from drivetrain.checkpoint.saving.reading import Reader
-from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, replacing, write_file
+from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, write_file
 from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
@@ -73,7 +73,7 @@ def export_weights(
     shares = divide(lazy.specs, parse_size(max_shard_size))
     names = [place.names.single] if len(shares) == 1 else place.names.several(len(shares))
     plans = [{name: lazy.specs[name] for name in share} for share in shares]
-    order = [span.name for plan in plans for span in plan_spans(plan, what)]
+    order = [span.name for plan in plans for span in plan_file(plan, what)[0]]
     if write:
         try:
             place.write(dict(zip(names, plans, strict=True)), lazy)
@@ -127,16 +127,21 @@ class _FilePlace:
                 self.files.delete(self._at(self.hidden))
             others = killed or not self.files.renames or len(plans) > 1 or self._has(self.names.index)
             known = set(self.files.entries(self.directory)) if others else set()
-            older = sorted(name for name in known if self.names.is_one_of_several(name))
+            several = sorted(name for name in known if self.names.is_one_of_several(name))
+            older = [*known & {self.names.index}, *several]
+            contents: dict[str, Iterable[Bytes]]
+            contents = {file: _content(plan, lazy, self.target) for file, plan in plans.items()}
             if len(plans) == 1:
-                self._write_one(next(iter(plans)), plans, lazy)
-                self._delete([*older, *known & {self.names.index}])
+                self._commit(contents, [])
+                self._delete(older[::-1])  # the index last: it says to the next export that there are others
             else:
+                places = {name: file for file, plan in plans.items() for name in plan}
+                total = sum(each.numel() * each.element_size() for each in lazy.specs.values())
+                contents[self.names.index] = [dump_index(total, places)]
                 # Delete first, because the new files may have the names of the old: without the index and the
                 # old files, a mixture of both can never count as a complete export.
-                stale = [*sorted(known & {self.names.index}), *older]
-                self._write_several(plans, lazy, stale)
-                self._delete(sorted(known & {self.names.single}))
+                self._commit(contents, older)
+                self._delete([*known & {self.names.single}])
 
     def _check_free(self) -> None:
         if self.files.kind(self.files.absolute(self.target)) == "directory":
@@ -155,35 +160,25 @@ class _FilePlace:
             return False
         return True
 
-    def _write_one(self, name: str, plans: Mapping[str, Mapping[str, Tensor]], lazy: TensorSource) -> None:
-        chunks = _content(plans[name], lazy, self.target)
-        with replacing(self._at(name), self.hidden, self.files) as place:
-            write_file(place, chunks, self.files)
-
-    def _write_several(
-        self, plans: Mapping[str, Mapping[str, Tensor]], lazy: TensorSource, stale: list[str]
-    ) -> None:
-        places = {name: file for file, plan in plans.items() for name in plan}
-        total = sum(each.numel() * each.element_size() for each in lazy.specs.values())
+    def _commit(self, contents: Mapping[str, Iterable[Bytes]], stale: list[str]) -> None:
+        """Write the files, delete stale ones, and give the new ones their names, the last when all have."""
         if not self.files.renames:
             self._delete(stale)
-            for file, plan in plans.items():
-                write_file(self._at(file), _content(plan, lazy, self.target), self.files)
-            write_file(self._at(self.names.index), [dump_index(total, places)], self.files)
+            for file, chunks in contents.items():
+                write_file(self._at(file), chunks, self.files)
             return
         hidden = self._at(self.hidden)
+        *first, last = contents
         try:
             self.files.make_directory(hidden)
-            for file, plan in plans.items():
-                path = self.files.join(hidden, file)
-                write_file(path, _content(plan, lazy, self.target), self.files)
-            index = self.files.join(hidden, self.names.index)
-            write_file(index, [dump_index(total, places)], self.files)
+            for file, chunks in contents.items():
+                write_file(self.files.join(hidden, file), chunks, self.files)
             self._delete(stale)
-            for file in plans:
+            for file in first:
                 self.files.rename(self.files.join(hidden, file), self._at(file))
-            self.files.sync(self.directory)
-            self.files.rename(index, self._at(self.names.index))
+            if first:
+                self.files.sync(self.directory)
+            self.files.rename(self.files.join(hidden, last), self._at(last))
         except BaseException:
             delete_if_there(hidden, self.files)
             raise
@@ -206,8 +201,8 @@ class _FilePlace:
 def _content(plan: Mapping[str, Tensor], lazy: TensorSource, target: str) -> Iterator[Bytes]:
     """Yield the bytes of a file, for `write_file`; uses the tensors one at a time."""
     what = f"the weights for {target!r}"
-    # The first chunk is the header, which needs dtypes and shapes only.
-    yield next(tensor_chunks(plan, what))
-    for span in plan_spans(plan, what):
+    spans, header = plan_file(plan, what)
+    yield header
+    for span in spans:
         alone = tensor_chunks({span.name: lazy.materialize(span.name)}, what)
         yield from islice(alone, 1, None)

@@ -50,19 +50,14 @@ def fingerprints(module: nn.Module, names: Collection[str] | None = None) -> dic
 
 
 def _fingerprint(parameter: nn.Parameter) -> Json:
-    shape: list[Json] = [] if is_lazy(parameter) else list(parameter.shape)
+    values: Any = parameter.data
+    has_bytes = type(values) is Tensor and not values.is_meta and values.layout == torch.strided
+    has_bytes = has_bytes and not is_lazy(parameter)
     return {
         "dtype": str(parameter.dtype).removeprefix("torch."),
-        "shape": shape,
-        "xxh3_128": _hash(parameter),
+        "shape": [] if is_lazy(parameter) else list(parameter.shape),
+        "xxh3_128": xxhash.xxh3_128_hexdigest(bytes_of(values.cpu().contiguous())) if has_bytes else None,
     }
-
-
-def _hash(parameter: nn.Parameter) -> str | None:
-    values: Any = parameter.data
-    if is_lazy(parameter) or type(values) is not Tensor or values.is_meta or values.layout != torch.strided:
-        return None
-    return xxhash.xxh3_128_hexdigest(bytes_of(values.cpu().contiguous()))
 
 
 def check_storable(module: nn.Module) -> None:

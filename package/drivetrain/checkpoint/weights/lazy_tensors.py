@@ -53,9 +53,6 @@ class LazyTensors(TensorSource):
         dtype: The dtype for floating-point tensors; None keeps each.
         what: The tensors' name for messages.
 
-    Attributes:
-        specs: Tensors with the final dtypes and shapes that take no memory.
-
     Raises:
         CheckpointError: A tensor cannot be stored.
         ConfigError: `tensors` is not a mapping of names to tensors.
@@ -91,7 +88,6 @@ class LazyTensors(TensorSource):
         return tensor
 
     def gather_rest(self, order: Iterable[str]) -> None:
-        """Join the gathers of all sharded tensors that this process has not materialized."""
         for name in order:
             if is_sharded(self._tensors[name]) and name not in self._gathered:
                 sharded: Any = self._tensors[name].detach()

@@ -97,14 +97,6 @@ def describe_weights(source: str | os.PathLike[str]) -> Found:
     return _found(source, _describe)
 
 
-def _found(source: str | os.PathLike[str], take: Take) -> Found:
-    path = os.fspath(source)
-    if is_torch_file(path):
-        found = torch_weights(path)
-        return Found(found.tensors, found.note)
-    return _load(path, take)
-
-
 def is_weight_file(path: str) -> bool:
     """Return whether a path is a single file of weights, not a checkpoint or a run."""
     if not path.endswith((TENSORS, INDEX, *PICKLES)):
@@ -133,7 +125,11 @@ def torch_weights(path: str) -> TorchWeights:
     return found
 
 
-def _load(path: str, take: Take) -> Found:
+def _found(source: str | os.PathLike[str], take: Take) -> Found:
+    path = os.fspath(source)
+    if is_torch_file(path):
+        found = torch_weights(path)
+        return Found(found.tensors, found.note)
     files = file_system(path)
     path = files.absolute(path)
     with os_errors("read", path):
@@ -187,14 +183,12 @@ def _is_listed(path: str, files: FileSystem) -> bool:
 
 def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     """Return advice for the files that the folder has instead."""
-    indices = [name for name in names if name.endswith(INDEX)]
-    single = [name for name in names if name.endswith(TENSORS)]
-    pickles = [name for name in names if name.endswith(PICKLES)]
     hint = foreign_hint(names)
-    if hint or not (indices or single or pickles):
-        return hint
-    shown = ", ".join(repr(files.join(path, name)) for name in (indices or single or pickles)[:3])
-    return f" Give the path of a file, such as {shown}"
+    for suffix in (INDEX, TENSORS, PICKLES):
+        found = [repr(files.join(path, name)) for name in names if name.endswith(suffix)]
+        if found and not hint:
+            return f" Give the path of a file, such as {', '.join(found[:3])}"
+    return hint
 
 
 def _from_file(path: str, files: FileSystem, take: Take) -> dict[str, Any]:

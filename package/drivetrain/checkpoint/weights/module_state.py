@@ -128,25 +128,14 @@ def load_module_state(
     if given and own and not own.keys() & given.keys():
         problems.insert(0, "it is a checkpoint of another task, for no weight has a name of this one's")
     if problems:
-        raise misfit(module, where, problems)
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        shown = "; ".join(problems[:SHOWN])
+        raise CheckpointError(f"the weights of {where} do not fit {type(module).__name__}: {shown}{more}")
     put_state(module, given, adopt_dtypes=adopt_dtypes)
 
 
 SHOWN = 10
 """The most problems that a message lists."""
-
-
-def misfit(module: nn.Module, where: str, problems: list[str]) -> CheckpointError:
-    """Return the error for weights that do not fit a module.
-
-    Args:
-        module: The module.
-        where: The source of the weights.
-        problems: The mismatches, in words.
-    """
-    more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    shown = "; ".join(problems[:SHOWN])
-    return CheckpointError(f"the weights of {where} do not fit {type(module).__name__}: {shown}{more}")
 
 
 def put_state(module: nn.Module, given: Mapping[str, Any], *, adopt_dtypes: bool = False) -> None:

@@ -32,11 +32,18 @@ def renamed(given: Mapping[str, T], rename: Rename | None, where: str) -> tuple[
         CheckpointError: Two names become one.
         ConfigError: `rename` has a wrong type, or cannot be applied.
     """
-    new_name = _renaming(rename)
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise ConfigError(
+            "rename must be a mapping of regular expressions to replacements, or a function, not a "
+            f"{type(rename).__name__}"
+        )
     origins: dict[str, str] = {}
     dropped: list[str] = []
     for clean, old in clean_names(given, where).items():
-        new = new_name(clean)
+        if isinstance(rename, Mapping):
+            new = _replaced(clean, rename)
+        else:
+            new = clean if rename is None else rename(clean)
         if new is None:
             dropped.append(old)
             continue
@@ -52,34 +59,18 @@ def renamed(given: Mapping[str, T], rename: Rename | None, where: str) -> tuple[
     return {new: given[old] for new, old in origins.items()}, dropped
 
 
-def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
-    if rename is None:
-        return lambda name: name
-    if isinstance(rename, Mapping):
-        return _by_patterns(rename)
-    if not callable(rename):
-        raise ConfigError(
-            "rename must be a mapping of regular expressions to replacements, or a function, not a "
-            f"{type(rename).__name__}"
-        )
-    return rename
-
-
-def _by_patterns(replacements: Mapping[str, str | None]) -> Callable[[str], str | None]:
-    def apply(name: str) -> str | None:
-        for pattern, replacement in replacements.items():
-            try:
-                if replacement is not None:
-                    name = re.sub(pattern, replacement, name)
-                elif re.search(pattern, name):
-                    return None
-            except (re.error, TypeError, IndexError) as error:
-                raise ConfigError(
-                    f"rename has {pattern!r}: {replacement!r}, which cannot be applied: {error}"
-                ) from error
-        return name
-
-    return apply
+def _replaced(name: str, replacements: Mapping[str, str | None]) -> str | None:
+    for pattern, replacement in replacements.items():
+        try:
+            if replacement is not None:
+                name = re.sub(pattern, replacement, name)
+            elif re.search(pattern, name):
+                return None
+        except (re.error, TypeError, IndexError) as error:
+            raise ConfigError(
+                f"rename has {pattern!r}: {replacement!r}, which cannot be applied: {error}"
+            ) from error
+    return name
 
 
 def prefix_hint(given: Collection[str], own: Collection[str]) -> str:

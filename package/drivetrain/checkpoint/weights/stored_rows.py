@@ -31,7 +31,7 @@ from drivetrain.core.errors import CheckpointError
 _PIECE = 32 << 20
 """Bytes of a file that are mapped at a time: as long as a page is mapped, it counts as this process's."""
 
-_ATTRIBUTE = "_drivetrain_stored_weights"
+_PLANNED = "_drivetrain_stored_weights"
 
 
 class FileTensor(NamedTuple):
@@ -70,19 +70,8 @@ class _StoredValue:
 class StoredWeights:
     """The values of a module's parameters and buffers by clean name, which are read when they are needed."""
 
-    def __init__(self) -> None:
-        self._planned: dict[str, _StoredValue] = {}
-
-    def add(self, values: Mapping[str, FileTensor | Tensor], own: Mapping[str, Tensor], where: str) -> None:
-        """Add values, which replace earlier ones of the same names.
-
-        Args:
-            values: By clean name.
-            own: The module's tensors by clean name.
-            where: The source, for messages.
-        """
-        for name, value in values.items():
-            self._planned[name] = _StoredValue(value, own[name].dtype, f"{name!r} of {where}")
+    def __init__(self, planned: Mapping[str, _StoredValue]) -> None:
+        self._planned = planned
 
     def lacking(self, module: nn.Module) -> tuple[list[str], list[str]]:
         """Return the names of parameters and of buffers without memory that have no stored value.
@@ -194,19 +183,24 @@ def differ(first: str, name: str, what: str) -> CheckpointError:
 
 def stored_weights(module: nn.Module) -> StoredWeights | None:
     """Return the weights that a module on the meta device is to get, or None."""
-    found: StoredWeights | None = module.__dict__.get(_ATTRIBUTE)
-    return found
+    return StoredWeights(module.__dict__[_PLANNED]) if _PLANNED in module.__dict__ else None
 
 
 def plan_weights(
     module: nn.Module, values: Mapping[str, FileTensor | Tensor], own: Mapping[str, Tensor], where: str
 ) -> None:
-    """Leave weights with a module, for the strategy that shards it; see `StoredWeights.add`."""
-    planned = stored_weights(module) or StoredWeights()
-    planned.add(values, own, where)
-    module.__dict__[_ATTRIBUTE] = planned
+    """Leave weights with a module, for the strategy that shards it; they replace earlier ones of their names.
+
+    Args:
+        values: By clean name.
+        own: The module's tensors by clean name.
+        where: The source, for messages.
+    """
+    planned = module.__dict__.setdefault(_PLANNED, {})
+    for name, value in values.items():
+        planned[name] = _StoredValue(value, own[name].dtype, f"{name!r} of {where}")
 
 
 def forget_weights(module: nn.Module) -> None:
     """Remove the weights that a module has got by now."""
-    module.__dict__.pop(_ATTRIBUTE, None)
+    module.__dict__.pop(_PLANNED, None)

@@ -77,17 +77,17 @@ class LoadReport:
 
     def __str__(self) -> str:
         """Return a line with the number of loaded tensors, and one for each that was not loaded unchanged."""
+        found = {
+            "missing": [(name, "keeps its value") for name in self.missing],
+            "unexpected": [(name, "not in the module") for name in self.unexpected],
+            "dropped": [(name, "by rename") for name in self.dropped],
+            "mismatched": [(each.name, str(each)) for each in self.mismatched],
+            "converted": [(each.name, str(each)) for each in self.converted],
+        }
         rows: list[tuple[str, str, str]] = []
-        for kind, names, note in (
-            ("missing", self.missing, "keeps its value"),
-            ("unexpected", self.unexpected, "not in the module"),
-            ("dropped", self.dropped, "by rename"),
-        ):
-            rows += [(kind, name, note) for name in names[:_SHOWN]]
-            rows += _rest(kind, names)
-        for kind, differences in (("mismatched", self.mismatched), ("converted", self.converted)):
-            rows += [(kind, each.name, str(each)) for each in differences[:_SHOWN]]
-            rows += _rest(kind, differences)
+        for kind, told in found.items():
+            rows += [(kind, name, note) for name, note in told[:_SHOWN]]
+            rows += [(kind, f"... and {len(told) - _SHOWN} more", "")] if len(told) > _SHOWN else []
         total = len(self.loaded) + len(self.missing) + len(self.mismatched)
         width = max((len(name) for _, name, _ in rows), default=0)
         lines = [f"{kind:<10}  {name:<{width}}  {note}".rstrip() for kind, name, note in rows]
@@ -300,11 +300,6 @@ def _check_twins(twins: Mapping[str, list[str]], fitting: Mapping[str, Tensor], 
         other = fitting[first]
         if other is not value and not same(other, value.to(device=other.device, dtype=other.dtype)):
             raise differ(first, name, where)
-
-
-def _rest(kind: str, names: Collection[object]) -> list[tuple[str, str, str]]:
-    more = len(names) - _SHOWN
-    return [(kind, f"... and {more} more", "")] if more > 0 else []
 
 
 def _short(dtype: torch.dtype) -> str:
