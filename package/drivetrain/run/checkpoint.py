@@ -198,7 +198,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
     with well_formed("the checkpoint's state"):
         state = snapshot.objects.get("state")
         tree = {} if state is None else unpack(state, snapshot.tensors.get("state", {}))
-        if set(tree) <= {"module_extras"}:
+        if has_weights_only(tree):
             raise CheckpointError(
                 "this checkpoint holds weights only, as imported ones and those of"
                 " CheckpointConfig(resumable=False); it cannot be resumed from. To start from its weights,"
@@ -228,6 +228,11 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
             run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
             if run.is_main:
                 _note_other_size(tree.get("samples_per_step"), run.train_feed.samples_per_step)
+
+
+def has_weights_only(state: Json) -> bool:
+    """Return whether the object "state" of a checkpoint, packed or not, has nothing to resume a run from."""
+    return not isinstance(state, Mapping) or set(state) <= {"module_extras"}
 
 
 def _check_frozen(run: Run, snapshot: Snapshot) -> None:

@@ -11,9 +11,11 @@ from tests.integrations.transformers.families import model
 from tests.integrations.transformers.test_trainer import arguments, equal, even, padded, trainer
 from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
 
-from drivetrain import Callback
+from drivetrain import Callback, ConfigError
 from drivetrain.checkpoint.saving.io import verify
+from drivetrain.core.errors import CheckpointError
 
 hf = Lazy("drivetrain.integrations.transformers")
 peft = Lazy("peft")
@@ -85,9 +87,96 @@ def test_a_folder_has_what_save_model_writes_and_a_broken_save_leaves_none(tmp_p
     assert (tmp_path / "checkpoint-1" / "mine.txt").read_text() == "1"
     assert not (tmp_path / "checkpoint-2").exists()
     assert len(list(tmp_path.glob(".saving-checkpoint-2-*"))) == 1
+    assert hf.get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoints" / "step-00000002")
     trainer(tmp_path, **EACH).train(resume_from_checkpoint=True)
     assert not list(tmp_path.glob(".saving-*"))
     assert _names(tmp_path) == [*(f"checkpoint-{n}" for n in (1, 2, 3, 4)), "checkpoints"]
+    whole = trainer(tmp_path / "whole", max_steps=2, **EACH)
+    whole.train()
+    _same(tmp_path / "checkpoint-2", whole.model)
+    states = [each / "checkpoint-2" / "trainer_state.json" for each in (tmp_path, tmp_path / "whole")]
+    one, other = (transformers.TrainerState.load_from_json(str(each)) for each in states)
+    assert (one.global_step, one.log_history) == (2, other.log_history)
+
+
+class Starts(Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_fit_start(self, run: Any) -> None:
+        self.steps.append(run.progress.steps)
+
+
+def _resumed(folder: Path, given: Any, expected: Any, start: int) -> None:
+    made = trainer(folder, max_steps=4, callbacks=[begin := Starts()], **EACH)
+    made.train(resume_from_checkpoint=given)
+    equal(made, expected)
+    assert begin.steps == [start]
+
+
+def test_what_is_left_of_a_checkpoint_is_found_and_what_is_gone_comes_back(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", max_steps=4, **EACH)
+    whole.train()
+    trainer(tmp_path / "run", max_steps=3, **EACH).train()
+    for place, (given, *gone) in enumerate(
+        (
+            (True, "checkpoint-3/checkpoints"),
+            ("checkpoint-3", "checkpoint-3/checkpoints"),
+            (True, "checkpoints/step-00000003"),
+            ("checkpoint-3", "checkpoints/step-00000003"),
+            (True, "checkpoints"),
+        )
+    ):
+        folder = tmp_path / str(place)
+        shutil.copytree(tmp_path / "run", folder)
+        for each in gone:
+            shutil.rmtree(folder / each)
+        _resumed(folder, given if given is True else folder / given, whole, 3)
+        assert _names(folder) == [*(f"checkpoint-{n}" for n in (1, 2, 3, 4)), "checkpoints"]
+        assert (folder / STEP_3).is_dir()
+
+
+def test_training_goes_back_to_earlier_checkpoints_and_to_those_of_other_folders(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", max_steps=4, **EACH)
+    whole.train()
+    made = trainer(tmp_path / "run", max_steps=3, **EACH)
+    made.train()
+    (tmp_path / "run" / "latest").symlink_to("checkpoint-3")
+    _resumed(tmp_path / "run", tmp_path / "run" / "latest", whole, 3)
+    with warned("begins anew.*earlier-1"):
+        trainer(tmp_path / "run", max_steps=3, **EACH).train()
+    with warned("goes on from .*earlier-1.*are now in .*earlier-2"):
+        _resumed(tmp_path / "run", tmp_path / "run" / "earlier-1" / "checkpoint-2", whole, 2)
+    assert _names(tmp_path / "run") == ["checkpoint-3", "checkpoint-4", "checkpoints"]
+    (tmp_path / "run" / "checkpoint-3").rename(tmp_path / "run" / "checkpoint-best")
+    with warned("goes on from .*are now in .*earlier-3"):
+        _resumed(tmp_path / "run", tmp_path / "run" / "checkpoint-best", whole, 3)
+
+
+def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(tmp_path / "run", max_steps=1, save_only_model=True, **EACH).train()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+
+    def resume(given: Any, folder: str = "run") -> Any:
+        return lambda: trainer(tmp_path / folder, max_steps=2, **EACH).train(resume_from_checkpoint=given)
+
+    def started_again() -> None:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
+            monkeypatch.setenv(name, value)
+        trainer(tmp_path / "run", save_only_model=True, **EACH).train()
+
+    words = "give True for the newest checkpoint in output_dir, or the path of one"
+    cases = {
+        "weights alone": (resume(True), "save_only_model=True", "from_pretrained"),
+        "a number": (resume(500), "resume_from_checkpoint=500", words),
+        "a file": (resume(tmp_path / "file"), "it is a file", "has checkpoint-1"),
+        "a folder": (resume(tmp_path / "folder"), "no checkpoint in it", "has checkpoint-1"),
+        "nothing": (resume(""), "there is no folder of this name"),
+        "an output_dir that is a file": (resume(None, "file"), "cannot create output_dir", "file"),
+        "weights alone, restarted": (started_again, "--max-restarts", "save_only_model=True"),
+    }
+    assert_refused((CheckpointError, ConfigError), cases)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's

@@ -37,6 +37,7 @@ from drivetrain.checkpoint.storage.filesystem import (
 )
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.messages import logger
+from drivetrain.run.checkpoint import has_weights_only
 
 _LOG = logger(__name__)
 
@@ -69,9 +70,14 @@ class CheckpointFolders:
 
     def path(self, checkpoint: str) -> str:
         """Return the path of the folder for a checkpoint."""
-        found = _STEP.match(os.path.basename(checkpoint))
-        assert found is not None, checkpoint
-        return os.path.join(self.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{int(found[1])}")
+        step = _step_of(os.path.basename(checkpoint))
+        assert step is not None, checkpoint
+        return os.path.join(self.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+    def lacks(self, checkpoint: str) -> bool:
+        """Return whether a checkpoint of this `output_dir` has no folder, because its save was killed."""
+        own = os.path.realpath(os.path.dirname(checkpoint)) == os.path.realpath(self._directory)
+        return own and not os.path.isdir(self.path(checkpoint))
 
     def unfinished(self, checkpoint: str) -> str:
         """Make an empty folder, which `commit` gives its name, and return its path."""
@@ -132,11 +138,23 @@ def folders_in(output_dir: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _checkpoint_of(folder: str) -> str | None:
-    """Return the name of the checkpoint in a folder; None if it is no folder of this kind."""
-    if not _NAME.fullmatch(os.path.basename(folder)):
+    """Return the name of the checkpoint in a folder; None if it is no folder of this kind.
+
+    Of a folder that has lost its own, it is the one of its step in `checkpoints` beside it.
+    """
+    found = _NAME.fullmatch(os.path.basename(folder))
+    if found is None:
         return None
     names = [each for each in LOCAL.entries(os.path.join(folder, CHECKPOINTS)) if _STEP.match(each)]
+    if not names and os.path.exists(os.path.join(folder, TRAINER_STATE_NAME)):
+        beside = os.path.join(os.path.dirname(folder), CHECKPOINTS)
+        names = [each for each in LOCAL.entries(beside) if _step_of(each) == int(found[1])]
     return names[0] if len(names) == 1 else None
+
+
+def _step_of(checkpoint: str) -> int | None:
+    found = _STEP.match(checkpoint)
+    return None if found is None else int(found[1])
 
 
 def checkpoint_in(folder: str | os.PathLike[str]) -> str | None:
@@ -156,8 +174,8 @@ def newest(output_dir: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the newest good checkpoint of a script, as the path to show and the path to load.
 
     Where there are no folders `checkpoint-N`, because drivetrain's own Trainer has trained there, both are
-    that of the checkpoint itself. Where there are some, a checkpoint without one does not count: somebody has
-    deleted its folder.
+    that of the checkpoint itself. Where there are some, a checkpoint without one counts only if its folder is
+    unfinished, because the save was killed. Otherwise somebody has deleted the folder.
 
     Raises:
         DamagedCheckpointError: All are damaged.
@@ -167,12 +185,16 @@ def newest(output_dir: str | os.PathLike[str]) -> tuple[str, str]:
     if not by_checkpoint:
         found = resolve(output_dir)
         return found, found
-    known = [each for each in newest_first(os.path.join(output_dir, CHECKPOINTS)) if each in by_checkpoint]
-    others = [each for each in reversed(by_checkpoint) if each not in known]
+    directory, killed = os.path.join(output_dir, CHECKPOINTS), _unfinished_in(output_dir)
+    known = [each for each in newest_first(directory) if each in by_checkpoint or _step_of(each) in killed]
+    others = [each for each in reversed(by_checkpoint) if each not in known]  # only their folders have them
+    latest = _step_of(known[0]) if known else None
+    newer = [each for each in others if latest is not None and (_step_of(each) or 0) > latest]
     damaged = []
-    for each in [*known, *others]:
-        folder = os.path.join(output_dir, by_checkpoint[each])
-        path = checkpoint_in(folder)
+    for each in dict.fromkeys([*newer, *known, *others]):
+        name = by_checkpoint.get(each)
+        folder = os.path.join(directory, each) if name is None else os.path.join(output_dir, name)
+        path = folder if name is None else checkpoint_in(folder)
         assert path is not None
         try:
             verify(path)
@@ -184,6 +206,13 @@ def newest(output_dir: str | os.PathLike[str]) -> tuple[str, str]:
     raise DamagedCheckpointError(
         f"{os.fspath(output_dir)!r} has no good checkpoint, only damaged ones: {'; '.join(damaged)}"
     )
+
+
+def _unfinished_in(output_dir: str | os.PathLike[str]) -> set[int]:
+    """Return the steps of the folders that killed saves have left unfinished."""
+    begun = re.compile(rf"{re.escape(SAVING)}{PREFIX_CHECKPOINT_DIR}-(\d+)-")
+    found = map(begun.match, LOCAL.entries(os.fspath(output_dir)))
+    return {int(each[1]) for each in found if each is not None}
 
 
 def is_of_transformers(path: str | os.PathLike[str]) -> bool:
@@ -203,11 +232,69 @@ def not_there(given: object, output_dir: str) -> str:
     with suppress(CheckpointError):
         names = names or newest_first(os.path.join(output_dir, CHECKPOINTS))
     there = f"has {', '.join(names)}; True takes the newest" if names else "has none"
-    what = "checkpoint to resume from" if given is True else Path(os.fspath(given)).name  # type: ignore[call-overload]
-    return f"resume_from_checkpoint={given!r}: there is no {what}. output_dir={output_dir!r} {there}"
+    path = output_dir if given is True else os.fspath(given)  # type: ignore[call-overload]
+    what = f"there is no {Path(path).name or 'folder of this name'}"
+    if given is True:
+        what = "there is no checkpoint to resume from"
+    elif os.path.isfile(path):
+        what = "it is a file, and a checkpoint is a folder"
+    elif path and os.path.isdir(path):
+        what = "the folder has no checkpoint in it"
+    return f"resume_from_checkpoint={given!r}: {what}. output_dir={output_dir!r} {there}"
 
 
-def set_aside(output_dir: str) -> None:
+def check_resumable(given: object, checkpoint: str) -> None:
+    """Check that a checkpoint has more than weights.
+
+    Raises:
+        CheckpointError: It was saved with `save_only_model`.
+        DamagedCheckpointError: It is damaged.
+    """
+    objects = DirectoryCheckpointIO().load(checkpoint, ("state",)).objects
+    if has_weights_only(objects.get("state")):
+        raise CheckpointError(
+            f"resume_from_checkpoint={given!r}: {checkpoint!r} has the weights alone, as save_only_model=True"
+            " saves them, and no optimizer, schedule or position in the data. Load the weights of its folder"
+            f" {PREFIX_CHECKPOINT_DIR}-N with from_pretrained and train anew; save_only_model=False saves"
+            " checkpoints to resume from"
+        )
+
+
+def taken_into(output_dir: str, checkpoint: str, acts: bool) -> str:
+    """Return the path of a checkpoint for a fit in `output_dir` that resumes from it and saves.
+
+    One that only a folder in `output_dir` still has is put back into `checkpoints`. If it is from elsewhere,
+    the checkpoints in `output_dir` are of another training, and are moved away.
+
+    Args:
+        output_dir: The `output_dir` of the fit.
+        checkpoint: The checkpoint.
+        acts: Whether this process changes the disk; the others only get the path.
+
+    Raises:
+        ConfigError: Another job trains in this directory.
+        StorageError: A file cannot be moved or linked.
+    """
+    root, real = os.path.realpath(output_dir), os.path.realpath(checkpoint)
+    own = os.path.join(root, CHECKPOINTS)
+    parent, name = os.path.split(real)
+    if parent == own:
+        return checkpoint
+    back = os.path.join(own, name)
+    folder = os.path.dirname(parent)
+    if os.path.dirname(folder) == root and _NAME.fullmatch(os.path.basename(folder)):
+        if acts and not os.path.exists(back):
+            made = os.path.join(own, f"{SAVING}{name}-{secrets.token_hex(4)}")
+            with os_errors("write", back):
+                _link_folder(real, made)
+                LOCAL.rename(made, back)
+        return back
+    if acts:
+        set_aside(output_dir, f"train() goes on from {checkpoint!r}")
+    return checkpoint
+
+
+def set_aside(output_dir: str, why: str = "train() begins anew") -> None:
     """Move the checkpoints of an earlier training to a folder of their own, so that a new one begins empty.
 
     Raises:
@@ -232,7 +319,7 @@ def set_aside(output_dir: str) -> None:
         os.mkdir(place)
         for each in names:
             LOCAL.rename(os.path.join(output_dir, each), os.path.join(place, each))
-    _LOG.warning(f"train() begins anew: the checkpoints of the training before are now in {place!r}")
+    _LOG.warning(f"{why}: the checkpoints of the training before are now in {place!r}")
 
 
 def _link_folder(source: str, target: str) -> None:

@@ -44,7 +44,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, Snapshot
 from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
 from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
@@ -73,11 +73,13 @@ from drivetrain.integrations.transformers.script.callback_handler import Callbac
 from drivetrain.integrations.transformers.script.card import card_options
 from drivetrain.integrations.transformers.script.checkpoint_folders import (
     CheckpointFolders,
+    check_resumable,
     checkpoint_in,
     is_of_transformers,
     newest,
     not_there,
     set_aside,
+    taken_into,
 )
 from drivetrain.integrations.transformers.script.checks import (
     checked_arguments,
@@ -266,7 +268,8 @@ class Trainer(TheirNames):
         check_reads(self, Trainer)
         self._settings()
         if self.is_world_process_zero():
-            os.makedirs(self.args.output_dir, exist_ok=True)
+            with os_errors("create output_dir", self.args.output_dir):
+                os.makedirs(self.args.output_dir, exist_ok=True)
         self._adapter.init_end(self.model, self.processing_class)
         self._memory_tracker.stop_and_update_metrics()
 
@@ -411,6 +414,9 @@ class Trainer(TheirNames):
                 f"{type(self).__name__}._save writes the model by itself, which the strategy"
                 f" {strategy.name!r} shards. Train on one device or with 'ddp'"
             )
+        resumed = run.last_checkpoint
+        if resumed is not None and run.engine.ranks.first(lambda: self._folders.lacks(resumed)):
+            self._checkpoint_saved(run)
 
     # Callbacks, state and this process.
 
@@ -810,7 +816,13 @@ class Trainer(TheirNames):
                 align(self.model, self.processing_class)
         if "memory" in self._mapped.trainer_options and has_own_recomputation(self.model):
             enable_own_recomputation(self.model, self.args)
-        if self._mapped.trainer_options["checkpoint"] and base_of(self.model) is self.model:
+        saves = self._mapped.trainer_options["checkpoint"]
+        if saves and self.args.save_only_model and may_start_again():
+            raise ConfigError(
+                "the launcher may start this program again (--max-restarts), and the checkpoints of"
+                " save_only_model=True have nothing to resume from. Leave one of them out"
+            )
+        if saves and base_of(self.model) is self.model:
             check_shared(self.model)
 
     def _planned_steps(self, loader: DataLoader[Any]) -> int | None:
@@ -844,23 +856,41 @@ class Trainer(TheirNames):
     def _resumed(self, given: str | os.PathLike[str] | bool | None) -> str | None:
         """Return the path to resume from; None, with earlier checkpoints moved away, for a fresh start."""
         output_dir = self.args.output_dir
+        goes_on = may_start_again() and is_started_again()  # by a launcher: a fit then resumes by itself
+        saves = self._mapped.trainer_options["checkpoint"] and not goes_on
         if given is None or given is False:
-            goes_on = may_start_again() and is_started_again()  # by a launcher: a fit then resumes by itself
-            if self._mapped.trainer_options["checkpoint"] and self.is_world_process_zero() and not goes_on:
+            if saves and self.is_world_process_zero():
                 set_aside(output_dir)
             return None
-        path = output_dir if given is True else os.fspath(given)
+        path = self._path_to_resume(given)
         try:
-            return newest(path)[1] if given is True else checkpoint_in(path) or resolve(path)
+            found = newest(path)[1] if given is True else self._checkpoint_at(path)
         except DamagedCheckpointError:
             raise
         except CheckpointError as error:
             if is_of_transformers(path):
                 raise CheckpointError(
-                    f"{path!r} has checkpoints of transformers' own Trainer, which cannot be resumed here."
-                    " Load the weights of one with from_pretrained, and train in another output_dir"
+                    f"{path!r} has checkpoints of transformers' own Trainer, which cannot be resumed here, or"
+                    f" folders that have lost their {CHECKPOINTS!r}. Load the weights of one with"
+                    " from_pretrained, and train in another output_dir"
                 ) from error
             raise CheckpointError(not_there(given, output_dir)) from error
+        check_resumable(given, found)
+        return taken_into(output_dir, found, self.is_world_process_zero()) if saves else found
+
+    @staticmethod
+    def _checkpoint_at(path: str) -> str:
+        return checkpoint_in(path) or checkpoint_in(os.path.realpath(path)) or resolve(path)
+
+    def _path_to_resume(self, given: Any) -> str:
+        if given is True:
+            return str(self.args.output_dir)
+        if not isinstance(given, (str, os.PathLike)):
+            raise ConfigError(
+                f"resume_from_checkpoint={given!r}: give True for the newest checkpoint in output_dir, or the"
+                " path of one, such as 'output_dir/checkpoint-500'"
+            )
+        return os.fspath(given)
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """Return the folder of the checkpoints: `output_dir`, which a trial of a search sets to its own."""
