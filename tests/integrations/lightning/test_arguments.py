@@ -171,6 +171,7 @@ def test_refusals() -> None:
         ({"_target_": "lightning.Trainer"}, "a key of hydra"),
         ({"callbacks": [swa]}, "callbacks has StochasticWeightAveraging"),
         ({"callbacks": saver(), "enable_checkpointing": False}, "checkpoints are off"),
+        ({"logger": "tb"}, "unknown logger 'tb'", "tensorboard"),
         ({"callbacks": [own]}, "Own, a subclass of Lightning's LearningRateMonitor"),
     ]
     cases = {str(given): (lambda given=given: mapped(**given), *words) for given, *words in rows}

@@ -92,6 +92,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
         "another shape": (lambda: load_checkpoint(path, other), "last.ckpt", "2 of another shape"),
         "code": (lambda: load_checkpoint(evil, made()), "'danger' among its weights"),
         "a folder": (lambda: load_checkpoint(tmp_path, other), "no checkpoint file of Lightning"),
+        "nothing": (lambda: load_checkpoint(tmp_path / "x.ckpt", other), "there is no", "x.ckpt"),
+        "no path": (lambda: load_checkpoint(None, other), "the path of a '.ckpt' file, not a NoneType"),  # type: ignore[arg-type]
         "a class": (lambda: load_checkpoint(path, type(other)), "not Module", "Make one first"),
     }
     assert_refused((CheckpointError, ConfigError), cases)

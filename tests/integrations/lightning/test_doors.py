@@ -130,6 +130,7 @@ def test_what_libraries_read_of_the_trainer_is_lightnings() -> None:
             loop.epoch_loop.val_loop._data_source.is_defined(),
             (at.enable_validation, at.min_epochs, loop.min_epochs, loop.restarting, at.ckpt_path),
             (at.device_ids, at.node_rank, at.overfit_batches, at.early_stopping_callbacks),
+            (type(at.accelerator), type(at.strategy.accelerator), at.accelerator.auto_device_count()),
             at.print("said once"),
             ([len(each.dataset) for each in feeds if each], at.checkpoint_callback, at.world_size),
         ]

@@ -313,7 +313,7 @@ _LOGGERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
-    return list(given) if isinstance(given, Iterable) else [given]
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def _row(thing: Any, table: Mapping[str, LightningRow], argument: str) -> LightningRow | None:

@@ -65,14 +65,16 @@ def load_checkpoint(
         DamagedCheckpointError: The file is not complete.
         CheckpointError: There is no such file, or its weights do not fit. The module is unchanged then.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"load_checkpoint takes the path of a '.ckpt' file, not a {type(path).__name__}")
     given = os.fspath(path)
     if not isinstance(module, nn.Module):
         name = module.__name__ if isinstance(module, type) else type(module).__name__
         raise ConfigError(f"load_checkpoint fills a module, not {name}. Make one first: module = Model(...)")
     if not is_torch_file(given):
         raise CheckpointError(
-            f"{given!r} is no checkpoint file of Lightning: that is a file with the ending '.ckpt'. The"
-            " checkpoints of drivetrain are read by task.load_weights(path)"
+            f"there is no checkpoint file of Lightning at {given!r}, which is a file with the ending '.ckpt'."
+            " The checkpoints of drivetrain are read by task.load_weights(path)"
         )
     found = torch_weights(given)
     report = load_weights_into(module, found, strict=strict, rename=rename)

@@ -26,6 +26,14 @@ _STRATEGIES = {
 }
 """The names of Lightning's classes, by the names of our strategies."""
 
+_ACCELERATORS = {
+    "cpu": "CPUAccelerator",
+    "cuda": "CUDAAccelerator",
+    "mps": "MPSAccelerator",
+    "xla": "XLAAccelerator",
+}
+"""The names of Lightning's classes, by the types of devices."""
+
 _STAGES = {"train": "train", "validation": "validate", "test": "test", "predict": "predict"}
 
 
@@ -105,6 +113,11 @@ class StrategyPart(ProcessPart, TrainerPart):
         return [*self._state.optimizers]
 
     @property
+    def accelerator(self) -> Any:
+        """The kind of device, as an object of Lightning's own class."""
+        return accelerator_of(self._state, self._path)
+
+    @property
     def _lightning_optimizers(self) -> list[Any]:
         return self._state.optimizer_views()
 
@@ -178,14 +191,27 @@ class ClippingPart(TrainerPart):
         self._state.clip_gradients(optimizer, clip_val, algorithm)
 
 
-def trainer_state(state: ModuleState) -> Any:
-    """Return `trainer.state`, an object of Lightning's own class."""
+def _theirs(state: ModuleState, name: str) -> Any:
+    """Return a module of the package of Lightning that the class of the user's module has imported."""
     base = next(
         each.__module__
         for each in type(state.module).__mro__
         if each.__name__ == "LightningModule" and is_theirs(each)
     )
-    states: Any = sys.modules[f"{base.partition('.core')[0]}.trainer.states"]  # the class has imported it
+    return sys.modules[f"{base.partition('.core')[0]}.{name}"]
+
+
+def accelerator_of(state: ModuleState, path: str) -> Any:
+    """Return `trainer.accelerator`, an object of Lightning's own class for the device of this process."""
+    kind = strategy_of(state).root_device.type
+    if kind not in _ACCELERATORS:
+        raise unknown(state, f"{path}: Lightning has no accelerator for the device {kind!r}")
+    return getattr(_theirs(state, "accelerators"), _ACCELERATORS[kind])()
+
+
+def trainer_state(state: ModuleState) -> Any:
+    """Return `trainer.state`, an object of Lightning's own class."""
+    states = _theirs(state, "trainer.states")
     run = state.run
     check = run is not None and run.evaluation.is_sanity_check and state.stage == "validation"
     stage = "sanity_check" if check else _STAGES[state.stage]

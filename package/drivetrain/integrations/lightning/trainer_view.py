@@ -24,6 +24,7 @@ from drivetrain.integrations.lightning.trainer_parts import (
     Profiler,
     ResultsPart,
     StrategyPart,
+    accelerator_of,
     limit_of,
     loader_of,
     strategy_of,
@@ -261,6 +262,11 @@ class TrainerView(ProcessPart):
     def strategy(self) -> StrategyPart:
         """The strategy: its device, and what asks other processes."""
         return strategy_of(self._state)
+
+    @property
+    def accelerator(self) -> Any:
+        """The kind of device, as an object of Lightning's own class."""
+        return accelerator_of(self._state, "self.trainer")
 
     @property
     def precision(self) -> str:
