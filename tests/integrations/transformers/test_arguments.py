@@ -123,6 +123,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"report_to": ["flyte"]}, "no logger here"),
         ({"report_to": "codecarbon"}, "callbacks=[CodeCarbon("),
         ({"load_best_model_at_end": True}, "validations"),
+        ({"lr_scheduler_type": "greedy"}, "optimizers=(optimizer, GreedyLR", "min_lr=1e-3"),
         ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_steps="),
         ({"deepspeed": adamw}, "lr=1.0"),
         ({"fsdp": True, "deepspeed": {}, "fsdp_config": {"wrapp": 1}}, "wrapp"),

@@ -31,9 +31,12 @@ def check_schedule(name: str, lr: float, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"lr_scheduler_type={name!r} is unknown. {nearest(name, names)}")
     if name == _GREEDY:
         raise ConfigError(
-            "lr_scheduler_type='greedy' raises the rate by a validation's metric, and its bounds (min_lr=1e-3"
-            " by default) replace the learning rate. Use 'reduce_lr_on_plateau', or write"
-            " configure_optimizers of your own task"
+            "lr_scheduler_type='greedy' moves the rate between bounds of its own (by default min_lr=1e-3 and"
+            " max_lr=1.0), whatever learning_rate says, and so is not made by its name. Leave the name out"
+            " and give bounds that suit the model: Trainer(optimizers=(optimizer, GreedyLR(optimizer,"
+            " min_lr=..., max_lr=...))) in a script, or from configure_optimizers of a task"
+            " TorchSchedule(GreedyLR(...), metric='validation/loss'). 'reduce_lr_on_plateau' begins at"
+            " learning_rate and lowers it"
         )
     if name == PLATEAU:
         plateau_options(lr, options, metric="validation/loss", mode="min")
