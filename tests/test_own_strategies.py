@@ -72,7 +72,7 @@ def test_all_reduce_is_found_by_its_entry_point(installed: Install, capsys: Any)
         assert strategy.world_size == 2
     assert main(["strategies"]) == 0
     assert "all_reduce" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"AllReduceConfig\(timeout=...\) must be a positive number"):
+    with pytest.raises(ConfigError, match=r"AllReduceConfig\(timeout=...\) must be a finite number above 0"):
         module.AllReduceConfig(timeout=-1)
 
 

@@ -45,7 +45,7 @@ def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
         "callbacks drivetrain.core.intervals.Every": "drivetrain.core.intervals.Every is no Callback",
         "loggers+=drivetrain.CSVLogger": "a value is missing: give --trainer.loggers.directory VALUE",
         "strategy ddp --trainer.strategy.bucket_md 50": "Did you mean 'bucket_mb'?",
-        "strategy ddp --trainer.strategy.bucket_mb 0": "bucket_mb=...) must be a positive number",
+        "strategy ddp --trainer.strategy.bucket_mb 0": "bucket_mb=...) must be a finite number above 0",
         "strategy cpu --trainer.strategy.bucket_mb 50": "strategy 'cpu' has no options",
     }
     refuse("plan", {f"{SHAPES} --trainer.{line}": word for line, word in lines.items()})

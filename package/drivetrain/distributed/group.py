@@ -1,4 +1,4 @@
-"""Join the processes of a job into one process group, and leave it again."""
+"""Join the processes of a job into one process group."""
 
 from __future__ import annotations
 
@@ -217,11 +217,6 @@ def own_device(kind: str, local_rank: int, gpus: Sequence[int] | None) -> torch.
     if kind != "cuda":
         return torch.device(kind)
     return torch.device(kind, local_rank if gpus is None else gpus[local_rank])
-
-
-def leave(member: Member) -> None:
-    """Close a member's own groups; the job's group stays."""
-    member.ranks.close()
 
 
 def _end() -> None:

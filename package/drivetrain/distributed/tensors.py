@@ -54,6 +54,11 @@ def average_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
                 gradient.copy_((mean / world_size).view_as(gradient))
 
 
+def largest_of_all(tensor: Tensor) -> None:
+    """Replace a tensor's elements by the largest of all processes, in place."""
+    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+
+
 def held_here(tensor: Tensor, world_size: int) -> float:
     """Return this process's share in its part of a tensor: a part that n processes hold is 1/n of each.
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -212,6 +213,23 @@ class Strategy(ABC):
 
     # Set by a strategy whose backward scales losses; the default methods from `unscale` on use it.
     _scale: LossScale | None = None
+
+    def _join(self, timeout: float | None) -> None:
+        """Join the job's process group, for `setup`.
+
+        Args:
+            timeout: Seconds that a collective may take; None uses torch's limit.
+        """
+        from drivetrain.distributed.group import join
+
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        member = join(self.world_size, self.device.type, limit, self.gpus)
+        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+
+    def _leave(self) -> None:
+        """Close the groups of this run, for `teardown`; the job's group stays."""
+        self.ranks.close()
+        self.ranks = ALONE
 
     @property
     def data_rank(self) -> int:

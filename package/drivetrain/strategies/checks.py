@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.stored_rows import stored_weights
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import StrategyError
+from drivetrain.core.validation import flag, number
 from drivetrain.distributed.launch.environment import detect
 
 
@@ -128,11 +129,7 @@ def check_options(config: Any, positive: Sequence[str], flags: Sequence[str]) ->
     """Check that options are positive numbers or None, and that flags are True or False."""
     kind = type(config).__name__
     for name in positive:
-        value = getattr(config, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < 1e9):
-            raise ConfigError(f"{kind}({name}=...) must be a positive number, not {value!r}")
+        if (value := getattr(config, name)) is not None:
+            number(f"{kind}({name}=...)", value, above=0, below=1e9)
     for name in flags:
-        value = getattr(config, name)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{kind}({name}=...) must be True or False, not {value!r}")
+        flag(f"{kind}({name}=...)", getattr(config, name))

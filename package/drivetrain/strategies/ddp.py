@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.validation import by_name
-from drivetrain.distributed.group import Member, join, leave, uncompared
-from drivetrain.distributed.ranks import ALONE
+from drivetrain.distributed.group import uncompared
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.strategies.base import (
     Held,
@@ -140,7 +138,6 @@ class DDP(Strategy):
         self.config = config or DDPConfig()
         self.device = torch.device(device)
         self.world_size = world_size
-        self._member: Member | None = None
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._sparse: list[nn.Parameter] = []
@@ -168,16 +165,12 @@ class DDP(Strategy):
         # DDP's constructor imports it, which takes a second: do it now, while other processes still start.
         import torch._dynamo  # noqa: F401
 
-        limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
-        self._member = member = join(self.world_size, self.device.type, limit, self.gpus)
-        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+        self._join(self.config.timeout)
 
     def teardown(self) -> None:
         """Leave the process group."""
         self._wrapped = None
-        if self._member is not None:
-            leave(self._member)
-            self._member, self.ranks = None, ALONE
+        self._leave()
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision

@@ -16,6 +16,7 @@ from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.stored_rows import StoredWeights, forget_weights, stored_weights
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.ranks import Ranks
+from drivetrain.strategies.wrapping import tie, uses_of_parameters
 from drivetrain.task.model_info import ModelInfo, info_of
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -252,10 +253,7 @@ def allocate(model: nn.Module, device: torch.device, of_shards: torch.device) ->
         device: The device of buffers, and of parameters that are not sharded.
         of_shards: The device of shards.
     """
-    uses: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses.setdefault(id(parameter), []).append((module, name))
+    uses = uses_of_parameters(model)
 
     def with_memory(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -264,9 +262,8 @@ def allocate(model: nn.Module, device: torch.device, of_shards: torch.device) ->
 
     # As `to_empty` does, which would drop the values of tensors that have some.
     model._apply(with_memory)  # type: ignore[no-untyped-call]
-    for (first, name), *others in uses.values():
-        for module, other in others:  # torch makes a parameter for each use
-            setattr(module, other, getattr(first, name))
+    for each in uses:  # torch makes a parameter for each use
+        tie(each)
 
 
 def read_stored(model: nn.Module, task: nn.Module, device: torch.device, of_shards: torch.device) -> None:

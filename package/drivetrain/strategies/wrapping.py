@@ -15,6 +15,20 @@ Wrap = str | int | tuple[str, ...] | Callable[[nn.Module], bool]
 """A user's choice of modules; see `FSDPConfig.wrap`."""
 
 
+def are_names(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value)
+
+
+def check_wrap(kind: str, wrap: Wrap) -> None:
+    """Check the option `wrap` of a configuration."""
+    is_count = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap > 0
+    if not (wrap == "auto" or are_names(wrap) or is_count or callable(wrap)):
+        raise ConfigError(
+            f"{kind}(wrap=...) must be 'auto', names of classes, a number of parameters or a function of a"
+            f" module, not {wrap!r}"
+        )
+
+
 def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """Return the modules to gather one at a time, inner modules before those that contain them."""
     if wrap == "auto":
@@ -34,6 +48,26 @@ def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
                 " modules in it"
             )
     return separate(model, chosen[::-1])
+
+
+Use = tuple[nn.Module, str]
+"""A module that holds a parameter itself, and the parameter's name there."""
+
+
+def uses_of_parameters(model: nn.Module) -> list[list[Use]]:
+    """Return the uses of each parameter; a tied one has several."""
+    uses: dict[int, list[Use]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses.setdefault(id(parameter), []).append((module, name))
+    return list(uses.values())
+
+
+def tie(uses: Sequence[Use]) -> None:
+    """Give all uses the parameter of the first one."""
+    (first, name), *others = uses
+    for module, other in others:
+        setattr(module, other, getattr(first, name))
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:

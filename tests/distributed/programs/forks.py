@@ -12,7 +12,7 @@ from torch import distributed
 
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.messages import TIMING
-from drivetrain.distributed.group import disband, join, leave
+from drivetrain.distributed.group import disband, join
 from drivetrain.distributed.launch.forks import fork_ranks
 
 PATIENT = replace(TIMING.scaled(3), silence=1.0)
@@ -54,7 +54,7 @@ def joins(before):
         if rank() == 1:
             before()
         try:
-            leave(join(2, "cpu"))
+            join(2, "cpu").ranks.close()
         finally:
             disband()
 

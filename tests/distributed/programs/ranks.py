@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from drivetrain.distributed.failure.channel import FailureChannel
-from drivetrain.distributed.group import join, leave
+from drivetrain.distributed.group import join
 from drivetrain.distributed.launch.programs import ensure_ranks
 
 rank = ensure_ranks(2).rank
@@ -38,7 +38,7 @@ def joins(before=lambda: None, after=lambda: None):
 def begins():  # begin a run and end it, as every run does; a group that one rank closes at once may not form
     member = join(2, "cpu")
     member.ranks.all_gather(rank)
-    leave(member)
+    member.ranks.close()
 
 
 LIBC = ctypes.PyDLL(None)  # its calls keep the interpreter's lock

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.distributed.group import Member, join, leave
-from drivetrain.distributed.ranks import ALONE
-from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
+from drivetrain.distributed.group import Member
+from drivetrain.distributed.tensors import (
+    average_gradients,
+    broadcast_buffers,
+    broadcast_module,
+    largest_of_all,
+)
 from drivetrain.strategies.accelerate.options import PRECISIONS, AccelerateConfig, asked
 from drivetrain.strategies.accelerate.session import Session
 from drivetrain.strategies.accelerate.sharding import shard
@@ -35,7 +38,7 @@ from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.ddp import fix_buckets
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.order import ShardOrder
-from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
+from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
@@ -79,7 +82,6 @@ class Accelerate(Strategy):
         self.sharded = self._asked.sharded
         self.device = torch.device(self._asked.device or device)
         self.world_size = world_size
-        self._member: Member | None = None
         self._session: Session | None = None
         self._wrapped: Any = None
         self._parameters: list[nn.Parameter] = []
@@ -151,11 +153,8 @@ class Accelerate(Strategy):
         elif self.world_size == 1:
             if self.device.type == "cuda":
                 self.device = torch.device("cuda", torch.cuda.current_device())
-            self._member = Member(0, 1, self.device, ALONE)
             return
-        limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
-        self._member = member = join(self.world_size, self.device.type, limit)
-        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+        self._join(self.config.timeout)
 
     def teardown(self) -> None:
         """Leave the process group, and restore accelerate's global state."""
@@ -166,24 +165,22 @@ class Accelerate(Strategy):
         if self._session is not None:
             self._session.close()
             self._session = None
-        if self._member is not None:
-            if self.sharded:
-                forget_meshes()
-            leave(self._member)
-            self._member, self.ranks = None, ALONE
+        if self.sharded:
+            forget_meshes()
+        self._leave()
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Convert and move the module, let the Accelerator wrap or shard it, then build the optimizers."""
         check_values(module.task, self.name)
-        assert self._member is not None
         if make_optimizers is not None and self.world_size > 1:
             refuse_sparse(module.task, self.name, "its gradients are exchanged whole")
         if self._session is None:
             word = _word(precision)
             assert word is not None
-            self._session = Session(self.config, word, precision, self.sharded, self._member)
+            member = Member(self.rank, self.world_size, self.device, self.ranks)
+            self._session = Session(self.config, word, precision, self.sharded, member)
         accelerator = self._session.accelerator
         before = OriginalModules(module) if self.sharded else None
         precision.convert_module(module)
@@ -225,7 +222,7 @@ class Accelerate(Strategy):
         self._whole = [each for each in self._parameters if not hasattr(each, "to_local")]
 
     def _loss_scale(self, accelerator: Any) -> LossScale:
-        scale = LossScale(self.device, self._agree if self.sharded else None)
+        scale = LossScale(self.device, largest_of_all if self.sharded else None)
         if accelerator.scaler is not None:  # the user may have set its initial scale and growth
             scale.load_state_dict(accelerator.scaler.state_dict())
         return scale
@@ -243,18 +240,10 @@ class Accelerate(Strategy):
                 fix_buckets(wrapped, self._parameters)  # type: ignore[arg-type]
         return prepared
 
-    def _agree(self, found: Tensor) -> None:
-        # Each process checks only its own shards.
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-
     def reshard(self, model: nn.Module) -> None:
         """Free parameters that a forward without a backward, or a callback, has gathered."""
         if self.sharded:
-            from torch.distributed.fsdp import FSDPModule
-
-            for each in model.modules():
-                if isinstance(each, FSDPModule):
-                    each.reshard()
+            reshard(model)
 
     def restore(self) -> None:
         """Gather the whole values of shards in the host's memory."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.distributed.group import Member
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.strategies.accelerate.options import AccelerateConfig, variables
+from drivetrain.strategies.deepspeed.library import environment
 from drivetrain.strategies.precision.base import Precision
 
 
@@ -44,7 +45,7 @@ class Session:
             else:
                 for each in self._shared:
                     each.clear()
-                with own_environment():
+                with environment():
                     _set(_processes(variables(config, os.environ), member))
                     self.accelerator, plugin = _made(config, mixed_precision, sharded, member)
             if sharded:
@@ -123,16 +124,6 @@ def _policy(given: Any, precision: Precision) -> Any:
         reduced = None if computed is None else precision.reduce_dtype
         return MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced, cast_forward_inputs=False)
     return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=False)
-
-
-@contextmanager
-def own_environment() -> Iterator[None]:
-    """Run the block, then restore the environment."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        _set(before)
 
 
 def _processes(found: dict[str, str], member: Member) -> dict[str, str]:

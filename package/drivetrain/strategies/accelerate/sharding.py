@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.strategies.accelerate.session import own_environment
-from drivetrain.strategies.deepspeed.library import quiet
+from drivetrain.strategies.deepspeed.library import environment, quiet
 from drivetrain.strategies.transforms.recompute import recompute
 from drivetrain.strategies.wrapping import units
 from drivetrain.task.task import StepModule
@@ -32,7 +31,7 @@ def shard(module: StepModule, accelerator: Any) -> None:
         nothing = torch.optim.SGD([torch.zeros(1)])
         nothing.param_groups[0]["params"].clear()
         # It imports DeepSpeed if that is installed, which prints and changes the environment.
-        with quiet(), own_environment():
+        with quiet(), environment():
             accelerator.prepare(module, nothing)
     finally:
         state.fsdp_plugin = before

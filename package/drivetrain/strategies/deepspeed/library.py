@@ -53,7 +53,7 @@ def library(device: str) -> Any:
     """
     if not installed("deepspeed", "deepspeed"):
         raise MissingDependencyError("deepspeed", "deepspeed", "strategy 'deepspeed'")
-    with _environment(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device)), quiet():
+    with environment(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device)), quiet():
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -137,7 +137,7 @@ def compile_once() -> Iterator[None]:
     root.mkdir(parents=True, exist_ok=True)
     with (
         (root / "building").open("w", encoding="utf-8") as file,
-        _environment(TORCH_EXTENSIONS_DIR=str(root)),
+        environment(TORCH_EXTENSIONS_DIR=str(root)),
         quiet(),
     ):
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -147,7 +147,7 @@ def compile_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def environment(**variables: str) -> Iterator[None]:
     """Run the block with these variables set, then restore the whole environment."""
     before = dict(os.environ)
     os.environ.update(variables)

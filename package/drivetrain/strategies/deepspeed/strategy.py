@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint.weights.stored_rows import stored_weights
 from drivetrain.core.errors import StrategyError
-from drivetrain.distributed.group import Member, join, leave
-from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import broadcast_module
 from drivetrain.strategies.base import (
     Held,
@@ -102,7 +99,6 @@ class DeepSpeed(Strategy):
         gathers = "DeepSpeed gathers the parameters of each layer inside a block" if self.sharded else ""
         self.refusals = {"unfreezing": unfreezing, "compile": gathers}
         self._asked = SharedSettings(None, 1, None, world_size)
-        self._member: Member | None = None
         self._engine: Any = None
         self._zero: Any = None
         self._used: UsedParameters | None = None
@@ -171,9 +167,7 @@ class DeepSpeed(Strategy):
     def setup(self) -> None:
         """Join the process group."""
         library(self.device.type)  # takes a second or more, while other processes still start
-        limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
-        self._member = member = join(self.world_size, self.device.type, limit)
-        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+        self._join(self.config.timeout)
         if "LOCAL_RANK" not in os.environ:  # DeepSpeed needs it with one process too
             os.environ["LOCAL_RANK"] = "0"
             self._named = True
@@ -184,9 +178,7 @@ class DeepSpeed(Strategy):
         if self._named:
             os.environ.pop("LOCAL_RANK", None)
             self._named = False
-        if self._member is not None:
-            leave(self._member)
-            self._member, self.ranks = None, ALONE
+        self._leave()
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.validation import by_name
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.validation import by_name, count, one_of
 from drivetrain.strategies.checks import check_options
 from drivetrain.strategies.transforms.recompute import RecomputeOption, as_recompute_option
-from drivetrain.strategies.wrapping import Wrap
+from drivetrain.strategies.wrapping import Wrap, are_names, check_wrap
 
 SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
 
@@ -71,23 +70,18 @@ class FSDPConfig:
         Raises:
             ConfigError: An option is invalid; the message says what is allowed.
         """
-        if self.sharding not in SHARDINGS:
-            raise ConfigError(f"unknown sharding {self.sharding!r}. {nearest(str(self.sharding), SHARDINGS)}")
-        if not (self.wrap == "auto" or _names(self.wrap) or _whole(self.wrap, 1) or callable(self.wrap)):
-            raise ConfigError(
-                "FSDPConfig(wrap=...) must be 'auto', names of classes, a number of parameters or a function"
-                f" of a module, not {self.wrap!r}"
-            )
+        one_of("sharding", self.sharding, SHARDINGS)
+        check_wrap("FSDPConfig", self.wrap)
         again = as_recompute_option("FSDPConfig", self.activation_checkpointing)
         object.__setattr__(self, "activation_checkpointing", again)
-        if not _names(self.ignored):
+        if not are_names(self.ignored):
             raise ConfigError(
                 f"FSDPConfig(ignored=...) must be a tuple of names, such as ('head.*',), not {self.ignored!r}"
             )
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ConfigError(f"shard_size is for sharding='hybrid', not {self.sharding!r}")
-        if self.shard_size is not None and not _whole(self.shard_size, 1):
-            raise ConfigError(f"shard_size must be a positive number of processes, not {self.shard_size!r}")
+        if self.shard_size is not None:
+            count("FSDPConfig(shard_size=...)", self.shard_size, at_least=1)
         check_options(
             self,
             ("timeout",),
@@ -100,15 +94,5 @@ class FSDPConfig:
             ),
         )
         for name in ("forward_prefetch", "backward_prefetch"):
-            if not _whole(getattr(self, name), 0):
-                raise ConfigError(f"{name} must be a number of blocks, not {getattr(self, name)!r}")
-        if not _whole(self.tensor_parallel, 1):
-            raise ConfigError(f"tensor_parallel must be a number of processes, not {self.tensor_parallel!r}")
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value)
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+            count(f"FSDPConfig({name}=...)", getattr(self, name))
+        count("FSDPConfig(tensor_parallel=...)", self.tensor_parallel, at_least=1)

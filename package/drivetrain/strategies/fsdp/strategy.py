@@ -9,17 +9,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
+from drivetrain.distributed.tensors import (
+    average_gradients,
+    broadcast_buffers,
+    broadcast_module,
+    largest_of_all,
+)
 from drivetrain.strategies.base import (
     Held,
     MakeOptimizers,
@@ -36,7 +39,7 @@ from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.held import held_shards
 from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
-from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
+from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.meta_device import (
     Materialization,
@@ -83,7 +86,6 @@ class FSDP(Strategy):
         self.config = config or FSDPConfig()
         self.device = torch.device(device)
         self.world_size = world_size
-        self._member: Member | None = None
         self._parameters: list[nn.Parameter] = []
         self._ignored: list[nn.Parameter] = []
         self._kept: set[nn.Parameter] = set()
@@ -141,20 +143,17 @@ class FSDP(Strategy):
     def setup(self) -> None:
         """Join the process group."""
         forget_meshes()
-        limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
-        self._member = member = join(self.world_size, self.device.type, limit, self.gpus)
-        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
-        self._data_ranks = member.ranks.grouped(self.config.tensor_parallel)
+        self._join(self.config.timeout)
+        self._data_ranks = self.ranks.grouped(self.config.tensor_parallel)
 
     def teardown(self) -> None:
         """Leave the process group."""
         if self._order is not None:
             self._order.close()
         self._sharded, self._order = [], None
-        if self._member is not None:
-            forget_meshes()  # otherwise a fork of this process would free their groups
-            leave(self._member)
-            self._member, self.ranks, self._data_ranks = None, ALONE, ALONE
+        forget_meshes()  # otherwise a fork of this process would free their groups
+        self._leave()
+        self._data_ranks = ALONE
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
@@ -187,7 +186,7 @@ class FSDP(Strategy):
             place(module, self.device)
             broadcast_module(module, self.world_size)
         module.context = precision.forward_context(self.device)
-        self._scale = LossScale(self.device, self._agree) if precision.loss_scaling else None
+        self._scale = LossScale(self.device, largest_of_all) if precision.loss_scaling else None
         self._shard(module, precision, values, whole, plan)
         of_shards = torch.device("cpu") if self.config.cpu_offload else self.device
         read_stored(module, task, self.device, of_shards)
@@ -211,21 +210,13 @@ class FSDP(Strategy):
 
     def reshard(self, model: nn.Module) -> None:
         """Free parameters that a forward without a backward, or a callback, has gathered."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for each in model.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        reshard(model)
 
     def restore(self) -> None:
         """Gather the whole values in the host's memory, unless `gather_at_end` is off."""
         sharded, self._sharded = self._sharded, []
         for before in sharded if self.config.gather_at_end else ():
             before.restore()
-
-    def _agree(self, found: Tensor) -> None:
-        # Each process checks only its own shards.
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
 
     def _shard(
         self,

@@ -7,13 +7,14 @@ implemented with torch's parallel styles
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.strategies.wrapping import Use, tie, uses_of_parameters
 from drivetrain.task.model_info import info_of
 
 
@@ -96,11 +97,11 @@ class TensorParallel:
         inside = {id(module) for module in part.modules()}
         now = [each for each in self._waiting if id(each.module) in inside]
         self._waiting = [each for each in self._waiting if id(each.module) not in inside]
-        tied = _tied(part) if now else []
+        uses = uses_of_parameters(part) if now else []
         for each in now:
             self._split(each)
-        for uses in tied:
-            _tie(uses)
+        for places in uses:
+            _check_and_tie(places)
 
     def _split(self, each: Planned) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -120,19 +121,7 @@ class TensorParallel:
                     )
 
 
-Use = tuple[nn.Module, str]
-
-
-def _tied(part: nn.Module) -> list[list[Use]]:
-    """Return the uses of each parameter that is used more than once."""
-    uses: dict[int, list[Use]] = {}
-    for module in part.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses.setdefault(id(parameter), []).append((module, name))
-    return [each for each in uses.values() if len(each) > 1]
-
-
-def _tie(uses: list[Use]) -> None:
+def _check_and_tie(uses: Sequence[Use]) -> None:
     parameters = [getattr(module, name) for module, name in uses]
     first = parameters[0]
     if any(getattr(each, "placements", ()) != getattr(first, "placements", ()) for each in parameters):
@@ -141,5 +130,4 @@ def _tie(uses: list[Use]) -> None:
             f"{kinds} are one parameter, of shape {list(first.shape)}, which the parallel_plan splits in"
             " different ways; name all of these modules in it, with styles that split the same dimension"
         )
-    for module, name in uses[1:]:
-        setattr(module, name, first)
+    tie(uses)

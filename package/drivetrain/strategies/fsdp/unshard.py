@@ -32,9 +32,8 @@ class OriginalModules:
         from torch.distributed._composable_state import _module_state_mapping
         from torch.distributed.fsdp import FSDPModule
 
-        for module, _, _ in self._modules:
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        root, _, _ = self._modules[0]
+        reshard(root)
         whole: dict[int, nn.Parameter] = {}
         for module, kind, hooks in self._modules:
             for name, parameter in module._parameters.items():
@@ -47,7 +46,6 @@ class OriginalModules:
                 vars(module).pop(key, None)
             if type(module) is not kind and isinstance(module, FSDPModule):
                 module.__class__ = kind  # type: ignore[assignment]
-        root, _, _ = self._modules[0]
         root.to("cpu")
 
 
@@ -61,6 +59,15 @@ def _gathered(parameter: nn.Parameter, whole: dict[int, nn.Parameter]) -> nn.Par
         else:
             whole[id(parameter)] = parameter
     return whole[id(parameter)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that forwards have gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
 
 
 def renew_dtypes(model: nn.Module) -> None:

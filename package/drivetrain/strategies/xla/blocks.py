@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.strategies.wrapping import Wrap, units
+from drivetrain.strategies.wrapping import Wrap, are_names, check_wrap, units
 from drivetrain.task.blocks import repeated_blocks
 
 RecomputeOption = bool | str | tuple[str, ...]
@@ -20,20 +19,11 @@ _PATCHED = ("forward", "_xla_checkpointed_forward_original", "_xla_checkpointed_
 
 def check_blocks(kind: str, wrap: Wrap, again: RecomputeOption) -> None:
     """Check the options that choose blocks."""
-    count = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap > 0
-    if not (wrap == "auto" or _names(wrap) or count or callable(wrap)):
-        raise ConfigError(
-            f"{kind}(wrap=...) must be 'auto', names of classes, a number of parameters or a function of a"
-            f" module, not {wrap!r}"
-        )
-    if not (again is False or again == "full" or _names(again)):
+    check_wrap(kind, wrap)
+    if not (again is False or again == "full" or are_names(again)):
         raise ConfigError(
             f"{kind}(activation_checkpointing=...) must be False, 'full' or names of classes, not {again!r}"
         )
-
-
-def _names(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value)
 
 
 def checkpoint_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:

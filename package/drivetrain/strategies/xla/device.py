@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError, nearest
+from drivetrain.core.errors import MissingDependencyError, StrategyError
+from drivetrain.core.validation import one_of
 from drivetrain.strategies.base import Strategy, Support, installed
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.wrapping import tie, uses_of_parameters
 from drivetrain.strategies.xla.norms import correct_variances
 from drivetrain.task.task import StepModule
 
@@ -101,20 +103,14 @@ def move(module: nn.Module, device: torch.device | str) -> None:
     torch cannot move a parameter in place between these devices. It creates new parameters, a separate one
     for each module of a tied parameter.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((each, name))
+    uses = uses_of_parameters(module)
     module.to(device)
-    for (owner, name), *others in places.values():
-        for other, alias in others:
-            setattr(other, alias, getattr(owner, name))
+    for each in uses:
+        tie(each)
 
 
 def check_run_after(kind: str, value: str) -> None:
-    if value not in RUN_AFTER:
-        raise ConfigError(f"{kind}(run_after={value!r}) is unknown. {nearest(str(value), RUN_AFTER)}")
+    one_of(f"run_after of {kind}", value, RUN_AFTER)
 
 
 class Trace:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.validation import by_name
+from drivetrain.core.errors import StrategyError
+from drivetrain.core.validation import by_name, count
 from drivetrain.data.batch import map_tensors
 from drivetrain.strategies.base import MakeOptimizers, Prepared
 from drivetrain.strategies.checks import check_values
@@ -63,8 +63,7 @@ class XLAFSDPv2Config:
     def __post_init__(self) -> None:
         check_blocks(type(self).__name__, self.wrap, self.activation_checkpointing)
         check_run_after(type(self).__name__, self.run_after)
-        if not isinstance(self.replicas, int) or isinstance(self.replicas, bool) or self.replicas < 1:
-            raise ConfigError(f"replicas must be a number of groups of devices, not {self.replicas!r}")
+        count("XLAFSDPv2Config(replicas=...)", self.replicas, at_least=1)
 
 
 class XLAFSDPv2(OnXLA):
