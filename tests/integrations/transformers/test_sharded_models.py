@@ -127,6 +127,25 @@ def test_renamed_tensors_are_found_and_merged_ones_refused(tmp_path: Path) -> No
             assert stored.lacking(task)[0] == []
 
 
+def test_folder_that_has_moved_or_has_no_safetensors_files_is_named(tmp_path: Path) -> None:
+    path = saved("Llama", tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, device_map="meta")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles" / "pytorch_model.bin").write_bytes(b"")
+
+    def task(name: str) -> Any:
+        model.config._name_or_path = model.name_or_path = str(tmp_path / name)
+        return TransformersTask(model)
+
+    cases = {
+        "moved": (lambda: task("model"), str(tmp_path / "model"), "is no folder now", "a path that stays"),
+        "pickles": (lambda: task("pickles"), "pickles", "no model.safetensors", "save_pretrained"),
+    }
+    assert_refused(CheckpointError, cases)
+    task("moved")
+
+
 def test_script_with_tp_size_plans_and_trains_as_one_process(tmp_path: Path) -> None:
     path = saved("Llama", tmp_path / "model")
 

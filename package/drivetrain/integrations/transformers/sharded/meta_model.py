@@ -56,22 +56,31 @@ def folder_of(model: nn.Module) -> str:
     """Return the folder with the weights that a model was made from, in the Hub's cache if it is a name.
 
     Raises:
-        CheckpointError: There are no safetensors files.
+        CheckpointError: The folder is gone, or has no safetensors files.
     """
     origin = origin_of(model)
-    name = origin.get("name", "")
+    name, files = origin.get("name", ""), (MODEL, WeightFiles(MODEL).index)
     if os.path.isdir(name):
-        return name
-    for file in (MODEL, WeightFiles(MODEL).index):
-        found = cached_file(
-            name,
-            file,
-            revision=origin.get("revision", "main"),
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if found is not None:
-            return os.path.dirname(str(found))
+        if any(os.path.exists(os.path.join(name, file)) for file in files):
+            return name
+    else:
+        for file in files:
+            try:
+                found = cached_file(
+                    name,
+                    file,
+                    revision=origin.get("revision", "main"),
+                    _raise_exceptions_for_missing_entries=False,
+                    _raise_exceptions_for_connection_errors=False,
+                )
+            except OSError as error:
+                raise CheckpointError(
+                    f"the weights of a model on the meta device are read from {name!r}, which is no"
+                    " folder now and cannot be had from the Hub. Call from_pretrained with a path that stays:"
+                    f" {error}"
+                ) from error
+            if found is not None:
+                return os.path.dirname(str(found))
     raise CheckpointError(
         f"{name!r} has no {MODEL} and no index of several: the weights of a model on the meta device are read"
         " from safetensors files. Convert them with save_pretrained"
