@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 import drivetrain
 from drivetrain.distributed.launch.process_start import _IMPORTED, process_age, process_started
-from drivetrain.distributed.sockets import release_port, reserve_port
+from drivetrain.distributed.sockets import reserved_port
 
 
 def asked() -> tuple[int, int, int]:
@@ -63,16 +63,13 @@ def test_one_that_failed_lets_the_next_in() -> None:
 
 
 def test_a_reserved_port_is_nobody_elses_but_the_stores() -> None:
-    port = reserve_port()
-    try:
+    with reserved_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         store.set("here", "rank 0")
         assert TCPStore("127.0.0.1", port, is_master=False).get("here") == b"rank 0"
         del store
-    finally:
-        release_port(port)
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))

@@ -27,7 +27,7 @@ import torch.distributed
 from drivetrain.distributed import processes
 from drivetrain.distributed.launch.children import environment_of
 from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
-from drivetrain.distributed.sockets import release_port, reserve_port
+from drivetrain.distributed.sockets import reserved_port
 from drivetrain.testing import run_distributed
 
 LIMIT = 300.0
@@ -57,18 +57,16 @@ def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     if not _pool or not all(process.is_alive() for process, _ in _pool):
         end_pool()
         _begin()
-    port = reserve_port()
     state = (os.getcwd(), dict(os.environ), torch.get_rng_state(), random.getstate(), np.random.get_state())
-    work = cloudpickle.dumps((port, state, function, arguments))
-    try:
-        for _, pipe in _pool:
-            pipe.send_bytes(work)
-        return _results()
-    except BaseException:
-        end_pool()
-        raise
-    finally:
-        release_port(port)
+    with reserved_port() as port:
+        work = cloudpickle.dumps((port, state, function, arguments))
+        try:
+            for _, pipe in _pool:
+                pipe.send_bytes(work)
+            return _results()
+        except BaseException:
+            end_pool()
+            raise
 
 
 def end_pool() -> None:  # kill the ranks, if there are any

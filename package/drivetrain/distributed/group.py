@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import (
 
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.interfaces import GLOO, check_interface
-from drivetrain.distributed.launch.children import Child, ending, started
+from drivetrain.distributed.launch.children import ending, started
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch.meeting import HOSTED, Meeting
 from drivetrain.distributed.launch.rendezvous import gather, note_end
@@ -129,7 +129,13 @@ def _connect(
             with closing_sockets_in_forks():
                 _meet(environment, own, timeout)
     except (RuntimeError, ValueError) as error:
-        advice = "" if environment is None else _advice(environment)
+        advice = ""
+        if environment is not None and not environment.one_machine:
+            advice = (
+                f"each process connects to all others, at the interface that {GLOO} names on each machine;"
+                f" here it is {os.environ.get(GLOO)!r}. Set it to the interface by which the other machines"
+                " reach this one. "
+            )
         raise StrategyError(f"the process group could not be formed: {advice}{error}") from error
     _formed = True
     _bound = own if own.type == "cuda" else None
@@ -166,32 +172,18 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
     )
 
 
-def _advice(environment: ProcessEnvironment) -> str:
-    """Return what to do if the processes of several machines cannot connect."""
-    if environment.one_machine:
-        return ""
-    return (
-        f"each process connects to all others, at the interface that {GLOO} names on each machine; here it is"
-        f" {os.environ.get(GLOO)!r}. Set it to the interface by which the other machines reach this one. "
-    )
-
-
 def _check_started() -> None:
     for each in started.values():
-        _check_runs(each)
-
-
-def _check_runs(child: Child) -> None:
-    code = child.poll()
-    if code == 0:
-        raise RankFailure(
-            f"rank {child.rank} ended with exit code 0 before the process group was formed: does the program"
-            " end early, or take another branch, on some ranks?"
-        )
-    if code is not None:
-        raise RankFailure(
-            f"rank {child.rank} failed first, before the process group was formed: it {ending(code)}"
-        )
+        code = each.poll()
+        if code == 0:
+            raise RankFailure(
+                f"rank {each.rank} ended with exit code 0 before the process group was formed: does the"
+                " program end early, or take another branch, on some ranks?"
+            )
+        if code is not None:
+            raise RankFailure(
+                f"rank {each.rank} failed first, before the process group was formed: it {ending(code)}"
+            )
 
 
 def uncompared() -> distributed.ProcessGroup | None:

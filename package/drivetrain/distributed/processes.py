@@ -25,14 +25,7 @@ _NO_LIMIT = timedelta(days=365)
 
 def rank() -> int:
     """Return this process's rank in its job; 0 if the job has one process."""
-    if _is_grouped():
-        return torch.distributed.get_rank()
-    found = detect(os.environ)
-    if found is not None:
-        return found.rank
-    if _asked_alone is None:
-        _note_asking()
-    return 0
+    return _place("rank")[0]
 
 
 def local_rank() -> int:
@@ -46,32 +39,35 @@ def world_size() -> int:
 
     A program without a launcher is one process until a Trainer or an Engine starts the others.
     """
-    if _is_grouped():
-        return torch.distributed.get_world_size()
+    return _place("world_size")[1]
+
+
+def _place(asked: str) -> tuple[int, int]:
+    """Return rank and world size.
+
+    Args:
+        asked: The function that was called. Its call is noted if the program has one process so far, unless a
+            module of this package has called it.
+    """
+    global _asked_alone
+    if is_grouped():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = detect(os.environ)
     if found is not None:
-        return found.world_size
-    if _asked_alone is None:
-        _note_asking()
-    return 1
-
-
-def _note_asking() -> None:
-    """Note that the program has called `rank` or `world_size`, unless a module of this package has."""
-    global _asked_alone
+        return found.rank, found.world_size
     caller = sys._getframe(2)
-    if caller.f_globals.get("__name__", "").startswith("drivetrain."):
-        return
-    asked = sys._getframe(1).f_code.co_name
-    _asked_alone = f"{asked}() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+    if _asked_alone is None and not caller.f_globals.get("__name__", "").startswith("drivetrain."):
+        _asked_alone = f"{asked}() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+    return 0, 1
 
 
 def asked_alone() -> str | None:
     """Return where a program of one process first called `rank` or `world_size`; None if nowhere."""
-    return None if _is_grouped() or detect(os.environ) is not None else _asked_alone
+    return None if is_grouped() or detect(os.environ) is not None else _asked_alone
 
 
-def _is_grouped() -> bool:
+def is_grouped() -> bool:
+    """Return whether this process has formed torch's process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -84,7 +80,7 @@ def once_per_machine(act: Callable[[], object], *, once: bool = False) -> None:
         act: The function. If it raises, the error is the caller's, who must end the other processes.
         once: Whether one process of the whole job calls it, for machines that share their files.
     """
-    if world_size() == 1 or not _is_grouped():
+    if world_size() == 1 or not is_grouped():
         act()
         return
     with closing_sockets_in_forks():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
-from drivetrain.distributed.processes import local_rank
+from drivetrain.distributed.processes import is_grouped, local_rank
 from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ class Ranks:
         Every process must call it. Without an initialised process group it returns this process alone.
         """
         distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return cls()
-        if distributed.get_world_size() == 1:
+        if not is_grouped() or distributed.get_world_size() == 1:
             return cls()
         # gloo, because the values are on the host and the accelerator's stream must not wait for them.
         with closing_sockets_in_forks():
@@ -192,40 +191,29 @@ class Ranks:
             joint.mine = act()
         return joint.of_all
 
-    def jointly(self) -> Joint:
-        """Return a context manager whose block every rank runs: its end waits for all, as `together` does."""
-        return Joint(self._of_each, self.copies)
-
-
-class Joint:
-    """A block that every rank runs. If it raises on one, all raise: their own error, or the first rank's.
-
-    Attributes:
-        mine: The result of this rank, which the block sets.
-        of_all: The results of all ranks, once the block has ended.
-    """
-
-    def __init__(self, exchange: Callable[[Any], list[Any]], copies: int) -> None:
-        self._exchange = exchange
-        self._copies = copies
-        self.mine: Any = None
-        self.of_all: list[Any] = []
-
-    def __enter__(self) -> Joint:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        """Exchange results, and errors before they are raised. An interrupt is not exchanged."""
-        if error is not None and not isinstance(error, Exception):
-            return
-        outcomes = self._exchange((self.mine, _sendable(error)))
-        if error is not None:
-            return
+    @contextmanager
+    def jointly(self) -> Iterator[Joint]:
+        """Run a block on every rank: its end waits for all, as `together` does, except after an interrupt."""
+        joint = Joint()
+        try:
+            yield joint
+        except Exception as error:
+            self._of_each((None, _sendable(error)))
+            raise
+        outcomes = self._of_each((joint.mine, None))
         for rank, (_, theirs) in enumerate(outcomes):
             if theirs is not None:
                 theirs.add_note(f"drivetrain: this happened on rank {rank}")
                 raise theirs
-        self.of_all = [each for each, _ in outcomes][:: self._copies]
+        joint.of_all = [each for each, _ in outcomes][:: self.copies]
+
+
+@dataclass
+class Joint:
+    """The results of a block that every rank runs: this rank's, and at its end those of all."""
+
+    mine: Any = None
+    of_all: list[Any] = field(default_factory=list)
 
 
 ALONE = Ranks()

@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from drivetrain.core.errors import EXIT_REQUEUE
 from drivetrain.core.messages import logger
 from drivetrain.distributed.failure.last_words import end_now
+from drivetrain.distributed.failure.stacks import is_handled
 
 _LOG = logger(__name__)
 
@@ -193,19 +193,16 @@ class Signals:
         assert self._ends is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._ends[0], selectors.EVENT_READ)
-            self._listen_by(selector)
-
-    def _listen_by(self, selector: selectors.BaseSelector) -> None:
-        while not self._closing:
-            until = self._until
-            selector.select(None if until is None else max(0.0, until - time.monotonic()))
-            self._hears = True
-            self._take()
-            self._hears = False
-            if until is not None and time.monotonic() >= until and not self._closing:
-                assert self.first is not None
-                name, passed = self.first.name, time.monotonic() - self._since
-                self._end(f"{passed:.0f} s after {name}, the deadline: {self._where()}")
+            while not self._closing:
+                until = self._until
+                selector.select(None if until is None else max(0.0, until - time.monotonic()))
+                self._hears = True
+                self._take()
+                self._hears = False
+                if until is not None and time.monotonic() >= until and not self._closing:
+                    assert self.first is not None
+                    name, passed = self.first.name, time.monotonic() - self._since
+                    self._end(f"{passed:.0f} s after {name}, the deadline: {self._where()}")
 
     def _take(self) -> None:
         try:
@@ -268,7 +265,10 @@ def _is_free(number: signal.Signals) -> bool:
     found = signal.getsignal(number)
     if found is signal.SIG_IGN:
         return False
-    if found in _PYTHONS and (found is signal.default_int_handler or not _is_caught(number)):
+    if found is signal.default_int_handler:
+        return True
+    # Code outside Python, such as `faulthandler.register`, may have set a handler.
+    if found is signal.SIG_DFL and not (sys.platform == "linux" and is_handled(os.getpid(), number)):
         return True
     if number not in _warned:
         _warned.add(number)
@@ -277,15 +277,6 @@ def _is_free(number: signal.Signals) -> bool:
             " in order. Remove the handler, or leave the signal out of PreemptionConfig"
         )
     return False
-
-
-def _is_caught(number: signal.Signals) -> bool:
-    """Return whether code outside Python, such as `faulthandler.register`, has set a handler."""
-    if sys.platform != "linux":
-        return False
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def current() -> Signals | None:

@@ -20,7 +20,6 @@ from drivetrain.distributed.interfaces import check_users
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _torch_sockets: set[tuple[int, int]] = set()
 _changing = threading.Lock()
-_reserved: dict[int, socket.socket] = {}
 
 
 def closed_in_forks(line: socket.socket) -> socket.socket:
@@ -73,8 +72,9 @@ def closing_sockets_in_forks() -> Iterator[None]:
         check_users(inode for _, inode in now - before)
 
 
-def reserve_port() -> int:
-    """Reserve a port of this machine until `release_port`.
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Run the block with a port of this machine that no other program gets meanwhile.
 
     On Linux a bound socket that does not listen keeps the port. A socket that shares addresses, as torch's
     store does, can still bind and listen there. Other systems may refuse that or deliver no connections, so
@@ -84,16 +84,11 @@ def reserve_port() -> int:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     line.bind(("127.0.0.1", 0))
     port = int(line.getsockname()[1])
-    if sys.platform == "linux":
-        _reserved[port] = line
-    else:
+    if sys.platform != "linux":
         line.close()
-    return port
-
-
-def release_port(port: int) -> None:
-    line = _reserved.pop(port, None)
-    if line is not None:
+    try:
+        yield port
+    finally:
         line.close()
 
 

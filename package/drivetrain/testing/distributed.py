@@ -21,7 +21,7 @@ import torch.distributed
 
 from drivetrain.distributed.launch.children import end_with, environment_of
 from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
-from drivetrain.distributed.sockets import release_port, reserve_port
+from drivetrain.distributed.sockets import reserved_port
 
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 """Fork saves the seconds that a spawned process takes to import torch, but is safe only on Linux."""
@@ -53,32 +53,31 @@ def run_distributed(
         TimeoutError: The time limit was exceeded. All processes are killed.
     """
     context: Any = multiprocessing.get_context(_START_METHOD)
-    port = reserve_port()
     is_main = threading.current_thread() is threading.main_thread()  # whose end Linux takes for its process's
     parent = os.getpid() if is_main else None
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
-    for rank in range(world_size):
-        receiver, sender = context.Pipe()
-        environment = environment_of(rank, world_size, port, threads=None)
-        process = context.Process(
-            target=_child, args=(sender, environment, function, arguments, timeout, parent)
-        )
-        with without_garbage_collection():
-            process.start()
-        sender.close()
-        processes.append(process)
-        pipes[receiver] = rank
-    try:
-        return _collect(pipes, processes, time.monotonic() + timeout, timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        for pipe in pipes:
-            pipe.close()
-        release_port(port)
+    with reserved_port() as port:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe()
+            environment = environment_of(rank, world_size, port, threads=None)
+            process = context.Process(
+                target=_child, args=(sender, environment, function, arguments, timeout, parent)
+            )
+            with without_garbage_collection():
+                process.start()
+            sender.close()
+            processes.append(process)
+            pipes[receiver] = rank
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+                process.close()
+            for pipe in pipes:
+                pipe.close()
 
 
 def _collect(

@@ -17,7 +17,7 @@ from tests.support.forked import Forked, undisturbed
 from drivetrain.core.registry import is_installed
 from drivetrain.distributed.failure.last_words import record
 from drivetrain.distributed.launch import torchrun
-from drivetrain.distributed.sockets import release_port, reserve_port
+from drivetrain.distributed.sockets import reserved_port
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
@@ -30,9 +30,8 @@ FSDP = {**DDP, "strategy": "fsdp", "block": "FSDPBlock", "precision": "bf16-mixe
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    found = reserve_port()
-    yield found
-    release_port(found)
+    with reserved_port() as found:
+        yield found
 
 
 def outcomes(text: str) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch: pytest.MonkeyP
 
     logger = rendezvous._LOG
     monkeypatch.setattr(rendezvous, "_LOG", type("Log", (), {"warning": staticmethod(warn)}))
-    monkeypatch.setattr(rendezvous, "_store", lambda: store)
+    monkeypatch.setattr(rendezvous, "default_store", lambda: store)
     monkeypatch.setattr(rendezvous, "_LATE", 0.1)
     early = threading.Thread(target=rendezvous.gather, args=(0, 2))
     with warned(r"rank 0 has waited 0.1 s for rank 1 to begin the same run") as told:

@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import Engine
 from drivetrain.distributed.launch.children import environment_of
-from drivetrain.distributed.sockets import reserve_port
+from drivetrain.distributed.sockets import reserved_port
 
 
 def loop(rank, port, *others):
@@ -28,11 +28,12 @@ def loop(rank, port, *others):
         assert other.state == "left"
 
 
-context, port = multiprocessing.get_context("fork"), reserve_port()
-one = context.Process(target=loop, args=(1, port))
-one.start()
-zero = context.Process(target=loop, args=(0, port, one.sentinel))
-zero.start()
-for each in (zero, one):
-    each.join()
+context = multiprocessing.get_context("fork")
+with reserved_port() as port:
+    one = context.Process(target=loop, args=(1, port))
+    one.start()
+    zero = context.Process(target=loop, args=(0, port, one.sentinel))
+    zero.start()
+    for each in (zero, one):
+        each.join()
 sys.stdout.write(f"{zero.exitcode} {one.exitcode}")

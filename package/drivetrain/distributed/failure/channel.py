@@ -15,9 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
-from drivetrain.core.errors import RankFailure, StrategyError
+from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.hub import Hub
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
@@ -40,6 +38,7 @@ from drivetrain.distributed.interrupts import Interrupts
 from drivetrain.distributed.launch.children import outlive_parent, started, wait_for
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import launched
+from drivetrain.distributed.launch.rendezvous import default_store
 from drivetrain.distributed.secret import derived, signed, verified
 from drivetrain.distributed.signals import AGENT, current
 from drivetrain.distributed.sockets import Bell
@@ -127,7 +126,7 @@ class FailureChannel:
         if self.world_size == 1:
             return self
         self._main = threading.get_ident()
-        store = self._store if self._store is not None else _default_store()
+        store = self._store if self._store is not None else default_store()
         environment = detect(os.environ)
         # How many channels this rank has opened on this store: the same number on every rank.
         opened = store.add(f"drivetrain/failure/opened/{self.rank}", 1)
@@ -224,20 +223,17 @@ class FailureChannel:
         assert self._cause is not None
         until = time.monotonic() + self._timing.last
         if AGENT in os.environ:
+            # Until rank 0 has closed its end of the connection.
             while (
-                self.rank not in (0, self._cause.rank) and self._is_connected() and time.monotonic() < until
+                self.rank not in (0, self._cause.rank)
+                and self._line is not None
+                and self._line.is_open()
+                and time.monotonic() < until
             ):
                 time.sleep(0.02)
         elif self._hub is not None:
             self._hub.finished.wait(self._timing.last)
             wait_for(started.values(), until - time.monotonic())
-
-    def _is_connected(self) -> bool:
-        """Return whether rank 0 still has its end of the connection open."""
-        try:
-            return self._line is not None and self._line.receive() is not None
-        except ValueError:
-            return False
 
     def _wait_for_others(self, seconds: float) -> None:
         assert self._hub is not None
@@ -267,9 +263,8 @@ class FailureChannel:
     def _close(self, is_fine: bool) -> None:
         assert self._line is not None
         if not is_fine:
-            from drivetrain.distributed.group import (
-                note_failure,  # which a run with one process does not need
-            )
+            # Imported here: a run with one process does not need it.
+            from drivetrain.distributed.group import note_failure
 
             note_failure()
         self._closed.set()
@@ -375,9 +370,8 @@ class FailureChannel:
             cause = replace(cause, what=f"{cause.what}; rank {self.rank} was {at(where)}")
         self._cause = cause
         if self._is_reporting() and cause.rank != self.rank:
-            with contextlib.suppress(
-                Exception
-            ):  # at once: a launcher may kill this rank when another has ended
+            # At once: a launcher may kill this rank when another has ended.
+            with contextlib.suppress(Exception):
                 record(cause.failure(), cause.kind == "hang")
         self._decided.set()
         self._stopping.abandon(cause.failure(), cause.kind == "lost")
@@ -465,10 +459,3 @@ class FailureChannel:
             return described if doing in described else f"{described}, {doing}" if described else doing
         except Exception as error:  # the run's own failure matters more
             return f"at an unknown place ({type(error).__name__}: {error})"
-
-
-def _default_store() -> Store:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise StrategyError("a failure channel without a store needs a process group, and there is none")
-    store: Store = torch.distributed.distributed_c10d._get_default_store()
-    return store

@@ -7,7 +7,6 @@ import hmac
 import os
 import selectors
 import signal
-import socket
 import sys
 import threading
 import time
@@ -36,13 +35,14 @@ _SHOWN = 8
 """Ranks that a message names one by one."""
 
 
-@dataclass
-class _Unauthenticated:
-    """A connection that has not sent the token yet, and when it came."""
+@dataclass(eq=False)
+class _Stranger:
+    """A connection that has not said which rank it is, when it came, and what it has sent of the token."""
 
-    connection: socket.socket
+    line: Line
     since: float
     said: bytes = b""
+    has_token: bool = False
 
 
 @dataclass
@@ -64,14 +64,6 @@ class _Peer:
     pid: int = 0
     asks: tuple[int, int] = (0, -1)
     state: str = "here"  # then "left" after a goodbye, or "gone"
-
-
-@dataclass
-class _WithoutRank:
-    """A connection that has sent the token, and not yet its rank; and when it came."""
-
-    line: Line
-    since: float
 
 
 class Hub:
@@ -113,7 +105,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._peers: dict[int, _Peer] = {}
-        self._unknown: list[_Unauthenticated | _WithoutRank] = []
+        self._unknown: list[_Stranger] = []
         self._poll = Poll(world_size)
         self._aside: list[Cause] = []
         self._aside_until = 0.0
@@ -150,8 +142,8 @@ class Hub:
         for key, _ in self._ready():
             if key.data is None:
                 self._try(self._accept)
-            elif isinstance(key.data, _Unauthenticated):
-                self._read_unauthenticated(key.data)
+            elif isinstance(key.data, _Stranger) and not key.data.has_token:
+                self._read_token(key.data)
             else:
                 self._hear(key.data)
         if self._clock() >= self._following:
@@ -161,8 +153,9 @@ class Hub:
             self._decide(self._cause_of_aside())
 
     def _close(self) -> None:
-        for each in (*self._peers.values(), *self._unknown):
-            _close(each)
+        everybody: list[_Stranger | _Peer] = [*self._peers.values(), *self._unknown]
+        for each in everybody:
+            each.line.close()
         self._selector.close()
         self._server.close()
         self.finished.set()
@@ -195,7 +188,7 @@ class Hub:
         deadline = time.monotonic() + 1.0
         here = [each for each in self._peers.values() if each.state == "here" and each.rank]
         while here and time.monotonic() < deadline:
-            here = [each for each in here if _is_open(each.line)]
+            here = [each for each in here if each.line.is_open()]
             time.sleep(0.01)
 
     def _is_over(self) -> bool:
@@ -221,8 +214,7 @@ class Hub:
             self._drop_oldest()
             time.sleep(0.02)
             return
-        closed_in_forks(connection).setblocking(False)
-        stranger = _Unauthenticated(connection, self._clock())
+        stranger = _Stranger(Line(connection, timeout=0.0), self._clock())
         self._unknown.append(stranger)
         self._selector.register(connection, selectors.EVENT_READ, stranger)
         if len(self._unknown) > self._world_size + _WAITING:
@@ -232,18 +224,18 @@ class Hub:
         if self._unknown:
             self._drop(min(self._unknown, key=lambda each: each.since))
 
-    def _drop(self, source: _Unauthenticated | _WithoutRank | _Peer) -> None:
+    def _drop(self, source: _Stranger | _Peer) -> None:
         with contextlib.suppress(KeyError, ValueError):  # already closed
-            self._selector.unregister(_socket(source))
-        _close(source)
-        if not isinstance(source, _Peer) and source in self._unknown:
+            self._selector.unregister(source.line.socket)
+        source.line.close()
+        if isinstance(source, _Stranger) and source in self._unknown:
             self._unknown.remove(source)
 
-    def _read_unauthenticated(self, stranger: _Unauthenticated) -> None:
+    def _read_token(self, stranger: _Stranger) -> None:
         """Compare the first bytes of a connection with the token; nothing else is read from it."""
         wanted = TOKEN_BYTES + 1
         try:
-            found = stranger.connection.recv(wanted - len(stranger.said))
+            found = stranger.line.socket.recv(wanted - len(stranger.said))
         except BlockingIOError:
             return
         except OSError:
@@ -253,12 +245,11 @@ class Hub:
             return
         if not hmac.compare_digest(stranger.said, f"{self.token}\n".encode()):
             self._drop(stranger)
-            return
-        newcomer = _WithoutRank(Line(stranger.connection, self._timing.silence), stranger.since)
-        self._unknown[self._unknown.index(stranger)] = newcomer
-        self._selector.modify(stranger.connection, selectors.EVENT_READ, newcomer)
+        else:
+            stranger.has_token = True
+            stranger.line.socket.settimeout(self._timing.silence)
 
-    def _hear(self, source: _WithoutRank | _Peer) -> None:
+    def _hear(self, source: _Stranger | _Peer) -> None:
         trouble: Exception | None = None
         try:
             messages = source.line.receive()
@@ -278,16 +269,14 @@ class Hub:
                 what = _death(source.rank) if trouble is None else f"its line to rank 0 broke ({trouble!r})"
                 self._decide(Cause("lost", source.rank, source.where, what))
 
-    def _welcome(self, newcomer: _WithoutRank, hello: dict[str, Any]) -> _Peer:
+    def _welcome(self, newcomer: _Stranger, hello: dict[str, Any]) -> _Peer:
         rank, line = int(hello["rank"]), newcomer.line
         if not 0 <= rank < self._world_size or rank in self._peers:
             raise ValueError(f"rank {rank} is connected already, or is none of {self._world_size}")
         silence = Silence(hello["machine"], int(hello["pid"]), self._timing.silence)
-        peer = _Peer(rank, line, silence, str(hello["where"]))
-        peer.pid = int(hello["pid"])
-        number, descriptor = hello["stacks"]
-        peer.asks = (int(number), int(descriptor))
-        self._peers[rank] = peer
+        number, descriptor = map(int, hello["stacks"])
+        where, pid = str(hello["where"]), int(hello["pid"])
+        peer = self._peers[rank] = _Peer(rank, line, silence, where, pid=pid, asks=(number, descriptor))
         self._unknown.remove(newcomer)
         self._selector.modify(line.socket, selectors.EVENT_READ, peer)
         line.send(**self._beat())
@@ -445,22 +434,6 @@ def _places(peers: list[_Peer], are_behind: bool = False) -> str:
     ]
     more = [f"{len(places) - _SHOWN} other places"] if len(places) > _SHOWN else []
     return "; ".join([*listed, *more])
-
-
-def _socket(source: _Unauthenticated | _WithoutRank | _Peer) -> socket.socket:
-    return source.connection if isinstance(source, _Unauthenticated) else source.line.socket
-
-
-def _close(source: _Unauthenticated | _WithoutRank | _Peer) -> None:
-    with contextlib.suppress(OSError):
-        _socket(source).close()
-
-
-def _is_open(line: Line) -> bool:
-    try:
-        return line.receive() is not None
-    except Exception:
-        return False
 
 
 def _death(rank: int | None) -> str:

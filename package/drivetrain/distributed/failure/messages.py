@@ -214,10 +214,8 @@ def _is_connection_loss(error: Exception) -> bool:
 
 
 def _raised_in_collective(error: BaseException) -> bool:
-    innermost = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        innermost = frame
-    return innermost is not None and is_collective(innermost)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and is_collective(frames[-1])
 
 
 def is_collective(frame: FrameType) -> bool:
@@ -291,6 +289,12 @@ class Line:
             raise ValueError("not a message")
         return messages
 
+    def is_open(self) -> bool:
+        """Return whether the other end is open; drops what it has sent."""
+        with contextlib.suppress(Exception):
+            return self.receive() is not None
+        return False
+
     def _has_more(self) -> bool:
         if not hasattr(select, "poll"):  # Windows
             return bool(select.select([self.socket], [], [], 0)[0])
@@ -299,7 +303,8 @@ class Line:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        self.socket.close()
+        with contextlib.suppress(OSError):
+            self.socket.close()
 
 
 def _short(value: Any) -> Any:

@@ -79,8 +79,9 @@ def phase_of_thread(thread: int) -> tuple[Phase, str]:
     if any(each.f_code.co_filename.startswith(opaque) for each in stack):
         return Phase.OPAQUE, ""
     # On a GPU, torch compiles the backward in a thread of its own.
-    compiles = ((each.f_code.co_filename, each.f_code.co_name) for each in _all_frames(threads.values()))
-    return (Phase.OPAQUE if any(each in _COMPILERS for each in compiles) else Phase.WORKS), ""
+    every = (each.f_code for innermost in threads.values() for each in _outward(innermost))
+    compiles = any((code.co_filename, code.co_name) in _COMPILERS for code in every)
+    return (Phase.OPAQUE if compiles else Phase.WORKS), ""
 
 
 def _collective(stack: list[FrameType]) -> str:
@@ -99,11 +100,6 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _all_frames(innermost: Iterable[FrameType]) -> Iterator[FrameType]:
-    for each in innermost:
-        yield from _outward(each)
 
 
 def place_of_error(error: BaseException) -> str:

@@ -115,20 +115,27 @@ def is_of_job(pid: int) -> bool:
     if pid == os.getppid():
         return True
     with contextlib.suppress(OSError, ValueError, IndexError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(stat.rpartition(")")[2].split()[1]) in (os.getpid(), os.getppid())
+        return int(stat_of(pid)[1]) in (os.getpid(), os.getppid())
     return False
+
+
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the program's name, which may contain anything; see proc(5).
+
+    Raises:
+        OSError: There is no such process, or no file descriptor.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def activity(pid: int) -> Activity:
     """Return the state of a process of this machine. Only a definite answer of the system is "gone"."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        state, *numbers = stat_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return Activity("gone", 0.0)
     except OSError:
         return Activity("", 0.0)
-    state, *numbers = text.rpartition(")")[2].split()  # after its name, which may contain anything
     if state in "ZX":
         return Activity("gone", 0.0)
     used = int(numbers[10]) + int(numbers[11])  # utime and stime

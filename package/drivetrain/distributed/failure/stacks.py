@@ -56,7 +56,7 @@ class Stacks:
                 os.close(self.descriptor)
                 self.signal = 0
             last = int(signal.SIGRTMAX)
-            free = (each for each in range(last, last - _TRIED, -1) if not _is_handled(os.getpid(), each))
+            free = (each for each in range(last, last - _TRIED, -1) if not is_handled(os.getpid(), each))
             self.signal = next(free, 0)
             if self.signal:
                 self.descriptor = os.memfd_create("drivetrain-stacks")
@@ -103,7 +103,7 @@ def asked(pid: int, number: int, owner: int, descriptor: int) -> str:
         owner: The process that opened the file: the same one, or the one that it was forked from.
         descriptor: The file's descriptor there.
     """
-    if not number or not _is_handled(pid, number):  # an unhandled signal would kill it
+    if not number or not is_handled(pid, number):  # an unhandled signal would kill it
         return ""
     path = f"/proc/{owner}/fd/{descriptor}"
     try:
@@ -125,8 +125,8 @@ def asked(pid: int, number: int, owner: int, descriptor: int) -> str:
         return ""
 
 
-def _is_handled(pid: int, number: int) -> bool:
-    """Return whether a process handles a signal."""
+def is_handled(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal, also by code outside Python; only Linux tells."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
         for line in file:
             if line.startswith("SigCgt:"):

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from types import TracebackType
 
 from drivetrain.core.errors import RankFailure
 from drivetrain.core.files import open_file
@@ -93,9 +92,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 

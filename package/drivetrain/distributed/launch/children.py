@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ lasts as long as the process, as a main thread does."""
 
 LAUNCHER = "DRIVETRAIN_LAUNCHER"
 """The same, in a process that `drivetrain launch` has started."""
+
+FORWARDED = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+)
+"""Signals that `drivetrain launch` itself sends to the ranks, which decide what to do."""
+
+FAILURE = "failure.json"
+"""The file in the log directory of a launch with the first failure: its "rank", "code" and "text"."""
 
 _PR_SET_PDEATHSIG = 1
 _LOOKING = 0.2
@@ -43,17 +54,17 @@ _dies_at_once = False
 _follows = False
 
 
+@dataclass(frozen=True, eq=False)
 class Child:
     """A process that was started here.
 
-    Args:
+    Attributes:
         poll: Returns its exit code, negative for a signal, or None while it runs.
     """
 
-    def __init__(self, rank: int, pid: int, poll: Callable[[], int | None]) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.poll = poll
+    rank: int
+    pid: int
+    poll: Callable[[], int | None]
 
     def end(self, number: int) -> None:
         """Send a signal, if the process still runs."""
@@ -183,6 +194,12 @@ def end_all(children: Iterable[Child], grace: float = 1.0) -> None:
     wait_for(children, 5.0)
 
 
+def say(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"drivetrain: {text}\n")
+    sys.stderr.flush()
+
+
 def ending(code: int) -> str:
     """Return how a process ended, as a phrase that follows its name."""
     if code >= 0:
@@ -306,7 +323,7 @@ def end_with_launcher() -> None:
             end_with(launcher)
         _look_after(launcher, 0.0)
     elif not _is_alive(launcher):
-        sys.stderr.write(f"drivetrain: `drivetrain launch` (pid {launcher}) is gone, and this process ends\n")
+        say(f"`drivetrain launch` (pid {launcher}) is gone, and this process ends")
         os._exit(1)
 
 

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from drivetrain.core.errors import StrategyError
 
@@ -75,7 +76,8 @@ def detect(environment: Mapping[str, str]) -> ProcessEnvironment | None:
     torchrun's variables take precedence: `accelerate launch`, `deepspeed` and `drivetrain launch` set them
     too, even inside a batch system's job.
     """
-    for read in (_torchrun, _slurm, _openmpi, _mpich, _mvapich):
+    openmpi = partial(_mpi, "openmpi", "OMPI_COMM_WORLD_")
+    for read in (_torchrun, _slurm, openmpi, _mpich, partial(_mpi, "mvapich", "MV2_COMM_WORLD_")):
         found = read(environment)
         if found is not None:
             return found
@@ -127,14 +129,6 @@ def _slurm(environment: Mapping[str, str]) -> ProcessEnvironment | None:
     )
 
 
-def _openmpi(environment: Mapping[str, str]) -> ProcessEnvironment | None:
-    return _mpi("openmpi", environment, "OMPI_COMM_WORLD_{}", "OMPI_COMM_WORLD_LOCAL_{}")
-
-
-def _mvapich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
-    return _mpi("mvapich", environment, "MV2_COMM_WORLD_{}", "MV2_COMM_WORLD_LOCAL_{}")
-
-
 def _mpich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
     # MPICH and Intel MPI. A single process may find PMI variables of a world of one.
     if environment.get("PMI_SIZE", "1") == "1" or "PMI_RANK" not in environment:
@@ -152,21 +146,22 @@ def _mpich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
     )
 
 
-def _mpi(launcher: str, environment: Mapping[str, str], world: str, local: str) -> ProcessEnvironment | None:
-    if world.format("RANK") not in environment:
+def _mpi(launcher: str, prefix: str, environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    if f"{prefix}RANK" not in environment:
         return None
     number = _reader(launcher, environment)
-    world_size = number(world.format("SIZE"))
+    world_size = number(f"{prefix}SIZE")
     if world_size == 1:
         return None
+    local_size = number(f"{prefix}LOCAL_SIZE")
     return ProcessEnvironment(
         launcher,
-        number(world.format("RANK")),
+        number(f"{prefix}RANK"),
         world_size,
-        number(local.format("RANK")),
-        number(local.format("SIZE")),
-        *_meeting_place(launcher, environment, number(local.format("SIZE")) == world_size),
-        one_machine=number(local.format("SIZE")) == world_size,
+        number(f"{prefix}LOCAL_RANK"),
+        local_size,
+        *_meeting_place(launcher, environment, local_size == world_size),
+        one_machine=local_size == world_size,
     )
 
 
@@ -207,14 +202,8 @@ def first_host(nodes: str) -> str:
     >>> first_host("gpu[03-05,9],login1")
     'gpu03'
     """
-    name = re.match(r"[^,\[]*", nodes)
-    prefix = name.group() if name else ""
-    rest = nodes[len(prefix) :]
-    if not rest.startswith("["):
-        return prefix.strip()
-    number = re.match(r"\[(\d+)", rest)
-    suffix = re.match(r"\[[^\]]*\]([^,\[]*)", rest)
-    return prefix.strip() + (number.group(1) if number else "") + (suffix.group(1) if suffix else "")
+    found = re.match(r"([^,\[]*)(?:\[(\d*)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(found.groups("")).strip() if found else ""
 
 
 def may_start_again() -> bool:

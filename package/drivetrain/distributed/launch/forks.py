@@ -30,7 +30,7 @@ from drivetrain.distributed.launch.children import (
 )
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.meeting import STORE, private_place, remove_place
-from drivetrain.distributed.sockets import release_port, reserve_port
+from drivetrain.distributed.sockets import reserved_port
 
 T = TypeVar("T")
 
@@ -62,37 +62,32 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
         Exception: The function raised here.
     """
     _check(world_size)
-    port = reserve_port()
-    try:
-        place = private_place(port)
-    except StrategyError:
-        release_port(port)
-        raise
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # otherwise each fork would write what is still buffered
     children: list[Child] = []
     pipes: list[int] = []
     guard: Guard | None = None
-    try:
-        with _changed({**environment_of(0, world_size, port, threads=1), **place}):
-            for rank in range(1, world_size):
-                own = environment_of(rank, world_size, port, threads=1)
-                child, pipe = fork_copy(function, rank, own, pipes)
-                children.append(child)
-                pipes.append(pipe)
-                started[rank] = child
-            guard = Guard(children, place[STORE], kills_parent=False)  # a notebook stays
-            return _as_rank_0(function, children, pipes)
-    finally:
-        release_port(port)
-        end_all(children, grace=0)
-        if guard is not None:
-            guard.end()
-        remove_place(place)
-        for each in children:
-            started.pop(each.rank, None)
-        for pipe in pipes:
-            os.close(pipe)
+    with reserved_port() as port:
+        place = private_place(port)
+        try:
+            with _changed({**environment_of(0, world_size, port, threads=1), **place}):
+                for rank in range(1, world_size):
+                    own = environment_of(rank, world_size, port, threads=1)
+                    child, pipe = fork_copy(function, rank, own, pipes)
+                    children.append(child)
+                    pipes.append(pipe)
+                    started[rank] = child
+                guard = Guard(children, place[STORE], kills_parent=False)  # a notebook stays
+                return _as_rank_0(function, children, pipes)
+        finally:
+            end_all(children, grace=0)
+            if guard is not None:
+                guard.end()
+            remove_place(place)
+            for each in children:
+                started.pop(each.rank, None)
+            for pipe in pipes:
+                os.close(pipe)
 
 
 def _check(world_size: int) -> None:

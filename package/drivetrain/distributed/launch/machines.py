@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from drivetrain.distributed.interfaces import check_resolves, loopback_variables, own_address
+from drivetrain.distributed.launch.children import say
 from drivetrain.distributed.launch.meeting import STORE, Meeting, join_timeout, loopback_store
 from drivetrain.distributed.secret import SECRET, new_secret, secret
 
@@ -45,11 +45,6 @@ def register(logs: Path) -> None:
     """
     rendezvous_handler_registry.register("drivetrain", lambda parameters: _Numbered(parameters, logs))
     rendezvous_handler_registry.register("drivetrain-elastic", _elastic)
-
-
-def say(text: str) -> None:
-    sys.stderr.write(f"drivetrain: {text}\n")
-    sys.stderr.flush()
 
 
 class _Numbered(RendezvousHandler):

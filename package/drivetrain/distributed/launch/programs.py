@@ -39,6 +39,7 @@ from drivetrain.distributed.launch.meeting import (
     private_place,
     remove_place,
 )
+from drivetrain.distributed.processes import is_grouped
 
 _DIRECTORY = str(Path.cwd())
 """The program's first working directory; its command is run again there."""
@@ -210,7 +211,7 @@ class _Launched:
     def _watch(self) -> None:
         alone = 0.0
         while not self._ending.wait(0.1):
-            self._grouped = self._grouped or _has_group()
+            self._grouped = self._grouped or is_grouped()
             failed = self._failed()
             if failed is not None and not self.is_guarded:
                 if self._ending.wait(_PATIENCE if self.has_finished else _GRACE):
@@ -265,10 +266,6 @@ class _Launched:
         if late:
             self._exit(f"rank {late[0].rank} still ran {_PATIENCE:g} s after rank 0 ended, and was killed")
         self._exit(f"rank {failed.rank} failed: it {ending(failed.poll() or 0)}")
-
-
-def _has_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def launched() -> _Launched | None:

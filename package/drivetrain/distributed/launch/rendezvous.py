@@ -8,9 +8,10 @@ import time
 from torch import distributed
 from torch._C._distributed_c10d import Store
 
-from drivetrain.core.errors import RankFailure
+from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.core.messages import logger
 from drivetrain.distributed.launch.children import ending, started
+from drivetrain.distributed.processes import is_grouped
 
 _LOG = logger(__name__)
 
@@ -40,7 +41,7 @@ def gather(rank: int, world_size: int) -> None:
 
     A warning names a rank that is missing after ten seconds: it may still be busy elsewhere.
     """
-    store = _store()
+    store = default_store()
     begun, pause, is_reported = time.monotonic(), _PAUSES[0], False
     try:
         run = store.add(_COME.format(rank), 1)
@@ -79,9 +80,12 @@ def note_end() -> None:
     """Note in the store that this process ends, for ranks that would wait for it."""
     if distributed.is_initialized():
         with contextlib.suppress(distributed.DistError):  # rank 0 has ended, and no rank waits any more
-            _store().set(_ENDED, str(distributed.get_rank()))
+            default_store().set(_ENDED, str(distributed.get_rank()))
 
 
-def _store() -> Store:
+def default_store() -> Store:
+    """Return the store of torch's default process group."""
+    if not is_grouped():
+        raise StrategyError("this needs a process group, whose store the ranks share, and there is none")
     store: Store = distributed.distributed_c10d._get_default_store()
     return store

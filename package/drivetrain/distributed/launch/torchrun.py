@@ -27,21 +27,18 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from drivetrain.core.errors import EXIT_STOPPED, DrivetrainError
 from drivetrain.distributed.launch.children import (
+    FAILURE,
+    FORWARDED,
     LAUNCHER,
     children_of,
     end_with_launcher,
     ending,
     parent_mark,
+    say,
 )
 from drivetrain.distributed.launch.environment import AGAIN
-from drivetrain.distributed.launch.machines import register, say
+from drivetrain.distributed.launch.machines import register
 from drivetrain.distributed.launch.meeting import LATE, LIMIT, REPEAT, join_timeout
-
-_IGNORED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
-"""Signals that `drivetrain launch` itself sends to the ranks, which decide what to do."""
-
-FAILURE = "failure.json"
-"""The file in the log directory with the first failure: its "rank", "code" and "text"."""
 
 _STUCK = 10.0
 """Seconds that the ranks have to end after another has failed; by themselves they need about five."""
@@ -53,9 +50,8 @@ _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def main(words: Sequence[str], logs: Path) -> int:
     """Run torchrun and return the exit code of the first rank that failed."""
     end_with_launcher()
-    for name in _IGNORED:
-        if hasattr(signal, name):  # the launcher sends them to the ranks; torch would kill those after 30 s
-            signal.signal(getattr(signal, name), lambda *_: None)
+    for number in FORWARDED:  # torch would kill the ranks after 30 s
+        signal.signal(number, lambda *_: None)
     logging.disable(logging.ERROR)  # the launcher's last line says what failed
     os.environ[_NO_SHARED_STORE] = "1"
     words = ["--log-dir", str(logs), *words]
