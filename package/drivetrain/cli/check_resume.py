@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from drivetrain.cli.parser import Parser
+from drivetrain.cli.parser import Parser, program_words
 from drivetrain.testing.resume.check import Check, check_program
 
 _EPILOG = """\
@@ -25,8 +24,7 @@ def run(words: Sequence[str]) -> int:
     parsed = _parser().parse_args(words)
     ignore = tuple(parsed.ignore)
     check = Check(parsed.steps, parsed.save_after, parsed.epoch, ignore, parsed.timeout, parsed.fit)
-    program = [*(["-m"] if parsed.module else []), parsed.program, *parsed.arguments]
-    report = check_program(program, check, parsed.nproc)
+    report = check_program(program_words(parsed), check, parsed.nproc)
     print(report)
     return 0 if report.is_good else 1
 
@@ -37,7 +35,6 @@ def _parser() -> Parser:
         description="Run a program three times: through, killed, and resumed. Compare, and report what was"
         " not saved.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--steps", type=int, default=10, metavar="N", help="steps to compare; default: 10")
@@ -58,7 +55,5 @@ def _parser() -> Parser:
         help="names of values and weights that may differ, such as 'history/*'; may be repeated",
     )
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for each run; default: 600")
-    add("-m", "--module", action="store_true", help="the program is a module, as for python -m")
-    add("program", help="a file")
-    add("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
+    parser.add_program()
     return parser

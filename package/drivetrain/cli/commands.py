@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,19 +47,15 @@ def fit(settings: Settings, as_json: bool) -> None:
             print(f"best checkpoint by {by}: {best}")
 
 
-def evaluate(stage: str) -> Callable[[Settings, bool], None]:
-    """Return the command that validates or tests, and prints the metrics."""
-
-    def command(settings: Settings, as_json: bool) -> None:
-        trainer, task = _trainer_and_task(settings)
-        verb = trainer.validate if stage == "validation" else trainer.test
-        metrics = verb(task, _evaluation_data(settings, stage), checkpoint=settings.option("checkpoint"))
-        if as_json:
-            print_json(metrics)
-        else:
-            _print_table(metrics)
-
-    return command
+def evaluate(stage: str, settings: Settings, as_json: bool) -> None:
+    """Validate or test, and print the metrics."""
+    trainer, task = _trainer_and_task(settings)
+    verb = trainer.validate if stage == "validation" else trainer.test
+    metrics = verb(task, _evaluation_data(settings, stage), checkpoint=settings.option("checkpoint"))
+    if as_json:
+        print_json(metrics)
+    else:
+        _print_table(metrics)
 
 
 def predict(settings: Settings, as_json: bool) -> None:
@@ -94,11 +91,7 @@ def predict(settings: Settings, as_json: bool) -> None:
 
 def plan(settings: Settings, as_json: bool) -> None:
     trainer, task = _trainer_and_task(settings, without_values=True)
-    found = make_plan(trainer, task, *fit_data(settings))
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print(found)
+    _show(make_plan(trainer, task, *fit_data(settings)), as_json)
 
 
 def summary(settings: Settings, as_json: bool) -> None:
@@ -109,7 +102,10 @@ def summary(settings: Settings, as_json: bool) -> None:
         raise ConfigError(f"--depth must be a whole number, at least 0, not {depth!r}")
     has_data = settings.option("data") is not None or settings.option("train_data") is not None
     batch = first_batch(trainer, task, *fit_data(settings)) if has_data else None
-    found = summarize(task, int(depth), batch=batch)
+    _show(summarize(task, int(depth), batch=batch), as_json)
+
+
+def _show(found: Any, as_json: bool) -> None:
     if as_json:
         print_json(found.to_json())
     else:
@@ -131,8 +127,8 @@ def benchmark(settings: Settings, as_json: bool) -> None:
 
 COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
     "fit": fit,
-    "validate": evaluate("validation"),
-    "test": evaluate("test"),
+    "validate": partial(evaluate, "validation"),
+    "test": partial(evaluate, "test"),
     "predict": predict,
     "plan": plan,
     "benchmark": benchmark,
@@ -197,12 +193,8 @@ def _evaluation_data(settings: Settings, stage: str) -> Any:
 
 
 def _files(result: FitResult) -> dict[str, str | None]:
-    paths = {
-        "run_dir": result.run_dir,
-        "last_checkpoint": result.last_checkpoint,
-        "best_checkpoint": result.best_checkpoint,
-        "model_path": result.model_path,
-    }
+    names = ("run_dir", "last_checkpoint", "best_checkpoint", "model_path")
+    paths = {name: getattr(result, name) for name in names}
     return {name: None if path is None else str(path) for name, path in paths.items()}
 
 

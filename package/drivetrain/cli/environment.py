@@ -37,12 +37,10 @@ def environment() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         }
     ]
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(index)
-        devices.append({"type": f"cuda:{index}", "name": found.name, "memory": found.total_memory})
-    for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
-        intel = torch.xpu.get_device_properties(index)
-        devices.append({"type": f"xpu:{index}", "name": intel.name, "memory": intel.total_memory})
+    for kind, backend in {"cuda": torch.cuda, "xpu": torch.xpu}.items():
+        for index in range(backend.device_count() if backend.is_available() else 0):
+            found = backend.get_device_properties(index)
+            devices.append({"type": f"{kind}:{index}", "name": found.name, "memory": found.total_memory})
     if torch.backends.mps.is_available():
         devices.append({"type": "mps", "name": platform.processor()})
     return {

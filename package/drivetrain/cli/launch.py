@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,17 +26,16 @@ from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError
 from drivetrain.distributed.failure.last_words import TRAINING
 from drivetrain.distributed.interfaces import check_resolves
 from drivetrain.distributed.launch.children import (
+    FAILURE,
+    FORWARDED,
     LAUNCHER,
     children_of,
     ending,
     parent_mark,
+    say,
     threads_per_rank,
 )
 from drivetrain.distributed.launch.environment import AGAIN
-
-_PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
-_FAILURE = "failure.json"
-"""Copies of the constants in `drivetrain.distributed.launch.torchrun`, which imports torch."""
 
 _REFUSAL = re.compile(r"(^|: )(drivetrain\.core\.errors\.)?(ConfigError|MissingDependencyError): ")
 """Errors of the configuration: another attempt would raise them again."""
@@ -81,14 +79,14 @@ def run(words: Sequence[str]) -> int:
         given = getattr(parsed, option)
         if given is not None:
             check_resolves(re.sub(r":\d*$", "", given).strip("[]"), f"--{option}")
-    with _threads(devices):
-        code = _Attempts(parsed.max_restarts).run([*torchrun, parsed.program, *parsed.arguments])
+    threads = threads_per_rank(devices, os.environ)
+    variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    code = _Attempts(parsed.max_restarts, variables).run([*torchrun, parsed.program, *parsed.arguments])
     ours = [each for each in parsed.arguments if each.partition("=")[0] in _OPTIONS]
     if code == _USAGE and ours:
-        print(
-            f"drivetrain: {ours[0]} comes after {parsed.program}, so the program got it. The launcher's"
-            f" options come before the program: drivetrain launch {ours[0]} ... {parsed.program}",
-            file=sys.stderr,
+        say(
+            f"{ours[0]} comes after {parsed.program}, so the program got it. The launcher's options come"
+            f" before the program: drivetrain launch {ours[0]} ... {parsed.program}"
         )
     return code
 
@@ -98,7 +96,6 @@ def _parser() -> Parser:
         prog="drivetrain launch",
         description="Start a program as several processes that train together.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--devices", default="auto", metavar="N", help="processes on this machine; default: one for each GPU")
@@ -114,9 +111,7 @@ def _parser() -> Parser:
         metavar="N",
         help="how often to restart all processes after a failure; default: never",
     )
-    add("-m", "--module", action="store_true", help="the program is a module, as for python -m")
-    add("program", help="a file")
-    add("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
+    parser.add_program()
     return parser
 
 
@@ -140,17 +135,9 @@ def _where(parsed: argparse.Namespace) -> list[str]:
                 f"--nodes {parsed.nodes}: all processes restart when a machine joins or leaves. Allow"
                 " restarts after failures too, such as --max-restarts 3"
             )
-        meeting = [
-            "--rdzv-backend",
-            "drivetrain-elastic",
-            "--rdzv-endpoint",
-            parsed.rendezvous,
-            "--rdzv-id",
-            parsed.job,
-        ]
-        return ["--nnodes", parsed.nodes, *meeting]
+        return _meeting(parsed.nodes, "drivetrain-elastic", parsed.rendezvous, parsed.job)
     if parsed.nodes == "1" and parsed.address is None and parsed.node_rank in (None, 0):
-        return _numbered(1, 0, "127.0.0.1:0", parsed.job)
+        return [*_meeting("1", "drivetrain", "127.0.0.1:0", parsed.job), "--rdzv-conf", "number=0"]
     if not re.fullmatch(r"[1-9]\d{0,5}", parsed.nodes):
         raise ConfigError(
             f"--nodes {parsed.nodes} needs --rendezvous HOST:PORT; with --address give one number"
@@ -164,25 +151,12 @@ def _where(parsed: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--node-rank must be from 0 to {int(parsed.nodes) - 1}, not {parsed.node_rank}")
     host, _, port = parsed.address.rpartition(":") if re.search(r":\d+$", parsed.address) else ("", "", "")
     endpoint = f"{host or parsed.address}:{port or _PORT}"
-    return _numbered(int(parsed.nodes), parsed.node_rank, endpoint, parsed.job)
+    meeting = _meeting(parsed.nodes, "drivetrain", endpoint, parsed.job)
+    return [*meeting, "--rdzv-conf", f"number={parsed.node_rank}"]
 
 
-def _numbered(nodes: int, number: int, endpoint: str, job: str) -> list[str]:
-    meeting = ["--rdzv-backend", "drivetrain", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
-    return ["--nnodes", str(nodes), *meeting, "--rdzv-conf", f"number={number}"]
-
-
-@contextmanager
-def _threads(devices: int) -> Iterator[None]:
-    """Run the block with OMP_NUM_THREADS set to each process's share of the cores, unless it is set."""
-    threads = threads_per_rank(devices, os.environ)
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    try:
-        yield
-    finally:
-        if threads is not None:
-            del os.environ["OMP_NUM_THREADS"]
+def _meeting(nodes: str, backend: str, endpoint: str, job: str) -> list[str]:
+    return ["--nnodes", nodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-id", job]
 
 
 class _Attempts:
@@ -193,8 +167,9 @@ class _Attempts:
     a restart.
     """
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self, restarts: int, variables: Mapping[str, str]) -> None:
         self._restarts = self._left = restarts
+        self._variables = variables
         self._received: int | None = None
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._last_end = 0.0
@@ -204,10 +179,8 @@ class _Attempts:
         """Run torchrun with these words, and return the exit code for the whole job."""
         handlers = {}
         try:
-            for name in _PASSED_ON:
-                if hasattr(signal, name):
-                    number = getattr(signal, name)
-                    handlers[number] = signal.signal(number, self._pass_on)
+            for number in FORWARDED:
+                handlers[number] = signal.signal(number, self._pass_on)
             return self._run(words)
         finally:
             for number, handler in handlers.items():
@@ -221,27 +194,27 @@ class _Attempts:
                 time.sleep(1.0)
                 continue
             if code and self._received is not None and not text:  # before any rank started
-                _say(f"ended by {signal.Signals(self._received).name}")
+                say(f"ended by {signal.Signals(self._received).name}")
                 return 128 + self._received
             if code in (0, EXIT_REQUEUE, EXIT_STOPPED):
                 if text.startswith("no progress"):  # a hang; a rank may have printed its stacks last
-                    _say(text)
+                    say(text)
                 return code
             is_refused = code == _USAGE or (code == 1 and _REFUSAL.search(text) is not None)
             if self._received is not None or is_refused or not self._left:
                 if is_refused and self._left:
-                    _say("not started again: the same error would come back")
-                _say(text or f"torchrun {ending(code)}")
+                    say("not started again: the same error would come back")
+                say(text or f"torchrun {ending(code)}")
                 return max(code, 1)
             self._left -= 1
             self._last_end = time.monotonic()
             self._not_told = f"rank {failure.get('rank')} {ending(int(failure.get('code', code)))}"
-            _say(f"{self._not_told}; all are started again ({self._left} more allowed)")
+            say(f"{self._not_told}; all are started again ({self._left} more allowed)")
 
     def _attempt(self, words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
         """Make one attempt; return its exit code and its first failure."""
         logs = Path(tempfile.mkdtemp(prefix="drivetrain-launch-"))
-        environment = {**os.environ, LAUNCHER: parent_mark()}
+        environment = {**os.environ, **self._variables, LAUNCHER: parent_mark()}
         if self._restarts:
             environment[AGAIN] = "1" if self._last_end else "0"
         command = [sys.executable, "-m", "drivetrain.distributed.launch.torchrun", str(logs), *words]
@@ -251,9 +224,9 @@ class _Attempts:
             while self._torchrun.poll() is None:
                 time.sleep(float(_LOOKING))
                 if self._not_told is not None and any(logs.rglob(TRAINING)):
-                    _say(f"training again {time.monotonic() - self._last_end:.1f} s after {self._not_told}")
+                    say(f"training again {time.monotonic() - self._last_end:.1f} s after {self._not_told}")
                     self._not_told = None
-            with open(logs / _FAILURE, encoding="utf-8") as file:
+            with open(logs / FAILURE, encoding="utf-8") as file:
                 failure: dict[str, Any] = json.load(file)
             return self._torchrun.returncode, failure
         except (FileNotFoundError, ValueError):
@@ -273,8 +246,3 @@ class _Attempts:
                 continue
         if not ranks:
             self._torchrun.kill()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"drivetrain: {text}\n")
-    sys.stderr.flush()

@@ -41,14 +41,7 @@ _OTHERS = {
     "checkpoint": "list, show, verify, export, push, compare and import checkpoints",
     "runs": "list runs, and show what the time of one went to",
 }
-_MODULES = {
-    "launch": "drivetrain.cli.launch",
-    "check-resume": "drivetrain.cli.check_resume",
-    "profile": "drivetrain.cli.profile",
-    "checkpoint": "drivetrain.cli.checkpoint.arguments",
-    "runs": "drivetrain.cli.runs",
-}
-"""Modules of the other commands. Each has a function `run` that takes the words after the command."""
+"""Commands with a module of their own, whose function `run` takes the words after the command."""
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """An option that the launcher `deepspeed` puts before a module's arguments; the environment has it too."""
@@ -94,8 +87,9 @@ def _run(words: Sequence[str]) -> int:
         return int(importlib.import_module("drivetrain.integrations.optuna.command").show(words[2:]))
     if command in _RUNS:
         return _run_task(command, words[1:])
-    if command in _MODULES:
-        return int(importlib.import_module(_MODULES[command]).run(words[1:]))
+    if command in _OTHERS:
+        module = "checkpoint.arguments" if command == "checkpoint" else command.replace("-", "_")
+        return int(importlib.import_module(f"drivetrain.cli.{module}").run(words[1:]))
     parsed = _parser().parse_args(words)
     from drivetrain.cli.environment import print_environment
     from drivetrain.cli.strategies import print_strategies

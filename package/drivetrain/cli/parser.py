@@ -49,6 +49,19 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--json", action="store_true", help="print JSON")
         self.add_argument("--debug", action="store_true", help="show the traceback of every error")
 
+    def add_program(self) -> None:
+        """Add the program that a command runs, and its arguments; see `program_words`."""
+        self.formatter_class = argparse.RawDescriptionHelpFormatter  # for the examples in the epilog
+        add = self.add_argument
+        add("-m", "--module", action="store_true", help="the program is a module, as for python -m")
+        add("program", help="a file")
+        add("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
+
+
+def program_words(parsed: argparse.Namespace) -> list[str]:
+    """Return the words after `python` that run the program of `Parser.add_program`."""
+    return [*(["-m"] if parsed.module else []), parsed.program, *parsed.arguments]
+
 
 def _of_trainer(name: str) -> str | None:
     """Return how to write an argument of the Trainer, ours or another library's; None for any other name."""

@@ -23,11 +23,10 @@ def plain(text: str) -> str:
     """Return a text on one line, with escapes for characters that could control a terminal."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else _escaped(each) for each in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for each in text
+    )
 
 
 def shortened(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from drivetrain.callbacks import Profile
 from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.cli.parser import Parser
+from drivetrain.cli.parser import Parser, program_words
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import count
 from drivetrain.distributed.launch.environment import detect
@@ -37,7 +36,7 @@ The program ends where the run after its first fit would begin.
 def run(words: Sequence[str]) -> int:
     """Profile a program's first fit, print the table and the paths of the files, and return the exit code."""
     parsed = _parser().parse_args(words)
-    program = [*(["-m"] if parsed.module else []), parsed.program, *parsed.arguments]
+    program = program_words(parsed)
     check_exists(program)
     kinds, steps = parsed.kinds.split(","), count("--steps", parsed.steps, at_least=2)
     folder, job = Path(parsed.folder).absolute(), detect(os.environ)
@@ -132,7 +131,6 @@ def _parser() -> Parser:
         prog="drivetrain profile",
         description="Run steps of a program's first fit, print the time of each phase, and trace the last.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--steps", type=int, default=20, metavar="N", help="steps to run; default: 20")
@@ -144,7 +142,5 @@ def _parser() -> Parser:
     )
     add("--ranks", default="0", metavar="RANKS", help="ranks to profile, or all; default: 0")
     add("--folder", default="profile", metavar="DIR", help="where to write; default: profile")
-    add("-m", "--module", action="store_true", help="the program is a module, as for python -m")
-    add("program", help="a file")
-    add("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
+    parser.add_program()
     return parser

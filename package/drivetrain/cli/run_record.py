@@ -57,7 +57,7 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     found = {}
     for name in names:
-        row = [_text(run.settings.get(name, _ABSENT)) if run.settings else _UNKNOWN for run in runs]
+        row = [str(run.settings.get(name, _ABSENT)) if run.settings else _UNKNOWN for run in runs]
         if len(set(row) - {_UNKNOWN}) > 1:
             found[name] = row
     return found
@@ -131,7 +131,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, each in value.items():
         found |= _flat(each, f"{prefix}.{key}" if prefix else str(key))
     return found
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(value)

@@ -56,28 +56,29 @@ def _why_not(listed: ListedStrategy) -> str:
 
 
 def _listed(name: str, hardware: Hardware) -> ListedStrategy:
-    needs = ""
+    needs = reason = ""
     options: dict[str, str] = {}
     try:
         if STRATEGIES[name] is SingleDevice:
             needs = _ONE_PROCESS[name]
             if name in DEVICES and not hardware.has(name):
-                return ListedStrategy(name, needs, False, f"this machine has {hardware}", options)
+                reason = f"this machine has {hardware}"
         else:
             kind = strategy_class(name)
             needs = str(kind.needs)
             options = {} if name in PRESETS else _options(kind.config_type)
-            support = kind.available(hardware)
-            if not support:
-                return ListedStrategy(name, needs, False, str(support.reason), options)
-        chosen = choose(name, hardware).name
+            reason = _trouble(kind, hardware)
+        chosen = name if reason else choose(name, hardware).name
         if chosen not in (name, "single"):  # the choice of "auto"
-            support = strategy_class(chosen).available(hardware)
-            if not support:
-                return ListedStrategy(name, needs, False, str(support.reason), options)
+            reason = _trouble(strategy_class(chosen), hardware)
     except Exception as error:  # code of another package may raise anything; list the others all the same
-        return ListedStrategy(name, needs, False, str(error) or type(error).__name__, options)
-    return ListedStrategy(name, needs, True, "", options)
+        reason = str(error) or type(error).__name__
+    return ListedStrategy(name, needs, not reason, reason, options)
+
+
+def _trouble(kind: Any, hardware: Hardware) -> str:
+    support = kind.available(hardware)
+    return "" if support else str(support.reason)
 
 
 def _options(config_type: Any) -> dict[str, str]:

@@ -43,12 +43,7 @@ class CSVLogger(FileLogger):
         self._last: Mapping[str, object] = {}  # the last row that this logger has written, by column
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one row, or fill the last one if it has the same step.
-
-        Args:
-            metrics: The values by name.
-            step: The number of steps made.
-        """
+        """Write one row, or fill the last one if it has the same step; `step` is the number of steps made."""
         if not self._columns.keys() >= metrics.keys():
             self._widen(metrics)
         file = self._open()

@@ -8,6 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,13 @@ def to_json(value: Any) -> Json:
     JSON has no non-finite numbers, and Python's own ``NaN`` breaks every strict reader. They become the
     strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` accepts.
     """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _name(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(key): to_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(each) for each in value]
-    return str(value)
-
-
-def _name(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def flat(value: Json, name: str = "") -> Iterator[tuple[str, bool | float | str]]:
@@ -127,10 +120,8 @@ def set_aside(path: Path) -> None:
     """Rename an earlier run's file: ``metrics.csv`` becomes ``metrics.1.csv``, or the next free number."""
     if not os.path.lexists(path):
         return
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)
+    numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    path.rename(next(each for each in numbered if not each.exists()))
 
 
 class Appended:

@@ -74,7 +74,8 @@ class _Traceable(nn.Module):
     def __init__(self, task: nn.Module, inputs: Any) -> None:
         super().__init__()
         self.task = task
-        named = inputs if isinstance(inputs, Mapping) else dict(enumerate(_as_tuple(inputs)))
+        positional = inputs if isinstance(inputs, tuple) else (inputs,)
+        named = inputs if isinstance(inputs, Mapping) else dict(enumerate(positional))
         self._by_name = isinstance(inputs, Mapping)
         self._rest = {name: each for name, each in named.items() if not isinstance(each, Tensor)}
         found = {name: each for name, each in named.items() if isinstance(each, Tensor)}
@@ -85,10 +86,6 @@ class _Traceable(nn.Module):
         given: dict[Any, Any] = {**self._rest, **dict(zip(self._names, tensors, strict=True))}
         outputs = self.task(**given) if self._by_name else self.task(*(given[each] for each in sorted(given)))
         return tuple(_tensors(outputs))
-
-
-def _as_tuple(inputs: Any) -> tuple[Any, ...]:
-    return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

@@ -68,15 +68,10 @@ def _rows(text: str) -> list[dict[str, float]]:
     for each in rows:
         if isinstance(each.get(HISTOGRAMS), dict):
             continue
-        row = _row(each)
+        row: dict[str, float] = {"step": int(each["step"])}
+        row |= {name: float(value) for name, value in each.items() if name != "step" and value != ""}
         if joined and joined[-1]["step"] == row["step"]:
             joined[-1].update(row)
         else:
             joined.append(row)
     return joined
-
-
-def _row(values: dict[str, str]) -> dict[str, float]:
-    numbers: dict[str, float] = {"step": int(values["step"])}
-    numbers.update((name, float(each)) for name, each in values.items() if name != "step" and each != "")
-    return numbers

@@ -47,7 +47,6 @@ class JSONLinesLogger(FileLogger):
         self._lines = 0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one line; `step` is the number of steps made."""
         self._write({"step": step, **{name: to_json(float(value)) for name, value in metrics.items()}})
 
     def log_media(self, values: Mapping[str, Media], step: int) -> None:
@@ -69,11 +68,6 @@ class JSONLinesLogger(FileLogger):
         return {"lines": self._lines}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state` without the lines added since; a missing or shorter file is kept.
-
-        Raises:
-            OSError: The file could not be truncated; the logger appends at its end.
-        """
         self.close()
         self._continues = True
         self._lines = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import math
 import struct
 import zlib
 from abc import ABC, abstractmethod
@@ -512,6 +511,4 @@ def _counted(values: np.ndarray[Any, Any], bins: int) -> BinCounts:
 
 def _cell(value: Any) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, float) and not math.isfinite(value):
-        return to_json(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return str(value) if isinstance(value, (Mapping, list, tuple)) else to_json(value)

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -320,9 +321,8 @@ def _set_aside(directory: Path) -> None:
     files = sorted(directory.glob(_PATTERN))
     if not files:
         return
-    number = 1
-    while (aside := directory / f"earlier-{number}").exists():
-        number += 1
+    numbered = (directory / f"earlier-{number}" for number in count(1))
+    aside = next(each for each in numbered if not each.exists())
     aside.mkdir()
     for file in files:
         file.rename(aside / file.name)

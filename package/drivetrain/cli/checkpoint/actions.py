@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.foreign.deepspeed import ImportedCheckpoint, import_deepspeed
+from drivetrain.checkpoint.foreign.deepspeed import import_deepspeed
 from drivetrain.checkpoint.foreign.torch_weights import PICKLES
-from drivetrain.checkpoint.foreign.weights import ImportedWeights, import_weights
+from drivetrain.checkpoint.foreign.weights import import_weights
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.formats import FORMATS, export_folder
 from drivetrain.checkpoint.inspection.compare import compare
@@ -75,14 +75,14 @@ def _show(parsed: argparse.Namespace) -> int:
 def _verify(parsed: argparse.Namespace) -> int:
     targets, trouble = _targets(parsed.paths)
     verdicts: list[Verdict] = []
-    for text in trouble if not parsed.json else ():
-        line(text)
+    say = line if not parsed.json else str
+    for text in trouble:
+        say(text)
     for each, is_checked in targets:
         verdicts.append(
             _check(each) if is_checked else Verdict(each.path, each.condition, each.bytes, each.trouble)
         )
-        if not parsed.json:
-            line(verdict_text(verdicts[-1]))
+        say(verdict_text(verdicts[-1]))
     is_good = not trouble and all(each.condition in ("good", "set aside", "unfinished") for each in verdicts)
     if parsed.json:
         print_json({"good": is_good, "trouble": trouble, "checkpoints": verdicts})
@@ -146,15 +146,9 @@ def _export(parsed: argparse.Namespace) -> int:
         reader.object(FROZEN) if FROZEN in reader.manifest.objects() and parsed.group == "model" else None
     )
     left_out = len(frozen) if isinstance(frozen, dict) else 0
-    if parsed.json:
-        found = {"checkpoint": reader.path, "group": parsed.group, "tensors": len(weights), "files": written}
-        print_json({**found, "frozen": left_out})
-    else:
-        for each in written:
-            line(each)
-        if left_out:
-            line(f"not in there: {left_out} frozen parameters, which the checkpoint leaves out")
-    return _FINE
+    found = {"checkpoint": reader.path, "group": parsed.group, "tensors": len(weights), "files": written}
+    text = f"not in there: {left_out} frozen parameters, which the checkpoint leaves out"
+    return _print(parsed, {**found, "frozen": left_out}, *written, *([text] if left_out else []))
 
 
 def _export_folder(parsed: argparse.Namespace) -> int:
@@ -170,12 +164,7 @@ def _export_folder(parsed: argparse.Namespace) -> int:
     size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}
     path = resolve(parsed.path)
     written = export_folder(parsed.format, path, parsed.output, dtype=parsed.dtype, **size)
-    if parsed.json:
-        print_json({"checkpoint": path, "format": parsed.format, "files": written})
-    else:
-        for each in written:
-            line(each)
-    return _FINE
+    return _print(parsed, {"checkpoint": path, "format": parsed.format, "files": written}, *written)
 
 
 def _write_torch(weights: Mapping[str, Tensor], output: str, dtype: str | None) -> str:
@@ -245,11 +234,7 @@ def _push(parsed: argparse.Namespace) -> int:
         checkpoint=parsed.checkpoint,
         card=card,
     )
-    if parsed.json:
-        print_json({"repository": parsed.repository, "commit": address})
-    else:
-        line(address)
-    return _FINE
+    return _print(parsed, {"repository": parsed.repository, "commit": address}, address)
 
 
 def _diff(parsed: argparse.Namespace) -> int:
@@ -262,13 +247,14 @@ def _diff(parsed: argparse.Namespace) -> int:
 
 
 def _import(parsed: argparse.Namespace) -> int:
-    return _print_import(parsed, import_weights(parsed.source, parsed.output, rename=_rename(parsed)))
+    found = import_weights(parsed.source, parsed.output, rename=_rename(parsed))
+    return _print(parsed, found, str(found))
 
 
 def _import_deepspeed(parsed: argparse.Namespace) -> int:
     rename = _rename(parsed)
     found = import_deepspeed(parsed.folder, parsed.output, tag=parsed.tag, rename=rename)
-    return _print_import(parsed, found)
+    return _print(parsed, found, str(found))
 
 
 def _rename(parsed: argparse.Namespace) -> dict[str, str]:
@@ -281,11 +267,13 @@ def _rename(parsed: argparse.Namespace) -> dict[str, str]:
     return rename
 
 
-def _print_import(parsed: argparse.Namespace, found: ImportedCheckpoint | ImportedWeights) -> int:
+def _print(parsed: argparse.Namespace, found: Any, *lines: str) -> int:
+    """Print JSON or lines, whichever is asked for."""
     if parsed.json:
         print_json(found)
     else:
-        line(str(found))
+        for each in lines:
+            line(each)
     return _FINE
 
 

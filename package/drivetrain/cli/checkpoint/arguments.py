@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.printing import any_text, plain
@@ -24,7 +24,7 @@ def run(words: Sequence[str]) -> int:
     # Imported here, so that --help and a wrong command line do not wait for torch.
     from drivetrain.cli.checkpoint.actions import ACTIONS
 
-    with _plain_warnings(), any_text():
+    with handled_by(_Plain(logging.WARNING)), any_text():
         return ACTIONS[parsed.action](parsed)
 
 
@@ -36,129 +36,110 @@ def _parser() -> Parser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, purpose: str, about: str) -> Parser:
+    def action(name: str, purpose: str, about: str) -> Callable[..., Any]:
+        """Add an action, and return the function that adds its arguments."""
         description = f"{purpose[0].upper()}{purpose[1:]}. {about}"
         made = actions.add_parser(name, help=purpose, description=description, epilog=_EPILOG)
         made.add_common()
-        return made
+        return made.add_argument
 
-    each = action(
+    add = action(
         "list",
         "list the checkpoints of a run, the newest last",
         "Shows the order and purpose of each by the index, and checkpoints that were set aside, lost or never"
         " finished. Reads no tensors.",
     )
-    each.add_argument(
-        "path", metavar="PATH", help="a run directory, a directory of checkpoints, or a checkpoint"
-    )
+    add("path", metavar="PATH", help="a run directory, a directory of checkpoints, or a checkpoint")
 
-    each = action(
+    add = action(
         "show",
         "show what a checkpoint contains",
         "Progress, metrics, the task's arguments, optimizer settings, files, and a summary of the tensors."
         " Reads tensors only to find a run's newest good checkpoint.",
     )
-    each.add_argument("path", metavar="PATH", help=_ONE)
-    each.add_argument(
-        "--tensors", action="store_true", help="list every tensor, with its dtype, shape and pieces"
-    )
+    add("path", metavar="PATH", help=_ONE)
+    add("--tensors", action="store_true", help="list every tensor, with its dtype, shape and pieces")
 
-    each = action(
+    add = action(
         "verify",
         "check every byte; exit code 1 if anything is damaged",
         "Compares each file and tensor with its hash and reports which is wrong. Repairs nothing. Checkpoints"
         " that a run has set aside as damaged, and unfinished ones, are shown and not checked, unless given"
         " by their paths.",
     )
-    each.add_argument(
-        "paths", metavar="PATH", nargs="+", help="a checkpoint, or a run directory: all of its checkpoints"
-    )
+    add("paths", metavar="PATH", nargs="+", help="a checkpoint, or a run directory: all of its checkpoints")
 
-    each = action(
+    add = action(
         "export",
         "write weights to a plain file, or a folder for transformers",
         "Writes safetensors, or a state dict that torch.load(..., weights_only=True) reads, or a folder that"
         " transformers' from_pretrained loads, and prints the files.",
     )
-    each.add_argument("path", metavar="PATH", help=_ONE)
-    each.add_argument(
+    add("path", metavar="PATH", help=_ONE)
+    add(
         "output",
         metavar="OUTPUT",
         help="the file, such as model.safetensors, or the folder for transformers; also an address",
     )
-    each.add_argument(
+    add(
         "--format",
         choices=("safetensors", "torch", "transformers"),
         default="safetensors",
         help="the kind of file; default safetensors. Only a TransformersTask's checkpoint has one for"
         " transformers",
     )
-    each.add_argument(
-        "--dtype", metavar="DTYPE", help="convert floating-point tensors to this: float32, bf16, fp16..."
-    )
-    each.add_argument(
-        "--max-shard-size", metavar="SIZE", help='split into files of at most this size, such as "5 GB"'
-    )
-    each.add_argument("--group", metavar="NAME", default="model", help="the group of tensors; default model")
-    each.add_argument("--force", action="store_true", help="replace existing files")
+    add("--dtype", metavar="DTYPE", help="convert floating-point tensors to this: float32, bf16, fp16...")
+    add("--max-shard-size", metavar="SIZE", help='split into files of at most this size, such as "5 GB"')
+    add("--group", metavar="NAME", default="model", help="the group of tensors; default model")
+    add("--force", action="store_true", help="replace existing files")
 
-    each = action(
+    add = action(
         "push",
         "upload a checkpoint's model to the Hugging Face Hub",
         "Uploads the weights, the files beside them, TensorBoard's files and a model card in one commit, and"
         " prints its address. The token is that of HF_TOKEN, or of `hf auth login`. Needs the extra 'hub'.",
     )
-    each.add_argument("path", metavar="PATH", help=f"{_ONE}; on a local disk")
-    each.add_argument("repository", metavar="REPOSITORY", help="such as organisation/name; made if missing")
-    each.add_argument("--revision", metavar="BRANCH", help="the branch; made if missing")
-    each.add_argument(
-        "--private", action="store_true", default=None, help="make a missing repository a private one"
-    )
-    each.add_argument(
-        "--checkpoint", action="store_true", help="upload the whole checkpoint too, as last-checkpoint"
-    )
-    each.add_argument("--license", metavar="NAME", help="the licence in the model card, such as apache-2.0")
+    add("path", metavar="PATH", help=f"{_ONE}; on a local disk")
+    add("repository", metavar="REPOSITORY", help="such as organisation/name; made if missing")
+    add("--revision", metavar="BRANCH", help="the branch; made if missing")
+    add("--private", action="store_true", default=None, help="make a missing repository a private one")
+    add("--checkpoint", action="store_true", help="upload the whole checkpoint too, as last-checkpoint")
+    add("--license", metavar="NAME", help="the licence in the model card, such as apache-2.0")
     for option, field, about in (
         ("--tag", "tags", "a tag in the model card"),
         ("--base-model", "base_model", "the repository of weights that training started from"),
         ("--dataset", "datasets", "a data set on the Hub"),
     ):
-        each.add_argument(
-            option, dest=field, metavar="NAME", action="append", default=[], help=f"{about}; may be repeated"
-        )
+        add(option, dest=field, metavar="NAME", action="append", default=[], help=f"{about}; may be repeated")
 
-    each = action(
+    add = action(
         "diff",
         "show the differences between two checkpoints; exit code 1 if there are any",
         "Compares arguments, settings, metrics and counts, and tensors by the hashes in the manifests: it"
         " reads only tensors that are stored in different pieces. Ignores the time that a run took.",
     )
-    each.add_argument("first", metavar="A", help=_ONE)
-    each.add_argument("second", metavar="B", help="another")
-    each.add_argument("--all", action="store_true", help="list every difference, not only the first ones")
+    add("first", metavar="A", help=_ONE)
+    add("second", metavar="B", help="another")
+    add("--all", action="store_true", help="list every difference, not only the first ones")
 
-    each = action(
+    add = action(
         "import",
         "make a checkpoint of weights that another program saved",
         "Takes the weights of a Lightning or Composer checkpoint, or of a state dict, and Lightning's"
         " hyper-parameters that are plain values. Runs no code from the file. Reads no optimizer states.",
     )
-    each.add_argument(
-        "source", metavar="FILE", help="the file, such as last.ckpt or model.pt; also an address"
-    )
-    _add_import_options(each)
+    add("source", metavar="FILE", help="the file, such as last.ckpt or model.pt; also an address")
+    _add_import_options(add)
 
-    each = action(
+    add = action(
         "import-deepspeed",
         "convert a checkpoint that DeepSpeed's save_checkpoint wrote",
         "Takes the float32 weights of ZeRO 1, 2 and 3. Runs no code from DeepSpeed's files, and needs no"
         " DeepSpeed.",
     )
-    each.add_argument(
-        "folder", metavar="FOLDER", help="the folder with the file 'latest', or one inside with the files"
-    )
-    _add_import_options(each)
-    each.add_argument(
+    add("folder", metavar="FOLDER", help="the folder with the file 'latest', or one inside with the files")
+    _add_import_options(add)
+    add(
         "--tag",
         metavar="NAME",
         help="the folder inside, such as global_step100; default: the one in 'latest'",
@@ -166,11 +147,9 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_import_options(parser: Parser) -> None:
-    parser.add_argument(
-        "output", metavar="OUTPUT", help="the checkpoint to write, a directory; also an address"
-    )
-    parser.add_argument(
+def _add_import_options(add: Callable[..., Any]) -> None:
+    add("output", metavar="OUTPUT", help="the checkpoint to write, a directory; also an address")
+    add(
         "--rename",
         metavar="PATTERN=NEW",
         action="append",
@@ -184,7 +163,3 @@ class _Plain(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         print(plain(f"drivetrain: {record.getMessage()}"), file=sys.stderr)
-
-
-def _plain_warnings() -> AbstractContextManager[None]:
-    return handled_by(_Plain(logging.WARNING))

@@ -140,14 +140,11 @@ def print_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> None:
     for group, records in groups.items():
         if records:
             line()
-            table((group, "dtype and shape", "size", "pieces"), _tensor_rows(records), numbers=(2, 3))
-
-
-def _tensor_rows(records: Mapping[str, TensorRecord]) -> list[tuple[str, ...]]:
-    return [
-        (name, _record(record), sized(totals([record]).bytes), str(record.count))
-        for name, record in records.items()
-    ]
+            rows = [
+                (name, _record(record), sized(totals([record]).bytes), str(record.count))
+                for name, record in records.items()
+            ]
+            table((group, "dtype and shape", "size", "pieces"), rows, numbers=(2, 3))
 
 
 def tensors_json(reader: Reader) -> dict[str, Any]:
@@ -228,8 +225,6 @@ def _change(each: TensorDifference) -> str:
 
 
 def _value_change(each: ValueDifference) -> str:
-    if each.kind == "only in the first":
-        return f"{shortened(each.first)}, {each.kind}"
-    if each.kind == "only in the second":
-        return f"{shortened(each.second)}, {each.kind}"
-    return f"{shortened(each.first)} became {shortened(each.second)}"
+    if each.kind == "content":
+        return f"{shortened(each.first)} became {shortened(each.second)}"
+    return f"{shortened(each.first if each.kind == 'only in the first' else each.second)}, {each.kind}"
