@@ -211,6 +211,11 @@ def own_device(kind: str, local_rank: int, gpus: Sequence[int] | None) -> torch.
     return torch.device(kind, local_rank if gpus is None else gpus[local_rank])
 
 
+def leave(member: Member) -> None:
+    """Close a member's own groups; the job's group stays. For strategies of other packages."""
+    member.ranks.close()
+
+
 def _end() -> None:
     """End the process group with the program, and note it for ranks that might wait for this one."""
     if os.getpid() != _process:
