@@ -28,7 +28,7 @@ def test_numbers_words_and_durations_are_taken_from_every_library() -> None:
 
 def test_stages_are_written_as_intervals_and_each_holds_from_its_point_on() -> None:
     stages = Stages("steps", {"8 epochs": 1, 0: 8, "4 epochs": 4})
-    assert (stages.unit, stages.most, stages.first) == ("epochs", 8, 8)
+    assert (stages.unit, stages.first) == ("epochs", 8)
     assert [stages.at(epoch) for epoch in (0, 3, 4, 7, 8, 100)] == [8, 8, 4, 4, 1, 1]
     assert [stages.next_start(epoch) for epoch in (0, 3, 4, 8)] == [4, 4, 8, None]
     points: list[Any] = [(0, 10), ("0", "10 steps"), ("0 epochs", "10 steps"), (0, Every(10))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -62,6 +62,15 @@ def opened(value: Any) -> Container | None:
             keys, [value[key] for key in keys], lambda others: _mapping_like(value, keys, others)
         )
     return None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in a nested value and is no container, in order."""
+    if (container := opened(value)) is None:
+        yield value
+    else:
+        for each in container.entries:
+            yield from leaves(each)
 
 
 def _sequence_like(original: Any, entries: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ likely meant, so that no module writes its own spelling help.
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,10 @@ EXIT_STOPPED = 130
 
 class DrivetrainError(Exception):
     """Base class of all errors raised by drivetrain."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the constructor, whose arguments may be others: errors travel between processes."""
+        return copyreg.__newobj__, (type(self),), {"args": self.args, **vars(self)}  # type: ignore[attr-defined]
 
 
 class ConfigError(DrivetrainError, ValueError):
@@ -73,10 +78,6 @@ class NonFiniteError(DrivetrainError, ArithmeticError):
         super().__init__(f"{what}. {help}" if help else what)
         self.what, self.help, self.step = what, help, step
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the constructor's arguments: errors travel between processes."""
-        return type(self), (self.what, self.help, self.step), {"__notes__": getattr(self, "__notes__", [])}
-
 
 class DivergenceError(DrivetrainError, ArithmeticError):
     """Training spikes again and again, whatever is left out; names the steps."""
@@ -90,11 +91,6 @@ class MissingDependencyError(DrivetrainError, ImportError):
             f"{purpose} needs the package {package!r}, which is not installed. "
             f"Install it with: pip install 'drivetrain[{extra}]'"
         )
-        self._arguments = (package, extra, purpose)
-
-    def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
-        """Pickle by the constructor's arguments: errors travel between processes."""
-        return type(self), self._arguments
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

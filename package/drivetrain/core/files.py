@@ -44,18 +44,13 @@ class NotAFileError(ConfigError, OSError):
     """A path that leads to no regular file, or to one that is too large to be what it should be."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        self._given = (os.fspath(path), reason)
-        super().__init__(
-            f"{_shortened(self._given[0])!r} {reason}. Remove what is there, or give another path"
-        )
+        self._given = shown, _ = os.fspath(path), reason
+        shown = shown if len(shown) <= 400 else f"{shown[:200]}...{shown[-100:]}"
+        super().__init__(f"{shown!r} {reason}. Remove what is there, or give another path")
 
     def __reduce__(self) -> tuple[type[NotAFileError], tuple[str, str]]:
-        """Pickle by the constructor's arguments: errors travel between processes."""
+        """Pickle by the constructor's arguments, as an `OSError` that is a `ValueError` too must."""
         return type(self), self._given
-
-
-def _shortened(path: str) -> str:
-    return path if len(path) <= 400 else f"{path[:200]}...{path[-100:]}"
 
 
 def descriptor_of_file(path: str, flags: int) -> int:
@@ -115,9 +110,7 @@ def open_file(path: str | os.PathLike[str], mode: str, **options: Any) -> IO[Any
         if reason is None:
             raise
         raise NotAFileError(path, reason) from error
-    except ValueError as error:
-        if isinstance(path, (str, os.PathLike)) and _is_possible(os.fspath(path)):
-            raise  # a wrong mode or encoding
+    except ValueError as error:  # a null byte, or a lone surrogate
         raise NotAFileError(path, _IMPOSSIBLE) from error
     return opened
 
@@ -149,13 +142,6 @@ def make_directory(path: str | os.PathLike[str]) -> None:
         os.makedirs(path, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise NotAFileError(path, "is no directory, or is inside something that is none") from error
-
-
-def _is_possible(path: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:

@@ -124,11 +124,13 @@ class Trigger:
             returns it; None if the data's length is not known.
 
     Attributes:
+        by_time: Whether `due` depends on the run's seconds.
         ends_epochs: Whether an interval of steps is due at the end of every epoch too.
     """
 
     def __init__(self, every: Every | None, steps_per_epoch: PerEpoch | None = None) -> None:
         self.every = every
+        self.by_time = every is not None and every.seconds is not None
         self.ends_epochs = False
         self._by_epoch: Callable[[int], int] | None = None
         self._steps = 0
@@ -167,11 +169,6 @@ class Trigger:
     def _set_part(self, every: Every, steps_per_epoch: int) -> None:
         self._within_epoch = part_of_epoch(every, steps_per_epoch).as_integer_ratio()
         self._per_epoch = steps_per_epoch
-
-    @property
-    def by_time(self) -> bool:
-        """Whether `due` depends on the run's seconds."""
-        return self.every is not None and self.every.seconds is not None
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
         """Return whether the interval ends with the last step.
@@ -261,11 +258,7 @@ class DelayedTrigger(Trigger):
     def __init__(self, every: Every | None, begins: Every, steps_per_epoch: PerEpoch | None = None) -> None:
         super().__init__(every, steps_per_epoch)
         self._begins = Point(begins, steps_per_epoch)
-
-    @property
-    def by_time(self) -> bool:
-        """Whether `due` depends on the run's seconds."""
-        return super().by_time or self._begins.begins.seconds is not None
+        self.by_time = self.by_time or begins.seconds is not None
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
         """Return whether the interval ends with the last step, at or after the point."""

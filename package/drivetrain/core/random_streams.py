@@ -15,7 +15,7 @@ from them, training continues from their state after that batch, even if a worke
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,9 @@ from drivetrain.core.errors import CheckpointError
 
 _MT19937_WORDS = 624
 """Words of the Mersenne Twister's state. The position is the index of the next word, or this number."""
+
+_LEGACY = ("name", "keys", "position", "has_gauss", "cached")
+"""The parts of the state of numpy's global generator, in numpy's order."""
 
 _MASK = (1 << 63) - 1
 _MASK64 = (1 << 64) - 1
@@ -161,27 +164,13 @@ class Streams:
         for generator in self._device:
             generator.manual_seed(value)
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores all generators, Python's and numpy's too, to their state now."""
-        generators = (torch.default_generator, *self._device)
-        states = [generator.get_state() for generator in generators]
-        host = HostDraws()
-
-        def restore() -> None:
-            host.restore()
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
-        return restore
-
 
 def host_state() -> dict[str, Any]:
     """Return the states of Python's and numpy's global generators in a form that a checkpoint can store."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.int64), "gauss": gauss},
-        "numpy": {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
+        "numpy": dict(zip(_LEGACY, np.random.get_state(legacy=True), strict=True)),
     }
 
 
@@ -199,9 +188,7 @@ def load_host_state(state: Mapping[str, Any]) -> None:
     if not isinstance(gauss, (float, type(None))) or not isinstance(cached, float):
         raise CheckpointError("the checkpoint's generators keep a normal number that is none")
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    np.random.set_state(
-        (legacy["name"], legacy["keys"], legacy["position"], legacy["has_gauss"], legacy["cached"])
-    )
+    np.random.set_state(tuple(legacy[each] for each in _LEGACY))
 
 
 def generator_state(

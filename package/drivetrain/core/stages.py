@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, overload
 
 from drivetrain.core.errors import ConfigError
@@ -18,7 +18,7 @@ _START = re.compile(r"0\s*[a-z]*", re.IGNORECASE)
 _EXAMPLE = "{0: 8, '4 epochs': 4}"
 
 
-class Stages(Mapping[Any, int]):
+class Stages(dict[Any, int]):
     """Whole numbers that change at points of a run; points are counted from its start.
 
     Args:
@@ -54,10 +54,8 @@ class Stages(Mapping[Any, int]):
             raise ConfigError(f"{name} has no number for the start. Add it for the point 0: {_EXAMPLE}")
         self._starts = sorted(found)
         self._numbers = [found[each] for each in self._starts]
-
-    @property
-    def most(self) -> int:
-        return max(self._numbers)
+        points = [str(Every(each, self.unit)) if each else 0 for each in self._starts]
+        super().__init__(zip(points, self._numbers, strict=True))
 
     @property
     def first(self) -> int:
@@ -72,29 +70,12 @@ class Stages(Mapping[Any, int]):
         place = bisect_right(self._starts, done)
         return self._starts[place] if place < len(self._starts) else None
 
-    def __getitem__(self, point: Any) -> int:
-        return self._written[point]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._written)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __repr__(self) -> str:
-        return repr(self._written)
-
     def __str__(self) -> str:
-        later = (f", {number} from {point} on" for point, number in self._written.items() if point)
+        later = (f", {number} from {point} on" for point, number in self.items() if point)
         return f"{self.first}{''.join(later)}"
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]  # of a frozen Trainer's arguments
         return hash((self.unit, *self._starts, *self._numbers))
-
-    @property
-    def _written(self) -> dict[Any, int]:
-        points = [str(Every(each, self.unit)) if each else 0 for each in self._starts]
-        return dict(zip(points, self._numbers, strict=True))
 
 
 def stages_or_number(name: str, spec: object) -> Stages | int:
