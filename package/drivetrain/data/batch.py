@@ -20,9 +20,9 @@ def batch_size(batch: Batch) -> int | None:
     An object of another kind is counted by its `num_graphs` (torch_geometric's batches) or, if it has a `to`
     method, by its length. None if there is nothing to count: the kind of batch is unknown.
     """
-    kind = type(batch)
-    if kind is Tensor:
+    if isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else None
+    kind = type(batch)
     if kind is dict:
         for value in batch.values():  # the usual batch, without a recursive call
             if type(value) is Tensor and (shape := value.shape):
@@ -32,8 +32,6 @@ def batch_size(batch: Batch) -> int | None:
         if batch and type(batch[0]) is Tensor and (shape := batch[0].shape):  # likewise
             return int(shape[0])
         values = batch
-    elif isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else None
     elif isinstance(batch, PackedSequence):  # its first tensor holds time steps, its second counts samples
         return int(batch.batch_sizes[0])
     elif (container := opened(batch)) is not None:

@@ -64,13 +64,11 @@ def _comparison(feed: Feed, ranks: Ranks) -> Callable[[Evidence | None], None]:
 
     def compare(evidence: Evidence | None) -> None:
         found = ranks.all_gather(evidence)
-        for rank in range(1, len(found)):
+        for rank, theirs in enumerate(found[1:], start=1):
             if copies is None:
-                _refuse_different(name, found[0], found[rank], rank)
-            elif rank % copies:
-                _refuse_other_copy(name, found[rank - rank % copies], found[rank], rank, copies)
+                _refuse_different(name, found[0], theirs, rank)
             else:
-                _warn_if_same(name, found[0], found[rank], rank)
+                _check_part(name, found, rank, copies)
 
     return compare
 
@@ -97,24 +95,21 @@ def _refuse_different(name: str, first: Evidence | None, theirs: Evidence | None
         )
 
 
-def _refuse_other_copy(
-    name: str, first: Evidence | None, theirs: Evidence | None, rank: int, copies: int
-) -> None:
-    if first is None or theirs is None or first.contents is None or theirs.contents is None:
+def _check_part(name: str, found: Sequence[Evidence | None], rank: int, copies: int) -> None:
+    """Check that a rank was given the part of the ranks that work on the same batches, and of no others."""
+    first = rank - rank % copies
+    beside = found[first] if first < rank else found[0]
+    one, other = [None if each is None else each.contents for each in (beside, found[rank])]
+    if one is None or other is None:
         return
-    if not matches(first.contents, theirs.contents):
-        raise DataError(
-            f"rank {rank} was given another part of the {name} data than rank {rank - rank % copies}, but"
-            f" {copies} neighbouring ranks work on the same batches with tensor_parallel={copies}. Divide the"
-            f" data by drivetrain.rank() // {copies} of drivetrain.world_size() // {copies}"
-        )
-
-
-def _warn_if_same(name: str, first: Evidence | None, theirs: Evidence | None, rank: int) -> None:
-    if first is None or theirs is None or first.contents is None or theirs.contents is None:
-        return
-    if matches(first.contents, theirs.contents):
+    if first == rank and matches(one, other):
         _LOG.warning(
             f"the {name} data is given as already split, but its first batch is the same on rank 0 and rank"
             f" {rank}. Is it divided by rank?"
+        )
+    if first < rank and not matches(one, other):
+        raise DataError(
+            f"rank {rank} was given another part of the {name} data than rank {first}, but"
+            f" {copies} neighbouring ranks work on the same batches with tensor_parallel={copies}. Divide the"
+            f" data by drivetrain.rank() // {copies} of drivetrain.world_size() // {copies}"
         )

@@ -226,11 +226,6 @@ class Feed:
     def _left(self, done: int) -> int | None:
         return None if self._limit is None else self._limit - done
 
-    @property
-    def advice(self) -> str:
-        """A hint for when batches come too slowly."""
-        return self.source.advice
-
     def close(self) -> None:
         """End the workers, if there are any; reading again starts new ones."""
         self.source.close()

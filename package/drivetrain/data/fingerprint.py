@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import map_tensors
 
@@ -32,9 +31,11 @@ def fingerprint(value: Any) -> Fingerprint:
     """
     numbers: list[str | int | float] = []
     texts: list[str] = []
-    for leaf in islice(_leaves(value), _LEAVES):
+    for leaf in islice(leaves(value), _LEAVES):
         if isinstance(leaf, Tensor):
             numbers += _of_tensor(leaf)
+        elif hasattr(leaf, "__array_interface__") and (array := np.array(leaf)).dtype.kind in "biuf":
+            numbers += _of_tensor(torch.from_numpy(array))  # numpy's arrays and numbers, images
         elif isinstance(leaf, (bool, int, float)):
             numbers.append(leaf)
         else:
@@ -51,34 +52,11 @@ def _row(index: int, count: int, tensor: Tensor) -> Tensor:
     return tensor[index] if tensor.ndim and tensor.shape[0] == count else tensor
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Tensor, str, bytes)):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _leaves(each)
-    elif isinstance(value, Sequence):
-        for each in value:
-            yield from _leaves(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name))
-    elif hasattr(value, "__array_interface__"):  # numpy's arrays and numbers, images
-        array = np.asarray(value)
-        yield torch.from_numpy(np.array(array)) if array.dtype.kind in "biuf" else str(array.dtype)
-    else:
-        yield value
-
-
 def _of_tensor(tensor: Tensor) -> list[str | int | float]:
     shown: list[str | int | float] = [f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")]
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or not tensor.numel():
         return shown
-    flat = (
-        torch.view_as_real(tensor.detach()).reshape(-1)
-        if tensor.is_complex()
-        else tensor.detach().reshape(-1)
-    )
+    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
     places = torch.linspace(0, flat.numel() - 1, min(_VALUES, flat.numel()), device=flat.device).long()
     values = flat[places]
     shown += (values.double() if values.is_floating_point() else values).tolist()

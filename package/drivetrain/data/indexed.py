@@ -8,7 +8,8 @@ made here or in a worker, and whatever was made before it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
@@ -21,16 +22,16 @@ from drivetrain.data.fingerprint import Fingerprint
 from drivetrain.data.keyed_batches import (
     IndexBatch,
     KeyedDataset,
-    SingleItem,
     WithDraws,
     WorkerStart,
     may_draw,
+    single_item,
 )
 from drivetrain.data.order import Order, refuse_divided, undivided, unshuffled
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
-from drivetrain.data.sources import Fetched, Source
+from drivetrain.data.sources import Fetched, Source, length_of
 from drivetrain.data.window_plan import WindowPlan
 from drivetrain.data.workers.ends import lacks_shared_memory
 from drivetrain.data.workers.pool import LookAhead, RequestedBatches, Workers
@@ -107,7 +108,7 @@ class IndexedSource(Source):
         length = self._order.length() if self.batch_size is not None and self._batch_sampler is None else None
         if length is not None:
             self.samples_per_epoch = length - (length % self._batch_size if self._drop_last else 0)
-        self._collate: Callable[[Any], Any] = SingleItem(loader.collate_fn) if ready else loader.collate_fn
+        self._collate = partial(single_item, loader.collate_fn) if ready else loader.collate_fn
         self._pin_memory = pin_memory
         # A user's sampler runs when its epoch begins, because it may depend on what was done until then.
         goes_on = loader.persistent_workers and self.exact
@@ -217,9 +218,8 @@ class IndexedSource(Source):
             return self._made_by_workers(self._workers.read(epoch, position))
         return self._made_here(epoch, position)
 
-    @property
     def advice(self) -> str:
-        """A hint from the loader's settings."""
+        """Return a hint from the loader's settings."""
         loader = self._loader
         if not loader.num_workers:
             return (
@@ -327,10 +327,8 @@ class IndexedSource(Source):
     def count(self, position: int = 0) -> int | None:
         """Return the number of batches from a position on; for a user's batch sampler, only at position 0."""
         if self._batch_sampler is not None:
-            try:
-                return rounds(len(self._batch_sampler), self.shard) if position == 0 else None  # type: ignore[arg-type]
-            except TypeError:
-                return None
+            batches = length_of(self._batch_sampler)
+            return None if position or batches is None else rounds(batches, self.shard)
         length = self._order.length()
         if length is None:
             return None

@@ -136,14 +136,9 @@ class WithDraws:
         return batch, None if before is None else before.if_moved(), self.dataset.fingerprint
 
 
-class SingleItem:
-    """Collation for datasets of ready batches: the only item, converted as the user's loader would."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self.convert = convert
-
-    def __call__(self, items: Sequence[Any]) -> Any:
-        return self.convert(items[0])
+def single_item(convert: Callable[[Any], Any], items: Sequence[Any]) -> Any:
+    """Collate for a dataset of ready batches: return the only item, converted as the user's loader would."""
+    return convert(items[0])
 
 
 def _cannot_send(error: BaseException, batch: object) -> None:
@@ -153,7 +148,7 @@ def _cannot_send(error: BaseException, batch: object) -> None:
     os._exit(1)
 
 
-class WorkerStart:
+class WorkerStart(IgnoreSignals):
     """A `worker_init_fn` that prepares a worker, then calls the user's.
 
     The worker ignores the signals that end its run in order. It is killed when its parent has died, which a
@@ -162,9 +157,6 @@ class WorkerStart:
     Make it in the process and thread that start the workers.
     """
 
-    def __init__(self, then: Callable[[int], Any] | None) -> None:
-        self.then = IgnoreSignals(then)
-
     def __call__(self, worker: int) -> None:
         # In this process alone. Otherwise a batch that cannot be pickled, or for which there is no shared
         # memory, is reported on standard error and then waited for without end.
@@ -172,4 +164,4 @@ class WorkerStart:
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, KeyedDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # the class is frozen
-        self.then(worker)
+        super().__call__(worker)

@@ -18,7 +18,7 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
 from drivetrain.data.length_grouped import LengthGroupedSampler
-from drivetrain.data.sources import has_state
+from drivetrain.data.sources import has_state, length_of, set_epoch
 
 _LOG = logger(__name__)
 
@@ -116,7 +116,7 @@ class Order:
 
     def _draw(self, sampler: Iterable[Any], epoch: int) -> _Drawn:
         states = [copy.deepcopy(each.state_dict()) if has_state(each) else None for each in _owners(sampler)]
-        length = _length(sampler)
+        length = length_of(sampler)
         drawn, is_sized = self.drawn(sampler, epoch), length is not None
         first = list(drawn if is_sized else islice(drawn, _PIECE))
         if is_sized and len(first) != length and not self._length_told:
@@ -188,9 +188,7 @@ class Order:
     def _begun(self, sampler: Iterable[Any], epoch: int) -> Iterator[Any]:
         value = mix(ORDER, self._seed, epoch)
         for owner in _owners(sampler):
-            set_epoch = getattr(owner, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+            set_epoch(owner, epoch)
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(value)
@@ -199,7 +197,7 @@ class Order:
 
     def length(self) -> int | None:
         """Return the number of indices in an epoch, without drawing it; None if the sampler does not say."""
-        return self._size if self.known else _length(self.sampler)
+        return self._size if self.known else length_of(self.sampler)
 
 
 def unshuffled(sampler: Iterable[Any]) -> Iterable[Any]:
@@ -264,10 +262,3 @@ def _order_help(owners: Iterable[Any], loaded: bool) -> str:
         " load_state_dict(state), or let the order depend on the epoch alone, which set_epoch(epoch) is"
         f" given, {globals_}"
     )
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except TypeError:
-        return None

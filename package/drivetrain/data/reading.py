@@ -110,7 +110,8 @@ def as_source(
             bare=bare,
         )
     elif isinstance(loader, (list, tuple)):
-        source = BatchSource(name, _ready_batches(loader, name, shard.rank == 0), shard)
+        _check_batches(loader, name, shard.rank == 0)
+        source = BatchSource(name, loader, shard)
     elif isinstance(loader, Tensor):
         raise DataError(
             f"the {name} data is a Tensor. Put it and its targets into a dataset,"
@@ -183,9 +184,7 @@ def _check_no_workers(dataset: Any, name: str, num_workers: int) -> None:
         )
 
 
-def _ready_batches(
-    batches: list[Batch] | tuple[Batch, ...], name: str, warns: bool
-) -> list[Batch] | tuple[Batch, ...]:
+def _check_batches(batches: Sequence[Batch], name: str, warns: bool) -> None:
     kind = type(batches).__name__
     if not batches:
         raise DataError(f"the {name} data is empty: its {kind} has no batches")
@@ -200,7 +199,6 @@ def _ready_batches(
             f" look like single samples: entry {label!r} of each is one number. If they are samples, pass"
             " DataLoader(data, batch_size=32)"
         )
-    return batches
 
 
 def _label_of_a_sample(batches: Sequence[Batch]) -> Any:
@@ -275,25 +273,22 @@ def check_settings_used(
             "Trainer(collate=...) is for data that is given as a dataset, but the training data is a"
             f" {type(loader).__name__}. Pass DataLoader(..., collate_fn=...), or the dataset itself"
         )
-    own: dict[str, int | None] = {"batch_size": None, "num_workers": None}
-    if isinstance(loader, DataLoader):
-        own = {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
+    is_loader = isinstance(loader, DataLoader)
     for name, value in (("batch_size", batch_size), ("num_workers", num_workers or None)):
-        if value is None or value == own[name]:
+        own = getattr(loader, name) if is_loader else None
+        if value is None or value == own or (is_loader and own is None):
             continue
-        if isinstance(loader, DataLoader):
-            if own[name] is not None:
-                raise ConfigError(
-                    f"Trainer({name}={value}) is for data that is given as a dataset, but the training data"
-                    f" is a DataLoader with {name}={own[name]}. Pass DataLoader(..., {name}={value}), or the"
-                    " dataset itself"
-                )
-        else:
-            raise ConfigError(
-                f"Trainer({name}={value}) is for data that is given as a dataset, but the training data is a"
-                f" {type(loader).__name__}, which is read as ready batches. Leave {name} out, or, if its"
-                f" items are samples, pass DataLoader(data, {name}={value})"
+        what = ", which is read as ready batches"
+        instead = f"Leave {name} out, or, if its items are samples, pass DataLoader(data, {name}={value})"
+        if is_loader:
+            what, instead = (
+                f" with {name}={own}",
+                f"Pass DataLoader(..., {name}={value}), or the dataset itself",
             )
+        raise ConfigError(
+            f"Trainer({name}={value}) is for data that is given as a dataset, but the training data is a"
+            f" {type(loader).__name__}{what}. {instead}"
+        )
 
 
 def check_evaluation_size(loaders: Collection[Any], stage: str, size: int | None) -> None:

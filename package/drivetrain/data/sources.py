@@ -118,9 +118,8 @@ class Source(ABC):
             DataError: The batches cannot be made.
         """
 
-    @property
     def advice(self) -> str:
-        """A hint for when batches come too slowly."""
+        """Return a hint for when batches come too slowly."""
         return (
             "Its batches are made in the training process: a dataset with a length, in a DataLoader with"
             " num_workers, has them made ahead"
@@ -335,7 +334,7 @@ class IterableSource(Source):
         return at_end or found is not None
 
     def _check_length(self, number: int) -> None:
-        length = None if self._length_checked else self._length()
+        length = None if self._length_checked else length_of(self._data)
         # Each worker's last batch may be short, so that there are more, or left out.
         if length is None or abs(number - length) < max(self._workers, 1):
             return
@@ -429,22 +428,19 @@ class IterableSource(Source):
             )
         return f"Give it state_dict() and load_state_dict(state), or {indexed}"
 
-    @property
     def advice(self) -> str:
-        """A hint for a DataLoader over an iterable, which has its own workers."""
+        """Return a hint for a DataLoader over an iterable, which has its own workers."""
         workers = getattr(self._data, "num_workers", None)
         if not workers:
-            return super().advice
+            return super().advice()
         return (
             f"More than num_workers={workers} may help, persistent_workers=True where epochs are short, and"
             " pin_memory=True on a GPU"
         )
 
     def _begin(self, epoch: int, number: int) -> Iterator[Batch]:
-        for owner in (self._data, getattr(self._data, "dataset", None), getattr(self._data, "sampler", None)):
-            set_epoch = getattr(owner, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        for each in (self._data, getattr(self._data, "dataset", None), getattr(self._data, "sampler", None)):
+            set_epoch(each, epoch)
         # Loaders with workers draw the workers' seeds here, which must not depend on what ran before.
         self.seed_epoch(epoch)
         try:
@@ -491,14 +487,8 @@ class IterableSource(Source):
 
     def count(self, position: int = 0) -> int | None:
         """Return the number of batches, or rounds, left, if the iterable has a length."""
-        length = self._length()
+        length = length_of(self._data)
         return None if length is None else rounds(max(0, length - position), self.shard)
-
-    def _length(self) -> int | None:
-        try:
-            return len(self._data)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            return None
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return a copy of the iterable's state, because it is drawn from before the state is stored."""
@@ -526,3 +516,18 @@ def has_state(data: object) -> bool:
     except ValueError:  # a function without a signature, such as one of an extension module
         pass
     return True
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of data or of a sampler; None if it has none."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def set_epoch(data: object, epoch: int) -> None:
+    """Call the `set_epoch` of data or of a sampler, if it has one."""
+    call = getattr(data, "set_epoch", None)
+    if callable(call):
+        call(epoch)

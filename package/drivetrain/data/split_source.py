@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ _PARTS = "of_each_rank"
 _OF_THE_PART = (
     "skip_bad_batches",
     "waiting",
+    "advice",
     "close",
     "snapshot",
     "restore",
@@ -120,10 +122,6 @@ class SplitSource(Source):
         """Ask for this process's next batches; a limit counts rounds, each with one of its batches."""
         self._own.begin(epoch, self._own.start(epoch, position), limit, following)
 
-    @property
-    def advice(self) -> str:
-        return self._own.advice
-
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
         """Yield this process's batches from a round on, then placeholders until all processes have ended."""
         own: Iterator[Any] = self._own.batches(epoch, self._own.start(epoch, position))
@@ -156,11 +154,8 @@ class SplitSource(Source):
                 return
             if lacking and having:  # otherwise no process has a batch to lend, and no step is run
                 self._borrow(None if batch is BAD else batch)
-            if batch is BAD:
-                yield SharedBatch(batch, 1, 0, False, None, None)
-                continue
-            if ended and self._placeholder is None:
-                yield SharedBatch(BAD, 1, 0, True, None, None)
+            if batch is BAD or (ended and self._placeholder is None):
+                yield SharedBatch(BAD, 1, 0, ended, None, None)
                 continue
             if ended:
                 batch = self._placeholder
@@ -174,7 +169,7 @@ class SplitSource(Source):
 
     def _report_repeats(self, repeats: Repeats, is_last: bool) -> None:
         """Warn if several processes were given the same samples; all processes call it."""
-        found = Repeats.joined(self.ranks.all_gather(repeats.sketch())).found(at_end=is_last)
+        found = Repeats(dict(enumerate(self.ranks.all_gather(repeats.kept.get(0, Counter()))))).found(is_last)
         if found is None:
             return
         text = f"{found[0]} of {found[1]} samples that were compared came on several ranks"

@@ -16,6 +16,8 @@ device's memory than a window of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +108,7 @@ class Transfer:
             return micro_batches
         if self._stream is None or not early:
             return map(self.moved, micro_batches)
-        return self._on_own_stream(micro_batches, self._stream)
+        return map(itemgetter(0), self._moving(zip(micro_batches, repeat(None)), self._stream, None))
 
     @property
     def draws_ahead(self) -> bool:
@@ -131,12 +133,15 @@ class Transfer:
             return pairs
         if self._stream is None:
             return ((self.moved(each), factor) for each, factor in pairs)
-        return self._moving(pairs, self._stream)
+        return self._moving(pairs, self._stream, self.following)
 
     def _moving(
-        self, pairs: Sequence[tuple[MicroBatch, Any]], stream: torch.cuda.Stream
+        self, pairs: Iterable[tuple[MicroBatch, Any]], stream: torch.cuda.Stream, then: MicroBatch | None
     ) -> Iterator[tuple[MicroBatch, Any]]:
-        for number, (micro_batch, factor) in enumerate(pairs):
+        waiting = iter(pairs)
+        pair = next(waiting, None)
+        while pair is not None:
+            micro_batch, factor = pair
             ahead, self._ahead = self._ahead, None
             if ahead is not None and ahead[0] is micro_batch:
                 _, moved, beside = ahead
@@ -144,7 +149,8 @@ class Transfer:
                 moved, beside = self.started(micro_batch, stream)
             if beside:
                 self._hand_over(moved.batch, stream)
-            following = pairs[number + 1][0] if number + 1 < len(pairs) else self.following
+            pair = next(waiting, None)
+            following = then if pair is None else pair[0]
             if following is not None:
                 self._ahead = (following, *self.started(following, stream))
             yield moved, factor
@@ -169,20 +175,6 @@ class Transfer:
         else:
             moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
         return micro_batch._replace(batch=moved, host=micro_batch.batch if self.keeps_host else None), beside
-
-    def _on_own_stream(
-        self, micro_batches: Iterator[MicroBatch], stream: torch.cuda.Stream
-    ) -> Iterator[MicroBatch]:
-        ready: MicroBatch | None = None
-        for micro_batch in micro_batches:
-            started, beside = self.started(micro_batch, stream)
-            if ready is not None:
-                yield ready
-            if beside:
-                self._hand_over(started.batch, stream)
-            ready = started
-        if ready is not None:
-            yield ready
 
     def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         current = torch.cuda.current_stream(self.device)

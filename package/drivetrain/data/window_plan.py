@@ -70,6 +70,8 @@ class WindowPlan:
 
     Attributes:
         lengths: The length of sequences; None if none is set.
+        varies: Whether windows differ in their samples or micro-batches.
+        knows_length: Whether the length of an epoch is known.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class WindowPlan:
         self.batch_size = batch_size
         self.lengths: Stages | None = None
         self.counts_samples = samples is not None
+        self.varies = len(batches) > 1 or len(batch_size) > 1
         self._length = rounds if samples is None else samples
+        self.knows_length = self._length is not None
         self._shards = shards if self.counts_samples else 1
         self._limit = limit
         self._begun = Place()
@@ -145,15 +149,6 @@ class WindowPlan:
 
     # The whole run.
 
-    @property
-    def varies(self) -> bool:
-        """Whether windows differ in their samples or micro-batches."""
-        return len(self.batches) > 1 or len(self.batch_size) > 1
-
-    @property
-    def knows_length(self) -> bool:
-        return self._length is not None
-
     def windows_in(self, epoch: int) -> int:
         """Return the number of windows in an epoch of a run from its start."""
         return self._counts(epoch)[0]
@@ -183,20 +178,19 @@ class WindowPlan:
                 break
         for stretch in self._stretches(at):
             if stretch.end.windows >= windows:
-                return self._inside(stretch, windows - stretch.start.windows)
+                made = windows - stretch.start.windows
+                rounds = min(made * stretch.batches, stretch.rounds)
+                return self._moved(stretch.start, made, rounds, stretch.batch_size)
             at = stretch.end
         return at
 
-    def _inside(self, stretch: Stretch, windows: int) -> Place:
-        """Return the place after so many windows of a stretch."""
-        start, end = stretch.start, stretch.end
-        rounds = min(windows * stretch.batches, stretch.rounds)
-        samples = min(rounds * stretch.batch_size * self._shards, end.position - start.position)
-        return start._replace(
-            position=start.position + samples,
-            rounds=start.rounds + rounds,
-            windows=start.windows + windows,
-            samples=start.samples + samples,
+    def _moved(self, at: Place, windows: int, rounds: int, size: int, bounded: bool = True) -> Place:
+        """Return the place after so many windows and rounds of a batch size in the epoch of a place."""
+        samples = rounds * size * self._shards
+        if bounded and self._length is not None:
+            samples = min(samples, self._length - at.position)
+        return Place(
+            at.epoch, at.position + samples, at.rounds + rounds, at.windows + windows, at.samples + samples
         )
 
     def _start_of(self, epoch: int, at: Place) -> Place:
@@ -243,16 +237,7 @@ class WindowPlan:
             for stages in self._stages():
                 windows = min(windows, _until_change(stages, at, batches * size * self._shards))
             rounds = min(windows * batches, left)
-            samples = rounds * size * self._shards
-            if bounded and self._length is not None:
-                samples = min(samples, self._length - at.position)
-            end = Place(
-                at.epoch,
-                at.position + samples,
-                at.rounds + rounds,
-                at.windows + windows,
-                at.samples + samples,
-            )
+            end = self._moved(at, windows, rounds, size, bounded)
             yield Stretch(at, end, batches, size, length)
             at = end
 

@@ -180,7 +180,7 @@ def test_a_gpu_is_asked_when_the_data_has_come_whether_it_is_done(monkeypatch):
             progress=SimpleNamespace(steps=0, samples=0, tokens=0),
             timing={"data": 0.0, "evaluation": 0.0, "save": 0.0},
             log=lambda name, value: None,
-            train_feed=SimpleNamespace(advice=""),
+            train_feed=SimpleNamespace(source=SimpleNamespace(advice=str)),
         )
         watch = Throughput(peak_flops=1.0, measure_flops=False)
         watch.on_fit_start(run)

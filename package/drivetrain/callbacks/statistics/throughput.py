@@ -281,7 +281,7 @@ def is_starved(run: Run, wall: float, idle: float) -> bool:
 
 def _hint(run: Run, share: float) -> str:
     assert run.train_feed is not None
-    return f"{share:.0%} of the time goes to waiting for the training data. {run.train_feed.advice}"
+    return f"{share:.0%} of the time goes to waiting for the training data. {run.train_feed.source.advice()}"
 
 
 @dataclass(frozen=True, slots=True)

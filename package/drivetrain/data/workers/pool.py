@@ -175,9 +175,6 @@ class Workers:
         """End the workers; reading again starts new ones."""
         self._reading += 1
         self._next = None
-        self._end_workers()
-
-    def _end_workers(self) -> None:
         loader, iterator = self._loader, self._iterator
         self._iterator = self._loader = None
         self._asked = RequestedBatches()
