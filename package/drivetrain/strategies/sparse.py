@@ -10,12 +10,12 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.task.optim.groups import sparse_parameters
+from drivetrain.task.optim.groups import embedding_parameters
 
 
 def trained_sparsely(module: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters that get sparse gradients."""
-    return [each for each in sparse_parameters(module) if each.requires_grad]
+    return [each for each in embedding_parameters(module, sparse=True) if each.requires_grad]
 
 
 def refuse_sparse(task: nn.Module, strategy: str, reason: str) -> None:

@@ -20,7 +20,7 @@ from drivetrain.task.optim.config import (
     optimizer_title,
     unlike_defaults,
 )
-from drivetrain.task.optim.groups import make_groups, select_parameters, sparse_parameters
+from drivetrain.task.optim.groups import embedding_parameters, make_groups, select_parameters
 from drivetrain.task.optim.quantized import check_quantized
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_schedule, warmed_up
 
@@ -142,7 +142,7 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
     # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
     if factory is torch.optim.Adagrad or conflicting or mixed or obstacle is not None:
         return None
-    return True if set(parameters).isdisjoint(sparse_parameters(module)) else None
+    return True if set(parameters).isdisjoint(embedding_parameters(module, sparse=True)) else None
 
 
 def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 from torch import nn
@@ -241,7 +241,8 @@ def group_titles(
         titles = [_title(str(each)) for each in given]
     else:
         titles = [
-            ".".join(_shared([each.names[0].split(".")[:-1] for each in members])) for members in groups
+            ".".join(commonprefix([each.names[0].split(".")[:-1] for each in members]))  # noqa: RUF071 - no paths
+            for members in groups
         ]
     return titles if all(titles) and len({*titles}) == len(titles) else [f"{i}" for i in range(len(groups))]
 
@@ -249,12 +250,6 @@ def group_titles(
 def _title(pattern: str) -> str:
     """Return a glob without what is not allowed in the names of some loggers, such as MLflow's."""
     return re.sub(r"[^\w.\-]+", "_", pattern.strip("*.?"))
-
-
-def _shared(paths: Sequence[Sequence[str]]) -> Sequence[str]:
-    """Return the longest common beginning of paths."""
-    columns = zip(*paths, strict=False)
-    return [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
 
 
 def _decay_rule(
@@ -279,8 +274,8 @@ def _nothing_to_train(selected: Sequence[NamedParameter]) -> str:
     )
 
 
-def sparse_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters with sparse gradients: those of embeddings made with `sparse=True`."""
+def embedding_parameters(module: nn.Module, sparse: bool = False) -> Iterator[nn.Parameter]:
+    """Yield the parameters of embeddings; with `sparse`, those with sparse gradients alone."""
     for each in module.modules():
-        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and (each.sparse or not sparse):
             yield from each.parameters(recurse=False)

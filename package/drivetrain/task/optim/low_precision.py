@@ -85,7 +85,7 @@ class WeightUpdates:
         try:
             for owner, name, own in places:
                 owner._parameters[name] = copies[own]
-            yield functools.partial(self._finish, copies) if found else _unchanged
+            yield functools.partial(self._finish, copies) if found else lambda optimizer: optimizer
         finally:
             for owner, name, own in places:
                 owner._parameters[name] = own
@@ -104,10 +104,6 @@ class WeightUpdates:
         replaced: Any = functools.wraps(optimizer.step)(functools.partial(steps.step))
         optimizer.step = replaced  # type: ignore[method-assign]
         return optimizer
-
-
-def _unchanged(optimizer: Optimizer) -> Optimizer:
-    return optimizer
 
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -232,8 +228,8 @@ class _Copies:
 
     def take(self, state: dict[Any, Any]) -> None:
         """Copy the values, the gradients and the optimizer's state of the weights."""
-        self._values.allocate()
-        self._gradients.allocate()
+        self._values.hold(True)
+        self._gradients.hold(True)
         if self._keeps:
             for index, own in enumerate(self.weights):
                 self._take_kept(index, _local(own), state.get(own, {}).pop(MASTER, None))
@@ -273,7 +269,7 @@ class _Copies:
                 state[own] = state.pop(copy)
             if self._keeps:
                 state[own][MASTER] = kept
-        self._gradients.free()
+        self._gradients.hold(False)
 
     def round(self, keys: Sequence[int]) -> None:
         """Write the copies' values to the weights, rounded with random numbers of these keys."""
@@ -287,11 +283,11 @@ class _Copies:
         if self._keeps:
             self._versions = [each._version for each in own]
         else:
-            self._values.free()
+            self._values.hold(False)
 
 
 class _Flat:
-    """Float32 tensors in the shape of some weights, in one memory that exists from `allocate` to `free`.
+    """Float32 tensors in the shape of some weights, in one memory that exists while it is held.
 
     Attributes:
         whole: All numbers.
@@ -309,19 +305,12 @@ class _Flat:
             for each, start in zip(like, starts, strict=True)
         ]
         self.tensors = [_sharded_as(own, view) for own, view in zip(weights, self.views, strict=True)]
-        self.free()
+        self.hold(False)
 
-    def allocate(self) -> None:
-        """Allocate the tensors' memory without values; memory that exists is kept."""
-        self._resize(self._bytes)
-
-    def free(self) -> None:
-        """Free the memory."""
-        self._resize(0)
-
-    def _resize(self, size: int) -> None:
+    def hold(self, values: bool) -> None:
+        """Allocate the tensors' memory without values, or free it; memory that exists is kept."""
         if self.whole.device.type != "mps":  # torch cannot resize there, and the memory stays
-            self.whole.untyped_storage().resize_(size)
+            self.whole.untyped_storage().resize_(self._bytes if values else 0)
 
 
 def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:

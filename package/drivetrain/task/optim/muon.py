@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.task.optim.groups import norm_parameters, select_parameters
+from drivetrain.task.optim.groups import embedding_parameters, norm_parameters, select_parameters
 
 _MUON_SETTINGS = frozenset({"momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"})
 _ADAMW_SETTINGS = frozenset({"betas", "eps"})
@@ -121,10 +121,7 @@ def _step(group: dict[str, Any], parameter: Any, gradient: Any, average: Any) ->
 
 def _not_hidden(module: nn.Module) -> frozenset[nn.Parameter]:
     """Return the parameters of norms and embeddings, which never count as hidden matrices."""
-    embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-    return norm_parameters(module) | {
-        weight for each in embeddings for weight in each.parameters(recurse=False)
-    }
+    return norm_parameters(module) | frozenset(embedding_parameters(module))
 
 
 def _split(

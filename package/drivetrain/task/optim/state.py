@@ -8,7 +8,7 @@ nothing is cast.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -109,13 +109,9 @@ def load_state_by_name(
     Args:
         optimizer: An optimizer of the same kind over the same parameters in the same groups.
     """
-    own = [
-        ({**each, "parameters": [_name(p, names) for p in each["params"]]}) for each in optimizer.param_groups
-    ]
-    sizes = {names[each]: described(each) for group in optimizer.param_groups for each in group["params"]}
     _require_same(
-        _tree(meta["optimizer"], meta["groups"], meta["parameters"]),
-        _tree(type(optimizer).__name__, own, sizes),
+        _tree(meta),
+        _tree(state_by_name(optimizer, names)[1]),
         "Resume with the same optimizer over the same parameters, or load the weights only",
     )
     _require_same(
@@ -282,11 +278,11 @@ def _assemble(
         slots[slot] = from_parts(optimizer, parameters[name], slot, parts)
 
 
-def _tree(kind: str, groups: Iterable[Mapping[str, Any]], parameters: Mapping[str, str]) -> dict[str, str]:
+def _tree(meta: Mapping[str, Any]) -> dict[str, str]:
     """Return a description of an optimizer's parameters and groups, by the name of each part."""
-    tree = {"the optimizer": repr(kind)}
-    tree.update({f"the parameter {name!r}": text for name, text in parameters.items()})
-    for group in groups:
+    tree = {"the optimizer": repr(meta["optimizer"])}
+    tree.update({f"the parameter {name!r}": text for name, text in meta["parameters"].items()})
+    for group in meta["groups"]:
         updates = str(group.get(WEIGHT_UPDATES, "nearest"))
         for name in group["parameters"]:
             tree[f"the parameter group of {name!r}"] = f"that of {min(group['parameters'])!r}"
@@ -319,10 +315,9 @@ def _check_fused(
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             slots = state.get(names[parameter], {})
-            found = {slot: list(value.shape) for slot, value in slots.items() if isinstance(value, Tensor)}
-            wanted = {slot: [] if slot in _COUNTERS else list(parameter.shape) for slot in found}
-            _require_same(
-                {f"the shape of {names[parameter]}/{slot}": str(shape) for slot, shape in found.items()},
-                {f"the shape of {names[parameter]}/{slot}": str(shape) for slot, shape in wanted.items()},
-                "A fused kernel would read beyond it: load the weights only",
-            )
+            for slot, value in slots.items():
+                what = f"the shape of {names[parameter]}/{slot}"
+                wanted = [] if slot in _COUNTERS else list(parameter.shape)
+                if isinstance(value, Tensor):
+                    beyond = "A fused kernel would read beyond it: load the weights only"
+                    _require_same({what: str(list(value.shape))}, {what: str(wanted)}, beyond)
