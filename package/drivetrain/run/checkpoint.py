@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,39 +38,46 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
     """
     engine = run.engine
     engine.synchronize_buffers()
-    if not resumable:
-        return _snapshot_task(run)
-    own, *others = engine.data_ranks.all_gather(_own_state(run))
+    own = engine.data_ranks.all_gather(_own_state(run)) if resumable else []
+    groups: dict[str, dict[str, Tensor]] = {}
+    tree: dict[str, Any] = {}
     with engine.checkpoint_layout() as taken:
-        weights, extras = module_state(run.task)
-        optimizers, meta = optimizer_state(run.task, taken)
-    tree = {
-        **own,
-        "ranks": others,
-        "seed": engine.seed,
-        "optimizers": meta,
-        "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
-        "strategy": engine.strategy.state_dict(),
-        "module_extras": extras,
-        "metrics": run.metrics,
-        "validated": run.validated,
-        "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
-        "given": {name: updater.given for name, updater in engine.updaters.items()},
-        "data": run.train_feed.snapshot() if run.train_feed is not None else None,
-        "data_continues": run.train_feed.continuation() if run.train_feed is not None else None,
-        "samples_per_step": run.train_feed.samples_per_step if run.train_feed is not None else None,
-    }
-    if engine.splitter is not None:
-        tree["micro_batch"] = engine.splitter.state_dict()
-    state, tensors = pack(tree)
-    weights, frozen = _without_frozen(run, weights)
+        groups["model"], extras = module_state(run.task)
+        if resumable:
+            groups["optimizer"], tree["optimizers"] = optimizer_state(run.task, taken)
+    if resumable:
+        tree |= _state(run, own)
+    state, groups["state"] = pack({**tree, "module_extras": extras})
+    groups["model"], frozen = _without_frozen(run, groups["model"])
     return Snapshot(
-        tensors={"model": weights, "optimizer": optimizers, "state": tensors},
+        tensors=groups,
         objects={"state": state, "hparams": pack_hparams(run.task), **frozen},
         progress=dict(run.progress.to_json()),
         metrics=dict(run.metrics),
         task=type(run.task).__name__,
     )
+
+
+def _state(run: Run, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of a run beside its tensors, from the ranks' own states."""
+    engine, feed = run.engine, run.train_feed
+    tree = {
+        **of_ranks[0],
+        "ranks": of_ranks[1:],
+        "seed": engine.seed,
+        "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
+        "strategy": engine.strategy.state_dict(),
+        "metrics": run.metrics,
+        "validated": run.validated,
+        "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
+        "given": {name: updater.given for name, updater in engine.updaters.items()},
+        "data": feed.snapshot() if feed is not None else None,
+        "data_continues": feed.continuation() if feed is not None else None,
+        "samples_per_step": feed.samples_per_step if feed is not None else None,
+    }
+    if engine.splitter is not None:
+        tree["micro_batch"] = engine.splitter.state_dict()
+    return tree
 
 
 def _without_frozen(run: Run, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Json]]:
@@ -80,20 +86,6 @@ def _without_frozen(run: Run, weights: dict[str, Tensor]) -> tuple[dict[str, Ten
         return weights, {}
     run.frozen.check_unchanged(run.task)
     return run.frozen.without(weights), {FROZEN: dict(run.frozen.found)}
-
-
-def _snapshot_task(run: Run) -> Snapshot:
-    with run.engine.checkpoint_layout():
-        weights, extras = module_state(run.task)
-    state, tensors = pack({"module_extras": extras})
-    weights, frozen = _without_frozen(run, weights)
-    return Snapshot(
-        tensors={"model": weights, "state": tensors},
-        objects={"state": state, "hparams": pack_hparams(run.task), **frozen},
-        progress=dict(run.progress.to_json()),
-        metrics=dict(run.metrics),
-        task=type(run.task).__name__,
-    )
 
 
 def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
@@ -135,26 +127,21 @@ def restore(run: Run, snapshot: Snapshot, address: str, override: str = "") -> N
 
 def _refuse_past_end(run: Run, address: str) -> None:
     totals, progress = run.totals, run.progress
-    begun = progress.epoch + (1 if progress.epoch_batches else 0)
-    at, end = (progress.epoch, progress.epoch_batches), totals.end
-    for name, limit, is_past in (
-        ("max_epochs", totals.max_epochs, end is not None and at > end),
-        (
-            "max_steps",
-            totals.max_steps,
-            totals.max_steps is not None and progress.steps > totals.max_steps,
-        ),
-    ):
-        if is_past:
-            raise CheckpointError(
-                f"{address} is past the end of this run: it is at step {progress.steps} in epoch"
-                f" {begun}, and {name}={limit}. Give a larger limit, or start in another run_dir"
-            )
+    limit = ""
+    if totals.max_steps is not None and progress.steps > totals.max_steps:
+        limit = f"max_steps={totals.max_steps}"
+    if totals.end is not None and (progress.epoch, progress.epoch_batches) > totals.end:
+        limit = f"max_epochs={totals.max_epochs}"
+    if limit:
+        begun = progress.epoch + (1 if progress.epoch_batches else 0)
+        raise CheckpointError(
+            f"{address} is past the end of this run: it is at step {progress.steps} in epoch {begun}, and"
+            f" {limit}. Give a larger limit, or start in another run_dir"
+        )
 
 
 def _own_state(run: Run) -> dict[str, Any]:
     """Return the state of this rank; rank 0's serves for all where they only write or report the same."""
-    first = run.engine.ranks.rank == 0
     return {
         "host_streams": host_state(),
         "generators": {name: generator_state(each) for name, each in generators_of(run.task).items()},
@@ -162,24 +149,19 @@ def _own_state(run: Run) -> dict[str, Any]:
         "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
         **({"postponed": run.postponed} if run.postponed is not None else {}),
         **({"requests": asked} if (asked := _unmet(run)) else {}),
-        **({"values": run.pending_values(), "timing": run.timing} if first else {}),
-        **(
-            {"loggers": {name: each.state_dict() for name, each in _stateful(run.loggers).items()}}
-            if first
-            else {}
-        ),
+        **(_of_first(run) if run.engine.ranks.rank == 0 else {}),
     }
+
+
+def _of_first(run: Run) -> dict[str, Any]:
+    loggers = {name: each.state_dict() for name, each in _stateful(run.loggers).items()}
+    return {"values": run.pending_values(), "timing": run.timing, "loggers": loggers}
 
 
 def _unmet(run: Run) -> list[str]:
     """Return what hooks have asked for and this checkpoint does not contain."""
     asked = run.agreed.union(run.requests)
     return sorted(asked if run.progress.epoch_batches else asked - {"end_epoch"})
-
-
-def _states_for(rank: int, size: int, saved: list[Any]) -> list[Any]:
-    """Return the saved ranks' states that one of `size` ranks resumes from."""
-    return saved[rank::size]
 
 
 def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str = "") -> None:
@@ -280,13 +262,13 @@ def restore_weights(run: Run, path: str) -> None:
     with well_formed("the checkpoint's state"):
         state = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
         with engine.checkpoint_layout(write=True):
-            load_module_state(
-                run.task,
-                snapshot.tensors.get("model", {}),
-                state["module_extras"],
-                where="the checkpoint",
-                kept=() if run.frozen is None else run.frozen.found,
-            )
+            _load_weights(run, snapshot, state)
+
+
+def _load_weights(run: Run, snapshot: Snapshot, tree: Any) -> None:
+    kept = () if run.frozen is None else run.frozen.found
+    weights, extras = snapshot.tensors.get("model", {}), tree["module_extras"]
+    load_module_state(run.task, weights, extras, where="the checkpoint", kept=kept)
 
 
 def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
@@ -325,13 +307,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
             f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
         )
     with engine.checkpoint_layout(write=True) as optimizers:
-        load_module_state(
-            run.task,
-            snapshot.tensors.get("model", {}),
-            tree["module_extras"],
-            where="the checkpoint",
-            kept=() if run.frozen is None else run.frozen.found,
-        )
+        _load_weights(run, snapshot, tree)
         restore_optimizer_state(
             run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"]
         )
@@ -344,12 +320,14 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     # The ranks' states: with fewer ranks now, one rank resumes from several states; with more, some ranks
     # start without a state.
     saved = [tree, *tree.get("ranks", [])]
-    mine = _states_for(engine.data_ranks.rank, engine.data_ranks.size, saved)
+    mine = saved[engine.data_ranks.rank :: engine.data_ranks.size]
     asked = frozenset(str(name) for each in saved for name in each.get("requests", ()))
     run.agreed = asked if run.evaluation_feeds else asked - {"validate"}
     if mine:
         run.host_streams = mine[0]["host_streams"]
-        _restore_generators(run, mine[0]["generators"])
+        _restore_each(
+            generators_of(run.task), mine[0]["generators"], "random generator", load_generator_state
+        )
         engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)
         run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
         metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]
@@ -360,33 +338,17 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.latest_at = -1
     run.validated = bool(tree["validated"])
     run.timing.update(_numbers(tree, "timing"))
-    _restore_each(run.callbacks, tree["callbacks"], "callback", lambda part: nullcontext())
+
+    def load(part: Any, state: Any) -> None:
+        part.load_state_dict(state)
+
+    def load_logger(part: Any, state: Any) -> None:
+        with run.logging_to(part, f"what {type(part).__name__} changes in its log to go on after step"):
+            part.load_state_dict(state)
+
+    _restore_each(_stateful(run.callbacks), tree["callbacks"], "callback", load)
     if run.is_main:
-        changed = "what {} changes in its log to go on after step"
-        _restore_each(
-            run.loggers,
-            tree["loggers"],
-            "logger",
-            lambda part: run.logging_to(part, changed.format(type(part).__name__)),
-        )
-
-
-def _restore_generators(run: Run, states: Mapping[str, Any]) -> None:
-    """Restore the random generators in the task's attributes; warn of those that the checkpoint lacks."""
-    generators = generators_of(run.task)
-    for name, each in generators.items():
-        if name in states:
-            with well_formed(f"the checkpoint's state of the random generator {name!r}"):
-                load_generator_state(each, states[name])
-    task = type(run.task).__name__
-    if new := sorted(generators.keys() - states.keys()):
-        _LOG.warning(
-            f"the checkpoint has no state for random generators of {task}, which start anew: {', '.join(new)}"
-        )
-    if gone := sorted(states.keys() - generators.keys()):
-        _LOG.warning(
-            f"the checkpoint has the state of random generators that {task} does not have: {', '.join(gone)}"
-        )
+        _restore_each(_stateful(run.loggers), tree["loggers"], "logger", load_logger)
 
 
 def _note_other_size(before: Any, now: int | None) -> None:
@@ -421,19 +383,16 @@ def _stateful(parts: Iterable[Any]) -> dict[str, Stateful]:
 
 
 def _restore_each(
-    parts: Iterable[Any],
-    states: Mapping[str, Any],
-    what: str,
-    restoring: Callable[[Any], AbstractContextManager[None]],
+    parts: Mapping[str, Any], states: Mapping[str, Any], what: str, load: Callable[[Any, Any], None]
 ) -> None:
-    named = _stateful(parts)
-    for name, part in named.items():
+    """Load the parts' states by name; warn of parts without one, and of states without a part."""
+    for name, part in parts.items():
         if name in states:
-            with restoring(part), well_formed(f"the checkpoint's state of the {what} {name}"):
-                part.load_state_dict(states[name])
+            with well_formed(f"the checkpoint's state of the {what} {name}"):
+                load(part, states[name])
         else:
             _LOG.warning(f"the checkpoint has no state for the {what} {name}; it starts anew")
-    gone = sorted(set(states) - set(named))
+    gone = sorted(states.keys() - parts.keys())
     if gone:
         _LOG.warning(
             f"the checkpoint has the state of {what}s that this run does not have: {', '.join(gone)}"

@@ -155,16 +155,6 @@ class Ledger:
         """Write a line, if there is a file. No error ends the run: the next line replaces a missing one."""
         if self._file is None or not self._attempt:
             return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._write(event, more)
-        except OSError as error:
-            self._trouble = error
-        else:
-            self._trouble = None
-
-    def _write(self, event: str, more: dict[str, Any]) -> None:
-        assert self._file is not None
         run, loop, now = self._run, self._loop, perf_counter()
         line = {
             "v": VERSION,
@@ -178,13 +168,18 @@ class Ledger:
             **more,
         }
         data = json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"
-        with open_file(self._file, "a+b") as file:
-            if file.seek(0, os.SEEK_END) > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a killed process or a full disk has left an incomplete line
-                    data = b"\n" + data
-            file.write(data)
-        self._written = now
+        self._trouble = None
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with open_file(self._file, "a+b") as file:
+                if file.seek(0, os.SEEK_END) > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a killed process or a full disk has left an incomplete line
+                        data = b"\n" + data
+                file.write(data)
+            self._written = now
+        except OSError as error:
+            self._trouble = error
 
     def _account(self, now: float) -> dict[str, float]:
         """Return the seconds of the attempt by kind, which add up to its age."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.files import check_path, lines_of
@@ -25,6 +25,9 @@ NAME = "ledger.jsonl"
 
 VERSION = 1
 """The version of a line's format."""
+
+_Row: TypeAlias = dict[str, Any]
+"""A line of the file, which `drivetrain.run.ledger` writes: the totals of an attempt at one time."""
 
 _REDONE = ("compute", "data", "evaluation", "save")
 """The kinds of time that are lost if they come after the checkpoint that a later attempt resumes."""
@@ -136,7 +139,7 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
             f"there is no {NAME} in {str(path)!r}: give the run directory of a fit that writes checkpoints"
             " or logs, such as runs/Digits-20250131-120000"
         )
-    rows: dict[str, list[_ReportRow]] = {}
+    rows: dict[str, list[_Row]] = {}
     unreadable = 0
     try:
         for line in filter(bytes.strip, lines_of(file)):
@@ -144,7 +147,7 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
             if row is None:
                 unreadable += 1
             else:
-                rows.setdefault(row.attempt, []).append(row)
+                rows.setdefault(str(row["attempt"]), []).append(row)
     except OSError as error:
         raise DataError(f"{str(file)!r} cannot be read: {error}") from error
     if not rows:
@@ -164,46 +167,22 @@ def _directory(given: str | os.PathLike[str]) -> Path:
     return path.parent if path.name == NAME and path.is_file() else path
 
 
-class _ReportRow(NamedTuple):
-    """A line: the totals of an attempt at one time."""
-
-    attempt: str
-    event: str
-    time: float
-    steps: int
-    resumed: int | None
-    is_fresh: bool
-    spent: Mapping[str, float]
-    ended: str | None
-    error: str | None
-    message: str | None
-
-
-def _parsed(line: bytes) -> _ReportRow | None:
+def _parsed(line: bytes) -> _Row | None:
     """Return a complete line; None for any other."""
     try:
-        given = json.loads(line)
-        resumed = given.get("from")
-        row = _ReportRow(
-            attempt=given["attempt"],
-            event=given["event"],
-            time=float(given["time"]),
-            steps=int(given["steps"]),
-            resumed=None if resumed is None else int(resumed),
-            is_fresh=given.get("fresh") is True,
-            spent={kind: float(seconds) for kind, seconds in given["spent"].items()},
-            ended=given.get("ended"),
-            error=given.get("error"),
-            message=given.get("message"),
+        row: _Row = json.loads(line)
+        amounts = (row["time"], row["steps"], row["from"] or 0, *row["spent"].values())
+        is_ours = (
+            row["v"] == VERSION
+            and {"attempt", "event", "fresh"} <= row.keys()
+            and row["spent"].keys() <= set(KINDS)
         )
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return row if is_ours and all(0 <= each < 1e11 for each in amounts) else None
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
-    amounts = (row.time, row.steps, row.resumed or 0, *row.spent.values())
-    is_ours = given.get("v") == VERSION and isinstance(row.attempt, str) and row.spent.keys() <= set(KINDS)
-    return row if is_ours and all(0 <= each < 1e11 for each in amounts) else None
 
 
-def _attempts(found: Sequence[Sequence[_ReportRow]]) -> list[Attempt]:
+def _attempts(found: Sequence[Sequence[_Row]]) -> list[Attempt]:
     """Return the attempts of a run, from the lines of each."""
     made: list[Attempt] = []
     limit = math.inf  # work counts up to this step: later attempts repeated the rest
@@ -214,40 +193,40 @@ def _attempts(found: Sequence[Sequence[_ReportRow]]) -> list[Attempt]:
     return made[::-1]
 
 
-def _attempt(rows: Sequence[_ReportRow], before: Sequence[_ReportRow], limit: float) -> tuple[Attempt, float]:
+def _attempt(rows: Sequence[_Row], before: Sequence[_Row], limit: float) -> tuple[Attempt, float]:
     """Return an attempt, and the last step of earlier attempts that it did not repeat."""
     first, last = rows[0], rows[-1]
-    seconds = {kind: last.spent.get(kind, 0.0) for kind in KINDS if kind != "waiting"}
+    seconds = {kind: last["spent"].get(kind, 0.0) for kind in KINDS if kind != "waiting"}
     for stretch in reversed(_stretches(rows)):
         end = stretch[-1]
-        made = stretch[:-1] if end.event == "back" and len(stretch) > 1 else stretch
-        kept = next((each for each in reversed(made) if each.steps <= limit), made[0])
+        made = stretch[:-1] if end["event"] == "back" and len(stretch) > 1 else stretch
+        kept = next((each for each in reversed(made) if each["steps"] <= limit), made[0])
         for kind in _REDONE:
-            lost = max(0.0, end.spent.get(kind, 0.0) - kept.spent.get(kind, 0.0))
+            lost = max(0.0, end["spent"].get(kind, 0.0) - kept["spent"].get(kind, 0.0))
             seconds[kind] -= lost
             seconds["lost work"] += lost
-        limit = min(limit, made[0].steps)
-    if last.is_fresh and before and before[-1].ended == "finished":
+        limit = min(limit, made[0]["steps"])
+    if last["fresh"] is True and before and before[-1].get("ended") == "finished":
         limit = math.inf  # another run in the directory of one that has finished
-    began = first.time - sum(first.spent.values())
+    began = first["time"] - sum(first["spent"].values())
     attempt = Attempt(
         began=began,
-        heard=last.time,
-        waited=max(0.0, began - before[-1].time) if before else 0.0,
+        heard=last["time"],
+        waited=max(0.0, began - before[-1]["time"]) if before else 0.0,
         seconds={kind: max(0.0, amount) for kind, amount in seconds.items()},
-        resumed=last.resumed,
-        steps=last.steps,
-        ended=last.ended,
-        error=last.error,
-        warnings=[str(each.message) for each in rows if each.event == "warning"],
+        resumed=last["from"],
+        steps=last["steps"],
+        ended=last.get("ended"),
+        error=last.get("error"),
+        warnings=[str(each.get("message")) for each in rows if each["event"] == "warning"],
     )
     return attempt, limit
 
 
-def _stretches(rows: Sequence[_ReportRow]) -> list[list[_ReportRow]]:
+def _stretches(rows: Sequence[_Row]) -> list[list[_Row]]:
     """Return the lines of an attempt's training in parts; a roll back ends a part, and its line begins the
     next.
     """
-    trained = [each for each in rows if each.resumed is not None]
-    cuts = [0, *(index for index, each in enumerate(trained) if each.event == "back"), len(trained) - 1]
+    trained = [each for each in rows if each["from"] is not None]
+    cuts = [0, *(index for index, each in enumerate(trained) if each["event"] == "back"), len(trained) - 1]
     return [trained[start : end + 1] for start, end in pairwise(cuts)] if trained else []

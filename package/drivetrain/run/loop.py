@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -383,7 +384,9 @@ def predict(
         made = None if values is None else EvaluationPass(run, True, stack)
         seed, predict_step = engine.streams.seed_evaluation, engine.evaluate_step
         micro_batches = feed.micro_batches()
-        for number, micro_batch in enumerate(micro_batches if made is None else _weighed(micro_batches)):
+        if made is not None:  # whose weight `loss_weight` may have to read from targets
+            micro_batches = iter(_needing_targets()(partial(next, micro_batches, None)), None)
+        for number, micro_batch in enumerate(micro_batches):
             mine, evaluation.batch = None, number
             evaluation.is_placeholder = micro_batch.is_placeholder
             if sharded or not micro_batch.is_placeholder:
@@ -440,16 +443,6 @@ def _predicted_and_evaluated(run: Run, micro_batch: MicroBatch, number: int, mad
         if own:
             made.take(micro_batch, number, read_output(evaluated))
         return to_host(outputs)
-
-
-def _weighed(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches, whose weight `loss_weight` may have to read from targets."""
-    while True:
-        with _needing_targets():
-            micro_batch = next(micro_batches, None)
-        if micro_batch is None:
-            return
-        yield micro_batch
 
 
 @contextmanager

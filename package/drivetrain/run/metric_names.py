@@ -43,6 +43,7 @@ class MetricNames:
         self.are_own = overrides(task, "metric_name")
         self.stages: set[str] = set()
         self._task = task
+        self._owner = type(task).__name__
         self._sources: dict[str, ValueSource | None] = {}  # None for a value that a hook logs
         self._directions: dict[str, str] = {}
         self._loaders: tuple[str, ...] = ()
@@ -134,10 +135,6 @@ class MetricNames:
         """Return whether a value is a loss, by the last part of the name that its step gave it."""
         source = self._sources.get(name)
         return is_loss((name if source is None else source.name).rpartition("/")[2])
-
-    @property
-    def _owner(self) -> str:
-        return type(self._task).__name__
 
 
 def stage_in(name: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError, Preempted, RankFailure
 from drivetrain.core.messages import logger
@@ -64,7 +64,15 @@ class PreemptionConfig:
                 f"PreemptionConfig: {both[0]} is in both requeue and stop; give it in one of them"
             )
         if self.deadline is not None and self.deadline != "auto":
-            object.__setattr__(self, "deadline", _deadline(self.deadline))
+            try:
+                object.__setattr__(self, "deadline", duration("PreemptionConfig: deadline", self.deadline))
+            except ConfigError as error:
+                if not isinstance(self.deadline, str):
+                    raise
+                raise ConfigError(
+                    "PreemptionConfig: deadline must be a time such as 30 or '2 minutes', 'auto' or None,"
+                    f" not {self.deadline!r}"
+                ) from error
 
     @property
     def requeues(self) -> tuple[str, ...]:
@@ -82,38 +90,23 @@ class PreemptionConfig:
             return None
         if self.deadline == "auto":
             return _TERMINATION if received is signal.SIGTERM else None
-        return _deadline(self.deadline)
-
-
-def _deadline(given: str | float | timedelta | None) -> float | None:
-    try:
-        return duration("PreemptionConfig: deadline", given)
-    except ConfigError as error:
-        if not isinstance(given, str):
-            raise
-        raise ConfigError(
-            "PreemptionConfig: deadline must be a time such as 30 or '2 minutes', 'auto' or None,"
-            f" not {given!r}"
-        ) from error
+        return cast(float, self.deadline)
 
 
 def _named(name: str, given: Any) -> tuple[str, ...]:
-    single = isinstance(given, (str, int))
-    if not single and not isinstance(given, Iterable):
+    if isinstance(given, str):  # several too, as on the command line
+        given = [each.strip() for each in given.split(",") if each.strip()]
+    listed = [given] if isinstance(given, int) else given
+    if not isinstance(listed, Iterable):
         raise ConfigError(f"PreemptionConfig: {name} takes signals, such as 'SIGTERM', not {given!r}")
     found = []
-    for each in _split_signals(given) if single else given:
+    for each in listed:
         if isinstance(each, int) and not isinstance(each, bool) and each in signal.valid_signals():
             each = signal.Signals(each).name
         elif isinstance(each, str) and not each.startswith("SIG"):  # as `kill -l` and SLURM have it
             each = f"SIG{each}"
         found.append(one_of("signal in PreemptionConfig", each, _NAMES))
     return tuple(dict.fromkeys(found))
-
-
-def _split_signals(given: str | int) -> list[str | int]:
-    """Return one signal, or several from a text, as on the command line."""
-    return [given] if isinstance(given, int) else [each.strip() for each in given.split(",") if each.strip()]
 
 
 def as_preemption(spec: object) -> PreemptionConfig | None:

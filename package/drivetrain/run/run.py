@@ -36,9 +36,6 @@ from drivetrain.run.save_errors import LEFT_OUT, words_of
 from drivetrain.run.state import RunState, Triggers
 from drivetrain.task.task import TaskModule
 
-if TYPE_CHECKING:
-    pass
-
 
 class Run(RunState):
     """One run in progress; loops and callbacks get it.

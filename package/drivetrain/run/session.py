@@ -65,7 +65,9 @@ def run_context(settings: RunSettings, run: Run) -> Iterator[None]:
     atexit.unregister(_leave_loops)
     atexit.register(_leave_loops)
     with ExitStack() as stack:
-        stack.callback(_release_batches, run)
+        # Otherwise the memory of the last batches, and the files through which workers share it, would stay
+        # until the next garbage collection.
+        stack.callback(setattr, run, "window", None)
         stack.enter_context(run.ledger)
         stack.callback(run.engine.teardown)
         closing = stack.enter_context(ExitStack())
@@ -74,7 +76,8 @@ def run_context(settings: RunSettings, run: Run) -> Iterator[None]:
         stack.enter_context(preserved(run.engine.device))
         if settings.deterministic:
             stack.enter_context(_deterministic())
-        stack.enter_context(_in_progress(run))
+        _watched.append(run)
+        stack.callback(_watched.remove, run)
         channel = None
         if run.engine.ranks.size > 1:
             channel = stack.enter_context(_failing_together(settings, run))
@@ -128,13 +131,6 @@ def _checkpoint_note(settings: RunSettings, run: Run, error: BaseException) -> s
     if not isinstance(error, StorageError) or run.last_checkpoint is None:
         return ""
     return f"The last checkpoint that is whole is {as_given(settings, run.last_checkpoint)}"
-
-
-def _release_batches(run: Run) -> None:
-    """Release all batches. Otherwise their memory, and the files that workers share them through, would stay
-    until the next garbage collection.
-    """
-    run.window = None
 
 
 def _close(run: Run, logger: Logger) -> None:
@@ -248,15 +244,6 @@ def _deterministic() -> Iterator[None]:
 
 _watched: list[Run] = []
 """The runs of this process that are in progress, such as a validation in a fit's callback."""
-
-
-@contextmanager
-def _in_progress(run: Run) -> Iterator[None]:
-    _watched.append(run)
-    try:
-        yield
-    finally:
-        _watched.remove(run)
 
 
 def _signs() -> list[int]:

@@ -35,41 +35,28 @@ from drivetrain.strategies.transforms.compile import CompileConfig, as_compile, 
 Interval = str | int | float | timedelta | Every
 """An interval: "500 steps", "1 epoch", "10 minutes", or a number of steps."""
 
-_SAME_ON_ALL_RANKS = (
-    "max_epochs",
-    "max_steps",
-    "max_time",
-    "min_epochs",
-    "min_steps",
-    "precision",
-    "evaluation_precision",
-    "gradient_accumulation_steps",
-    "max_grad_norm",
-    "max_grad_value",
-    "micro_batch",
-    "on_bad_batch",
-    "on_save_error",
-    "validate_every",
-    "validate_from",
-    "log_every",
-    "log_first_step",
-    "checkpoint",
-    "compile",
-    "memory",
-    "preemption",
-    "train_metrics",
-    "seed",
-    "data_seed",
-    "limit_train_batches",
-    "limit_validation_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "sanity_validation",
-    "dry_run",
+_OF_EACH_RANK = (
+    "strategy",
+    "devices",
+    "num_nodes",
+    "deterministic",
+    "batch_size",
+    "num_workers",
+    "collate",
+    "group_by_length",
+    "evaluation_batch_size",
+    "assets",
+    "run_dir",
+    "run_name",
+    "loggers",
+    "progress_bar",
+    "callbacks",
+    "on_nonfinite",
+    "hang_timeout",
 )
-"""The settings that affect what a rank does and when. Loggers, callbacks and the screen may differ."""
+"""The settings that may differ between ranks. All others affect what a rank does and when."""
 
-_LIMITED = ("train", "validation", "test", "predict")
+_LIMITS = ("limit_train_batches", "limit_validation_batches", "limit_test_batches", "limit_predict_batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +145,7 @@ class RunSettings:
                     f"min_{name}={least} with max_{name}={most}: the fit ends before. Give a min_{name} of at"
                     f" most {most}"
                 )
-        for name in (f"limit_{stage}_batches" for stage in _LIMITED):
+        for name in _LIMITS:
             limit = getattr(self, name)
             if limit is not None and not (isinstance(limit, float) and 0 < limit < 1):
                 if isinstance(limit, float):
@@ -305,7 +292,8 @@ def check_samples(settings: RunSettings, name: str, stages: Stages) -> None:
 
 def same_on_all_ranks(settings: RunSettings) -> dict[str, Any]:
     """Return the arguments that must be equal on all ranks."""
-    return {name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS}
+    names = (each.name for each in dataclasses.fields(RunSettings))
+    return {name: getattr(settings, name) for name in names if name not in _OF_EACH_RANK}
 
 
 def check_run_dir(spec: object) -> None:
