@@ -25,7 +25,7 @@ CHECKED_AT = (8, 32, 128, 512, 1024)
 """Numbers of batches after which readers are compared; after the last, nothing more is noted."""
 
 _MOST = 1024
-"""Checksums kept of a reader: 64 KiB of memory."""
+"""Checksums compared of a reader; up to twice as many are kept, in 128 KiB of memory."""
 
 _COLUMNS = 16
 _LEAVES = 4
@@ -45,8 +45,9 @@ class Repeats:
         """Note the samples of a batch; a batch without tensors on the host is left out."""
         counts = self.kept.setdefault(reader, Counter())
         counts.update(_checksums(batch))
-        for each in sorted(counts)[_MOST:]:
-            del counts[each]
+        if len(counts) > 2 * _MOST:  # seldom, because sorting takes longer than reading a batch
+            for each in sorted(counts)[_MOST:]:
+                del counts[each]
 
     def found(self, at_end: bool) -> tuple[int, int] | None:
         """Return how many of the samples that were compared came from several readers, and their number.
@@ -59,7 +60,10 @@ class Repeats:
         """
         if len(self.kept) < 2:
             return None
-        limit = min((max(each) for each in self.kept.values() if len(each) == _MOST), default=1 << 32)
+        # Of the smallest checksums none was left out; of those above, some may have been.
+        limit = min(
+            (sorted(each)[_MOST - 1] for each in self.kept.values() if len(each) >= _MOST), default=1 << 32
+        )
         kept = [{key: n for key, n in each.items() if key <= limit} for each in self.kept.values()]
         readers = Counter(key for each in kept for key in each)
         shared = sum(count > 1 for count in readers.values())
