@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import sys
 import traceback
 from contextlib import suppress
 from typing import Any, Final
@@ -23,7 +23,14 @@ SHARE = 0.1
 """The share of bad batches that a process may read, once it has read more than `IN_A_ROW` of them."""
 
 
-BAD: Final = object()
+class _BadBatch:
+    """The type of `BAD`."""
+
+    def __repr__(self) -> str:
+        return "a batch that was left out"
+
+
+BAD: Final = _BadBatch()
 """The value in place of a batch that was left out."""
 
 
@@ -40,17 +47,34 @@ class Raised:
         self.pid = os.getpid()
         self.text = "".join(traceback.format_exception_only(error)).strip()
         self.traceback = "".join(traceback.format_exception(error)).rstrip()
-        self._pickled: bytes | None = None
-        with suppress(Exception):
-            self._pickled = pickle.dumps(error)
+        self._made_by = _made_by(error)
 
     def error(self) -> Exception:
-        """Rebuild the error as far as it could be sent, with the worker's traceback as a note."""
+        """Rebuild the error as far as it could be sent, with the worker's traceback as its cause."""
         error: Exception = RuntimeError(self.text)
-        with suppress(Exception):  # the user's constructor may fail
-            error = pickle.loads(self._pickled or b"")
-        error.add_note(f"in worker {self.worker} (pid {self.pid}):\n{self.traceback}")
+        if self._made_by is not None:
+            kind, arguments = self._made_by
+            with suppress(Exception):  # the user's constructor may fail
+                error = kind(*arguments)
+        error.__cause__ = _InWorker(f"in worker {self.worker} (pid {self.pid}):\n{self.traceback}")
         return error
+
+
+class _InWorker(Exception):  # noqa: N818 - shown in tracebacks as a worker's traceback
+    """A worker's traceback."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _made_by(error: Exception) -> tuple[type[Exception], tuple[Any, ...]] | None:
+    """Return a class and plain arguments to rebuild the error in another process, or None."""
+    kind = type(error)
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    plain = all(each is None or isinstance(each, (str, int, float)) for each in error.args)
+    return (kind, error.args) if found is kind and plain else None
 
 
 class BadBatchSkipper:
