@@ -6,7 +6,6 @@ likely meant, so that no module writes its own spelling help.
 
 from __future__ import annotations
 
-import copyreg
 import difflib
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +23,11 @@ class DrivetrainError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the constructor, whose arguments may be others: errors travel between processes."""
-        return copyreg.__newobj__, (type(self),), {"args": self.args, **vars(self)}  # type: ignore[attr-defined]
+        return _bare, (type(self),), {"args": self.args, **vars(self)}
+
+
+def _bare(kind: type[DrivetrainError]) -> DrivetrainError:
+    return kind.__new__(kind)
 
 
 class ConfigError(DrivetrainError, ValueError):
