@@ -20,9 +20,9 @@ def batch_size(batch: Batch) -> int | None:
     An object of another kind is counted by its `num_graphs` (torch_geometric's batches) or, if it has a `to`
     method, by its length. None if there is nothing to count: the kind of batch is unknown.
     """
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else None
     kind = type(batch)
+    if kind is Tensor or isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else None
     if kind is dict:
         for value in batch.values():  # the usual batch, without a recursive call
             if type(value) is Tensor and (shape := value.shape):
