@@ -234,7 +234,7 @@ class NonFiniteDetector(Callback):
         if len(self._seen) >= _KEPT and not bool(torch.cat([bad for *_, bad in self._seen]).any()):
             self._seen.clear()
         if len(self._seen) < _KEPT:  # the first bad places are the ones to report
-            # Those of the batches are on the host; their copies wait for nothing.
+            # Flags of batches are on the host, and copying them waits for nothing.
             bad = torch.stack([each.to(self._device, non_blocking=True) for each in self._flags])
             self._seen.append((self._step, self._places, bad))
             if self.history and bool(bad.any()):

@@ -116,7 +116,7 @@ def part_of_epoch(every: Every, steps_per_epoch: int) -> Fraction:
 
 
 class Trigger:
-    """The times at which an `Every` is due. They follow from the progress alone, so a restart moves none.
+    """When an `Every` is due. The times follow from the progress alone, so a restart moves none.
 
     Args:
         every: The interval; None is never due.

@@ -1,4 +1,4 @@
-"""Join the processes of a job into one process group."""
+"""Join the processes of a job into one process group, and leave it again."""
 
 from __future__ import annotations
 

@@ -446,7 +446,7 @@ class CheckpointManager:
 
 
 def _among(policies: Mapping[str, CheckpointConfig], metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the metrics by which a checkpoint may be among the best, with their directions; NaN never is."""
+    """Return the metrics that may rank a checkpoint among the best, with their directions; NaN never does."""
     for by in policies:
         if by not in metrics:
             raise ConfigError(

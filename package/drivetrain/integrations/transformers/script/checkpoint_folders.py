@@ -263,8 +263,8 @@ def check_resumable(given: object, checkpoint: str) -> None:
 def taken_into(output_dir: str, checkpoint: str, acts: bool) -> str:
     """Return the path of a checkpoint for a fit in `output_dir` that resumes from it and saves.
 
-    One that only a folder in `output_dir` still has is put back into `checkpoints`. If it is from elsewhere,
-    the checkpoints in `output_dir` are of another training, and are moved away.
+    A checkpoint that is left in a folder of `output_dir` alone is put back into `checkpoints`. If it is from
+    elsewhere, the checkpoints in `output_dir` are of another training, and are moved away.
 
     Args:
         output_dir: The `output_dir` of the fit.
