@@ -102,6 +102,8 @@ class Callback(Hooked):
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that the callback fits a Trainer, when the Trainer is made. Default: it fits all.
 
+        For a task's callback it is called when a fit begins.
+
         Raises:
             ConfigError: It does not fit; says why.
         """

@@ -323,13 +323,14 @@ def check_run_name(name: object) -> None:
     raise ConfigError(f"run_name must be a text without '/' that can name a directory, not {name!r}")
 
 
-def checked_callbacks(spec: Any) -> tuple[Any, ...]:
+def checked_callbacks(spec: Any, given_by: str = "callbacks") -> tuple[Any, ...]:
     """Return the callbacks after a check."""
     if not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping)):
         raise ConfigError(
-            f"callbacks must be a sequence of callback objects, such as [EarlyStopping(...)], not {spec!r}"
+            f"{given_by} must be a sequence of callback objects, such as [EarlyStopping(...)], not {spec!r}"
         )
     callbacks = tuple(spec)
+    check_no_class(given_by, *callbacks)
     Hooks(callbacks)
     return callbacks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -15,7 +16,7 @@ from drivetrain import callbacks as built_in
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import odd_kind
 from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, PerEpoch, Trigger, exact
 from drivetrain.core.random_streams import preserved
@@ -39,7 +40,13 @@ from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
 from drivetrain.run.record import record_of, with_resumes
 from drivetrain.run.run import Run
-from drivetrain.run.settings import RunSettings, check_strategy_settings, has_run_dir, same_on_all_ranks
+from drivetrain.run.settings import (
+    RunSettings,
+    check_strategy_settings,
+    checked_callbacks,
+    has_run_dir,
+    same_on_all_ranks,
+)
 from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.select import check_precision
@@ -47,7 +54,7 @@ from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
-from drivetrain.trainer.dry_run import overfitting
+from drivetrain.trainer.dry_run import Settings, fitting, overfitting
 from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
 
 if TYPE_CHECKING:
@@ -231,17 +238,20 @@ def checked_fit_data(settings: RunSettings, train_data: Any, validation_data: An
 
 
 def build_fit(
-    settings: RunSettings,
+    settings: Settings,
     task: Any,
     train_data: Any,
     validation_data: Any,
     resume: str | None,
     body: bool = False,
-) -> tuple[Run, CheckpointSaver | None]:
+) -> tuple[Settings, Run, CheckpointSaver | None]:
     """Build the run of a fit, and its saver unless checkpoints are off; `start_from` makes it ready to start.
 
     Args:
         body: Whether the user's code runs between steps.
+
+    Returns:
+        The settings with the task's callbacks, the run and the saver.
     """
     began = fit_began()
     task = check_task(task)
@@ -249,15 +259,31 @@ def build_fit(
     with setting_up(settings, task, "fit", resume=resume) as engine:
         # Now that the ranks are connected: a data object may ask for their number, or wait for one of them.
         engine.closing.enter_context(begun("fit", task, train_data, validation_data))
-        callbacks = (*task.configure_callbacks("train"), *settings.callbacks)
+        settings = with_callbacks_of(task, settings)
         states = state_of(train_data)
         train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
-        run, saver = _fit_run(
-            settings, engine, task, train_data, validation_data, callbacks, states, resume, body
-        )
+        run, saver = _fit_run(settings, engine, task, train_data, validation_data, states, resume, body)
     if run.is_main and run.run_dir is not None and (saver is not None or run.loggers):
         run.ledger.keep(run.run_dir, began)
-    return run, saver
+    return settings, run, saver
+
+
+def with_callbacks_of(task: TaskModule, settings: Settings) -> Settings:
+    """Return the settings of a fit with the task's callbacks before the Trainer's, all checked together."""
+    own = _own_callbacks(task, "train")
+    if settings.dry_run is not None:
+        own = fitting(own, settings)
+    try:
+        return dataclasses.replace(settings, callbacks=(*own, *settings.callbacks)) if own else settings
+    except (ConfigError, StrategyError) as error:
+        raise type(error)(
+            f"with the callbacks of {type(task).__name__}.configure_callbacks: {error}"
+        ) from None
+
+
+def _own_callbacks(task: TaskModule, stage: str) -> Sequence[Any]:
+    given_by = f"{type(task).__name__}.configure_callbacks({stage!r})"
+    return checked_callbacks(task.configure_callbacks(stage), given_by)
 
 
 def _fit_run(
@@ -266,7 +292,6 @@ def _fit_run(
     task: TaskModule,
     train_data: Any,
     validation_data: Any,
-    callbacks: Sequence[Any],
     states: list[DataObject],
     resume: str | None,
     body: bool,
@@ -275,6 +300,7 @@ def _fit_run(
         settings, train_data, validation_data = overfitting(
             settings, engine, task, train_data, validation_data
         )
+    callbacks = settings.callbacks
     changes = body or may_change_data(callbacks)
     feed = train_feed(settings, engine, task, train_data, changes)
     totals = planned_totals(settings, feed, engine.strategy.world_size)
@@ -547,7 +573,7 @@ def _evaluation_run(
     metrics: bool,
 ) -> Run:
     engine.closing.enter_context(begun(_VERBS.get(stage, stage), task, data))
-    callbacks: Sequence[Any] = (*task.configure_callbacks(stage), *settings.callbacks)
+    callbacks: Sequence[Any] = (*_own_callbacks(task, stage), *settings.callbacks)
     if checkpoint is not None:
         from drivetrain.checkpoint.weights.load import load_weights
         from drivetrain.task.stored import read_extras, read_frozen

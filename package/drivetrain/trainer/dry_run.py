@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from drivetrain.core.errors import ConfigError
@@ -50,12 +50,18 @@ def as_tried(settings: Settings, verb: str) -> Settings:
         if settings.validate_every is not None:
             changes["validate_every"] = Every("1 epoch")
     tried = dataclasses.replace(settings, callbacks=(), **changes)
-    kept = [each for each in settings.callbacks if _fits(each, tried)]
-    left_out = [type(each).__name__ for each in settings.callbacks if each not in kept]
-    names = ", ".join(left_out)
-    more = f"; left out, because they need checkpoints: {names}" if names and verb == "fit" else ""
-    _LOG.info(f"dry_run={asked!r}: {what}, {writes}{more}")
+    kept = fitting(settings.callbacks, tried, verb)
+    _LOG.info(f"dry_run={asked!r}: {what}, {writes}")
     return dataclasses.replace(tried, callbacks=kept)
+
+
+def fitting(callbacks: Sequence[Any], trial: RunSettings, verb: str = "fit") -> list[Any]:
+    """Return the callbacks that fit the settings of a trial, and tell the user which do not."""
+    kept = [each for each in callbacks if _fits(each, trial)]
+    names = ", ".join(type(each).__name__ for each in callbacks if each not in kept)
+    if names and verb == "fit":
+        _LOG.info(f"dry_run={trial.dry_run!r} leaves out callbacks, because they need checkpoints: {names}")
+    return kept
 
 
 def _count(batches: float) -> str:

@@ -404,7 +404,7 @@ class Trainer(RunSettings):
         trainer, resume = observed(self, is_fit=True, resume=resume)
         trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
         with Preemption(self.preemption) as preemption:
-            run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
+            trainer, run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
             with run_context(trainer, run):
                 start_from(trainer, run, saver, resume, overrides)
                 preemption.attach(run, is_resumable(trainer))

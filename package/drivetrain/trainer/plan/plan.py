@@ -28,6 +28,7 @@ from drivetrain.trainer.assembly import (
     log_interval,
     planned_totals,
     preparing,
+    with_callbacks_of,
 )
 from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.feeds import evaluation_batch_size
@@ -195,6 +196,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
     the size of the activations.
     """
     with preserved(), begun("fit", task := check_task(task), train_data, validation_data):
+        settings = with_callbacks_of(task, settings)
         train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
         epoch = Epoch(settings, task, train_data)
         strategy = settings.select_strategy()
@@ -203,8 +205,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         if validates:  # for its errors: an empty loader, or one without a batch size
             size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
-        callbacks = (*task.configure_callbacks("train"), *settings.callbacks)
-        with known_fit(task, totals), preparing(callbacks, task):
+        with known_fit(task, totals), preparing(settings.callbacks, task):
             built = Built(settings, task, totals)
             train_loaded(task)
             process = _Process(settings, strategy, built, task, train_data)
