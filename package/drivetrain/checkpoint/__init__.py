@@ -1,7 +1,7 @@
 """Checkpoints: a directory of safetensors and JSON files that is complete or does not exist.
 
 From the ground up: `storage/` (disks and object stores), `format/` (files, manifest),
-`saving/` (one checkpoint, and the checkpoints of a run), `weights/` (weights by name), `foreign/` (other
+`saving/` (one checkpoint, and the checkpoints of a run), `weights/` (weights by name, also of other
 programs' files) and `inspection/` (listings, descriptions and comparisons for people).
 """
 

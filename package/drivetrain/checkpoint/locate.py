@@ -146,7 +146,10 @@ def foreign_hint(names: Collection[str]) -> str:
         )
     if "zero_to_fp32.py" not in names and not any(name.endswith("_optim_states.pt") for name in names):
         return ""
-    return " DeepSpeed has saved this folder: drivetrain checkpoint import-deepspeed makes a checkpoint of it"
+    return (
+        " DeepSpeed has saved this folder: make weights of it with the script in it, python"
+        " FOLDER/zero_to_fp32.py FOLDER OUTPUT --safe_serialization, and give OUTPUT"
+    )
 
 
 def _near(path: str, files: FileSystem) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drivetrain.checkpoint.foreign.torch_weights import PICKLES, TorchWeights, read_torch_weights
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.format.tensors import DTYPES, read_header, read_tensors, room_for
@@ -23,6 +23,7 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import INDEX, MODEL, WeightFiles, parse_index
 from drivetrain.checkpoint.weights.frozen import FROZEN
 from drivetrain.checkpoint.weights.stored_rows import FileTensor, version_of
+from drivetrain.checkpoint.weights.torch_files import PICKLES, TorchWeights, read_torch_weights
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import check_path, odd_kind
 from drivetrain.core.messages import logger
@@ -129,7 +130,7 @@ def _found(source: str | os.PathLike[str], take: Take) -> Found:
     path = os.fspath(source)
     if is_torch_file(path):
         found = torch_weights(path)
-        return Found(found.tensors, found.note)
+        return Found(_kept(found.tensors, take), found.note)
     files = file_system(path)
     path = files.absolute(path)
     with os_errors("read", path):
@@ -203,6 +204,11 @@ def _read(path: str, files: FileSystem) -> dict[str, Any]:
         return dict(read_tensors(reader))
 
 
+def _kept(mapped: dict[str, Tensor], take: Take) -> dict[str, Tensor]:
+    """Copy the tensors of a mapped `torch.save` file for a caller who keeps them."""
+    return copy.deepcopy(mapped) if take is _read else mapped
+
+
 def _map(path: str, files: FileSystem) -> dict[str, Any]:
     """Map the tensors of a safetensors file on a disk."""
     if not files.renames:
@@ -251,7 +257,7 @@ def _from_index(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
         if file.endswith(TENSORS):
             tensors.update(take(real, files))
         else:
-            found = read_torch_weights(real, files).tensors
+            found = _kept(read_torch_weights(real, files).tensors, take)
             _check_names(path, file, set(found), set(places[file]))
             tensors.update(found)
     return tensors

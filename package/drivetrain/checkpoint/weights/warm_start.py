@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from drivetrain.checkpoint.foreign.torch_weights import TorchWeights
 from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.dtypes import check_range
 from drivetrain.checkpoint.weights.frozen import check_same, fingerprints
@@ -25,6 +24,7 @@ from drivetrain.checkpoint.weights.stored_rows import (
     plan_weights,
     same,
 )
+from drivetrain.checkpoint.weights.torch_files import TorchWeights
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import Json
 

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.foreign.deepspeed import import_deepspeed
-from drivetrain.checkpoint.foreign.torch_weights import PICKLES
-from drivetrain.checkpoint.foreign.weights import import_weights
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.formats import FORMATS, export_folder
 from drivetrain.checkpoint.inspection.compare import compare
@@ -29,7 +26,9 @@ from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import WeightFiles
 from drivetrain.checkpoint.weights.frozen import FROZEN
+from drivetrain.checkpoint.weights.importing import import_weights
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
+from drivetrain.checkpoint.weights.torch_files import PICKLES
 from drivetrain.cli.checkpoint.output import (
     Verdict,
     comparison_json,
@@ -251,12 +250,6 @@ def _import(parsed: argparse.Namespace) -> int:
     return _print(parsed, found, str(found))
 
 
-def _import_deepspeed(parsed: argparse.Namespace) -> int:
-    rename = _rename(parsed)
-    found = import_deepspeed(parsed.folder, parsed.output, tag=parsed.tag, rename=rename)
-    return _print(parsed, found, str(found))
-
-
 def _rename(parsed: argparse.Namespace) -> dict[str, str]:
     rename: dict[str, str] = {}
     for given in parsed.rename or ():
@@ -285,6 +278,5 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "push": _push,
     "diff": _diff,
     "import": _import,
-    "import-deepspeed": _import_deepspeed,
 }
 """The function for each action; it returns the exit code."""

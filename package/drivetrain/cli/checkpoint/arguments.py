@@ -12,8 +12,8 @@ from drivetrain.cli.printing import any_text, plain
 from drivetrain.core.messages import handled_by
 
 _EPILOG = (
-    "Each PATH but push's may also be an address, such as s3://bucket/run. Only export, push,"
-    " import and import-deepspeed write anything."
+    "Each PATH but push's may also be an address, such as s3://bucket/run. Only export, push and"
+    " import write anything."
 )
 _ONE = "a checkpoint, or a run directory: its newest good checkpoint"
 
@@ -129,25 +129,6 @@ def _parser() -> Parser:
         " hyper-parameters that are plain values. Runs no code from the file. Reads no optimizer states.",
     )
     add("source", metavar="FILE", help="the file, such as last.ckpt or model.pt; also an address")
-    _add_import_options(add)
-
-    add = action(
-        "import-deepspeed",
-        "convert a checkpoint that DeepSpeed's save_checkpoint wrote",
-        "Takes the float32 weights of ZeRO 1, 2 and 3. Runs no code from DeepSpeed's files, and needs no"
-        " DeepSpeed.",
-    )
-    add("folder", metavar="FOLDER", help="the folder with the file 'latest', or one inside with the files")
-    _add_import_options(add)
-    add(
-        "--tag",
-        metavar="NAME",
-        help="the folder inside, such as global_step100; default: the one in 'latest'",
-    )
-    return parser
-
-
-def _add_import_options(add: Callable[..., Any]) -> None:
     add("output", metavar="OUTPUT", help="the checkpoint to write, a directory; also an address")
     add(
         "--rename",
@@ -156,6 +137,7 @@ def _add_import_options(add: Callable[..., Any]) -> None:
         help="turn the file's names into the task's: replace what matches the regular expression by NEW, such"
         " as '^=net.'; may be repeated",
     )
+    return parser
 
 
 class _Plain(logging.Handler):

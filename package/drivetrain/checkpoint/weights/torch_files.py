@@ -1,18 +1,27 @@
-"""Read the weights in `torch.save` files of other programs: Lightning's, Composer's, or a plain state dict.
+"""Take the weights of `torch.save` files of other programs: Lightning's, Composer's, or a plain state dict.
 
-Nothing else in the file is read, except Lightning's hyper-parameters that are plain values.
+Nothing else in the file is used, except Lightning's hyper-parameters that are plain values.
 """
 
 from __future__ import annotations
 
+import pickle
+import re
+import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.foreign.torch_archive import Foreign, StoredTensor, TorchArchive
-from drivetrain.checkpoint.storage.filesystem import LOCAL, FileSystem
+from drivetrain.checkpoint.storage.filesystem import (
+    LOCAL,
+    DamagedCheckpointError,
+    FileSystem,
+    os_errors,
+)
 from drivetrain.checkpoint.weights.module_state import clean_names, is_extra
 from drivetrain.core.errors import CheckpointError
 
@@ -63,30 +72,29 @@ class TorchWeights:
 
 
 def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
-    """Read the weights in a `torch.save` file, without running or importing anything that it names.
+    """Read the weights in a `torch.save` file by ``torch.load(weights_only=True)``.
+
+    The tensors of a file on a disk are mapped, not read: copy those that outlive the file.
 
     Raises:
         DamagedCheckpointError: The file is not a complete `torch.save` file.
-        CheckpointError: The file cannot be read, or has no weights by name.
+        CheckpointError: The file cannot be read, has no weights by name, or has objects of other classes than
+            tensors and plain values.
     """
-    with TorchArchive(path, files) as archive:
-        found = _find_state(archive.content, path)
-        state = {name: each for name, each in found.state.items() if not is_extra(name)}
-        strange = [name for name, each in state.items() if not isinstance(each, StoredTensor)]
-        if strange:
-            raise CheckpointError(
-                f"{path!r} has {_kind(state[strange[0]])} as {strange[0]!r} among its weights"
-                f" ({len(strange)} entries are not tensors). Save the tensors alone:"
-                " torch.save(module.state_dict(), path)"
-            )
-        names = clean_names(state, repr(path))
-        if not found.is_checkpoint and all(name.startswith("module.") for name in names):  # by DDP
-            names = {name.removeprefix("module."): old for name, old in names.items()}
-        # Tensors that share a storage one after the other: the archive then reads the storage once for all.
-        by_storage = sorted(names, key=lambda name: state[names[name]].storage.key)
-        read = {name: archive.read(state[names[name]]) for name in by_storage}
-        tensors = {name: read[name] for name in names}
-        content = archive.content
+    content = _content(path, files)
+    found = _find_state(content, path)
+    state = {name: each for name, each in found.state.items() if not is_extra(name)}
+    strange = [name for name, each in state.items() if not isinstance(each, Tensor)]
+    if strange:
+        raise CheckpointError(
+            f"{path!r} has {_kind(state[strange[0]])} as {strange[0]!r} among its weights"
+            f" ({len(strange)} entries are not tensors). Save the tensors alone:"
+            " torch.save(module.state_dict(), path)"
+        )
+    names = clean_names(state, repr(path))
+    if not found.is_checkpoint and all(name.startswith("module.") for name in names):  # by DDP
+        names = {name.removeprefix("module."): old for name, old in names.items()}
+    tensors = {name: state[old].detach() for name, old in names.items()}
     hparams = content.get(_HPARAMS, {})
     is_lightning = isinstance(hparams, dict) and found.key == "state_dict"
     taken = {found.key, _VERSION, *((_HPARAMS, "hparams_name") if is_lightning else ())}
@@ -100,6 +108,34 @@ def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
         left=tuple(str(name) for name in found.beside if name not in taken) if found.key else (),
         averaged=is_lightning and _AVERAGED_FROM in content,
     )
+
+
+def _content(path: str, files: FileSystem) -> Any:
+    try:
+        with os_errors("read", path), files.open(path) as source, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a pickle protocol that the error names anyway
+            with zipfile.ZipFile(source) as archive:
+                changed = archive.testzip()  # torch compares no checksum of a mapped file
+            if changed is not None:
+                raise zipfile.BadZipFile(f"the checksum of {changed} differs")
+            source.seek(0)
+            given = {"f": path, "mmap": True} if files.renames else {"f": source}
+            return torch.load(**given, weights_only=True, map_location="cpu")
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        old = " (torch before 1.6 wrote no zip files)" if "not a zip file" in str(error) else ""
+        raise DamagedCheckpointError(
+            f"{path!r} is not what torch.save writes, or not all of it: {error}{old}"
+        ) from error
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        raise CheckpointError(
+            f"torch.load(weights_only=True) refuses {path!r}:"
+            f" {f'it has an object of {named[1]}' if named else reason}. Where you trust the file and have"
+            " its code, save the weights alone: torch.save(torch.load(path,"
+            " weights_only=False)['state_dict'],"
+            " 'weights.pt')"
+        ) from error
 
 
 class _FoundWeights(NamedTuple):
@@ -117,10 +153,7 @@ class _FoundWeights(NamedTuple):
 
 def _find_state(content: Any, path: str) -> _FoundWeights:
     if not isinstance(content, dict):
-        more = ""
-        if isinstance(content, Foreign):
-            more = ". Where its code is available, save its weights: torch.save(module.state_dict(), path)"
-        raise CheckpointError(f"{path!r} holds {_kind(content)}, not weights by name{more}")
+        raise CheckpointError(f"{path!r} holds {_kind(content)}, not weights by name")
     if _is_state(content):
         return _FoundWeights("a state dict", "", content, {})
     inner = content.get("state")
@@ -131,14 +164,10 @@ def _find_state(content: Any, path: str) -> _FoundWeights:
             version = content.get(_VERSION)
             origin = f"a checkpoint of Lightning {version}" if version else f"a state dict under {key!r}"
             return _FoundWeights(origin, key, content[key], content)
-    more = ""
-    for key in _KEYS:
-        if isinstance(content.get(key), Foreign):
-            more = f"; {key!r} is {_kind(content[key])}: where its code is available, save its state_dict()"
     there = ", ".join(repr(str(key)) for key in list(content)[:10]) or "nothing"
     raise CheckpointError(
         f"{path!r} has no tensors by name, neither directly nor under {', '.join(map(repr, _KEYS))} or"
-        f" 'state' -> 'model'. It has {there}{more}"
+        f" 'state' -> 'model'. It has {there}"
     )
 
 
@@ -146,7 +175,7 @@ def _is_state(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(isinstance(key, str) for key in value)
-        and any(isinstance(each, StoredTensor) for each in value.values())
+        and any(isinstance(each, Tensor) for each in value.values())
     )
 
 
@@ -175,6 +204,4 @@ def _is_plain(value: Any) -> bool:
 
 def _kind(value: Any) -> str:
     """Describe a value in words."""
-    if isinstance(value, Foreign):
-        return f"an object of {value.name}" if value.args is not None else value.name
-    return "a tensor" if isinstance(value, StoredTensor) else f"a {type(value).__name__}"
+    return "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"

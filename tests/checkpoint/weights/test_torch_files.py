@@ -1,19 +1,20 @@
 """Weights are read from Lightning's and Composer's files and from state dicts; nothing in them runs."""
 
 import argparse
-import pathlib
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.checkpoint.weights.models import Planted
 from tests.support.messages import warned
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 
 from drivetrain import CheckpointError, ConfigError, TaskModule
-from drivetrain.checkpoint import load_weights
-from drivetrain.checkpoint.foreign.weights import import_weights
+from drivetrain.checkpoint import DamagedCheckpointError, load_weights
+from drivetrain.checkpoint.weights.importing import import_weights
 
 # Saved by Lightning 2.6.6 with its EMAWeightAveraging and the hyper-parameters {"lr": 0.1, "args": None}.
 LIGHTNING = Path(__file__).with_name("lightning_2_6_6.ckpt")
@@ -33,11 +34,8 @@ class Net(TaskModule):
         return outputs.square().mean()
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"lr": 0.5, "args": {"sizes": [1, (2, 3)], "name": "x"}},
-    "module": {"lr": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU())},
-    "namespace": {"lr": argparse.Namespace(lr=0.1, deep={"x": [1]})},
-}
+PLAIN = {"lr": 0.5, "args": {"sizes": [1, (2, 3)], "name": "x"}}
+UNSTORED = {"lr": torch.ones(2), "args": 1}
 
 
 def saved(path: Path, hparams: dict[str, Any] | None, **changes: Any) -> str:  # without the averaging
@@ -54,19 +52,16 @@ def values(tensors: Any) -> dict[str, float]:
     return {name: round(float(tensor), 4) for name, tensor in tensors.items()}
 
 
-def test_from_checkpoint_reads_lightning_checkpoints_with_any_hyper_parameters(tmp_path: Path) -> None:
-    for kind, hparams in KINDS.items():
-        path = saved(tmp_path / f"{kind}.ckpt", hparams)
-        assert values(load_weights(path)) == AVERAGES
-        if kind == "plain":
-            task = Net.from_checkpoint(path)
-            assert (task.lr, task.args) == (0.5, hparams["args"])
-        else:
-            with pytest.raises(ConfigError, match=r"that a file cannot hold.*Net\.from_checkpoint\(path, "):
-                Net.from_checkpoint(path)
-            task = Net.from_checkpoint(path, lr=3.0, args=4)
-            assert (task.lr, task.args) == (3.0, 4)
-        assert values(task.state_dict()) == AVERAGES
+def test_from_checkpoint_takes_the_plain_hyper_parameters_of_lightning(tmp_path: Path) -> None:
+    path = saved(tmp_path / "plain.ckpt", PLAIN)
+    assert values(load_weights(path)) == AVERAGES
+    task = Net.from_checkpoint(path)
+    assert (task.lr, task.args, values(task.state_dict())) == (0.5, PLAIN["args"], AVERAGES)
+    path = saved(tmp_path / "other.ckpt", UNSTORED)
+    with pytest.raises(ConfigError, match=r"that a file cannot hold.*Net\.from_checkpoint\(path, "):
+        Net.from_checkpoint(path)
+    task = Net.from_checkpoint(path, lr=3.0)
+    assert (task.lr, task.args, values(task.state_dict())) == (3.0, 1, AVERAGES)
     assert Net.from_checkpoint(saved(tmp_path / "none.ckpt", None), lr=2.0).lr == 2.0
 
 
@@ -88,13 +83,14 @@ COMPOSER = {"state": COMPOSER, "rng": [{"python": (3, (1, 2), None), "torch": to
 FOUND = [
     (STATE, "a state dict"),
     ({f"_orig_mod.{name}": each for name, each in STATE.items()}, "a state dict"),
-    ({"model": STATE, "epoch": 3, "opt": object}, "under 'model'; not read: epoch, opt"),
+    ({"model": STATE, "epoch": 3, "opt": {}}, "under 'model'; not read: epoch, opt"),
     ({"model_state_dict": STATE, "optimizer_state_dict": {}}, "not read: optimizer_state_dict"),
     (COMPOSER, "a checkpoint of Composer; not read: optimizers, schedulers, timestamp"),
 ]
 REFUSED = [
-    (Net(), r"holds an object of .*Net, not weights by name\. Where its code is available, save"),
-    ({"model": Net(), "epoch": 1}, r"It has 'model', 'epoch'; 'model' is an object of .*Net: where its"),
+    (Net(), r"refuses .*: it has an object of .*Net\. Where you trust the file and have its code, save"),
+    ({"model": STATE, "args": argparse.Namespace(lr=1)}, r"it has an object of argparse\.Namespace\."),
+    ({"model": STATE, "planted": Planted(Path("it ran"))}, "it has an object of "),
     ({"state_dict": {"a": torch.ones(1), "b": 3}}, "a int as 'b' among its weights"),
     ([torch.ones(1)], "holds a list, not weights by name"),
     ({}, "It has nothing"),
@@ -112,10 +108,33 @@ def test_a_state_dict_is_found_where_programs_put_it(tmp_path: Path) -> None:
         torch.save(content, tmp_path / "file.pt")
         with pytest.raises(CheckpointError, match=told):
             load_weights(tmp_path / "file.pt")
+    assert not Path("it ran").exists()
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded" / "__0_0.distcp").touch()
     with pytest.raises(CheckpointError, match="dcp_to_torch"):
         load_weights(tmp_path / "sharded")
+
+
+def test_a_changed_byte_half_a_file_and_another_file_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"x": torch.full((1000,), 0.25)}, path)
+    data = path.read_bytes()
+    changed = bytearray(data)
+    changed[data.find(torch.full((1000,), 0.25).numpy().tobytes()) + 1999] ^= 1
+    for content in (changed, data[:-1], data[:10], b"", pickle.dumps(Planted(tmp_path / "it ran"))):
+        path.write_bytes(content)
+        with pytest.raises(DamagedCheckpointError, match=r"is not what torch\.save writes, or not all of it"):
+            load_weights(path)
+    torch.save({"x": torch.ones(1)}, path, pickle_protocol=4)
+    with pytest.raises(CheckpointError, match=r"refuses .*Unsupported operand"):
+        load_weights(path)
+
+
+def test_loaded_weights_outlive_their_file(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "file.pt")
+    read = load_weights(tmp_path / "file.pt")
+    (tmp_path / "file.pt").write_bytes(b"")
+    assert values(read) == EXPECTED
 
 
 def test_weights_that_share_storages_take_the_space_of_the_storages(tmp_path: Path) -> None:
@@ -130,7 +149,7 @@ def test_weights_that_share_storages_take_the_space_of_the_storages(tmp_path: Pa
 
 
 def test_another_programs_file_is_imported_but_no_run_resumed_from_it(tmp_path: Path) -> None:
-    path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "args": pathlib.Path("x")})
+    path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "args": torch.ones(2)})
     import_weights(path, tmp_path / "ours")
     task = Net.from_checkpoint(tmp_path / "ours", args=1)
     assert (task.lr, values(task.state_dict())) == (0.5, AVERAGES)
