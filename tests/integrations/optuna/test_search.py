@@ -156,7 +156,7 @@ def prune(run_dir):
     ends = []
     watch = LambdaCallback(on_fit_end=lambda run: ends.append((run.progress.steps, run.stop_reason)))
     settings = {"validate_every": "1 step", "callbacks": [watch], "strategy": "ddp", "devices": 2}
-    options = {"pruner": optuna.pruners.ThresholdPruner(upper=5.0, n_warmup_steps=2), "sampler": "grid"}
+    options = {"pruner": optuna.pruners.ThresholdPruner(upper=5.0, n_warmup_steps=1000), "sampler": "grid"}
     found = search(line, {"lr": [1e-6, 0.1]}, run_dir, 2, trainer=settings, **options)
     return ends, [(each.state, each.steps) for each in found.trials]
 
@@ -165,6 +165,22 @@ def test_a_pruned_trial_ends_on_both_ranks_in_the_same_step(tmp_path):
     first, second = on_two_ranks(prune, tmp_path)
     assert first == second
     assert sorted(first[0]) == [(2, "max_epochs=1 reached"), (2, "pruned after step 2")]
+
+
+def test_pruners_compare_trials_of_other_batch_sizes_at_the_same_part_of_an_epoch(tmp_path):
+    curve = LambdaCallback(on_evaluation_end=lambda run: run.log("curve", 1 / (1 + run.progress.epoch)))
+    result = drivetrain.search(
+        lambda parameters: Regression(),
+        lambda parameters: (pairs(19, parameters["size"], drop_last=True), pairs(2)),
+        {"size": [8, 3]},
+        trainer=quiet(max_epochs=4, run_dir=tmp_path, callbacks=[curve]),
+        objective="curve",
+        direction="minimize",
+        sampler="grid",
+        trials=2,
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=1),
+    )
+    assert [each.state for each in result.trials] == ["complete", "complete"]
 
 
 def test_a_draw_depends_on_the_seed_the_trial_and_the_name_alone():

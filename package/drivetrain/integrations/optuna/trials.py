@@ -134,8 +134,8 @@ class TrialReport(Callback):
 
     Args:
         objectives: The names.
-        judge: Reports a value with its step, or None for a value that was reported already, and returns
-            whether to prune. None on ranks that have no study, and without a pruner.
+        judge: Reports a value with its `_step_of_pruners`, or None for a value that was reported already, and
+            returns whether to prune. None on ranks that have no study, and without a pruner.
         prunes: Whether there is a pruner.
     """
 
@@ -179,10 +179,18 @@ class TrialReport(Callback):
         self.mistake = self.mistake if run.failure is before else run.failure
 
     def _decide(self, run: Run, value: float | None) -> None:
-        judge, step = self._judge, run.progress.steps
+        judge, step = self._judge, _step_of_pruners(run)
         if run.engine.ranks.first(lambda: judge is not None and judge(value, step)):
             self.pruned = True
-            run.stop(f"pruned after step {step}")
+            run.stop(f"pruned after step {run.progress.steps}")
+
+
+def _step_of_pruners(run: Run) -> int:
+    """Return thousandths of an epoch, or samples where its length is unknown: trials differ in batch size."""
+    progress, per_epoch = run.progress, run.totals.per_epoch
+    if not isinstance(per_epoch, int):
+        return progress.samples
+    return 1000 * (progress.steps + progress.skipped) // per_epoch
 
 
 def run_trial(
