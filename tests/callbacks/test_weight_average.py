@@ -68,6 +68,31 @@ def test_average_is_the_papers_and_training_goes_on_as_without_it(kind: str) -> 
         torch.testing.assert_close(seen.validated[2], expected(kind, by_then), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_hook_of_an_evaluation_and_of_the_fits_end_sees_the_average_in_any_order(place: int) -> None:
+    found: dict[str, Tensor] = {}
+
+    class Measure(Callback):
+        def on_step_end(self, run: Run) -> None:
+            with torch.no_grad():
+                run.task.line.bias.fill_(3.0)  # what a hook changes is averaged
+
+        def on_evaluation_start(self, run: Run) -> None:
+            found["start"] = flat(run.task)
+
+        def on_evaluation_end(self, run: Run) -> None:
+            found["end"] = flat(run.task)
+
+        def on_fit_end(self, run: Run) -> None:
+            found["fit"] = flat(run.task)
+
+    callbacks: list[Callback] = [Measure()]
+    callbacks.insert(place, WeightAverage(decay=0.9))
+    quiet(max_epochs=2, callbacks=callbacks).fit(task := Regression(), pairs(), pairs(4))
+    assert all(torch.equal(each, flat(task)) for each in found.values())
+    torch.testing.assert_close(task.line.bias, torch.tensor([3.0]))
+
+
 def test_evaluate_false_and_save_false_leave_the_trained_weights() -> None:
     plain, task, seen = Regression(), Regression(), Trajectory()
     quiet(max_epochs=2).fit(plain, pairs(), pairs(4))

@@ -101,6 +101,26 @@ def test_validate_test_and_predict_call_the_hooks_of_evaluation_alone() -> None:
         assert recorder.called == ["on_evaluation_start", *steps, "on_evaluation_end"]
 
 
+def test_what_nests_ends_in_the_reverse_order_and_savers_last() -> None:
+    called: list[tuple[str, str]] = []
+    hooks = [name for name in HOOKS if name.endswith(("_start", "_end")) and "evaluation_step" not in name]
+
+    def noting(name: str, *more: str) -> Callback:
+        return LambdaCallback(
+            **{hook: lambda run, hook=hook: called.append((hook, name)) for hook in (*hooks, *more)}
+        )
+
+    callbacks = [noting("outer"), noting("inner"), noting("saver", "on_save")]
+    quiet(max_steps=1, callbacks=callbacks).fit(Regression(), pairs(2), pairs(2))
+    for hook in hooks:
+        expected = ["outer", "inner", "saver"]
+        if hook in ("on_step_end", "on_epoch_end", "on_evaluation_end"):
+            expected = expected[::-1]
+        elif hook == "on_fit_end":
+            expected = ["inner", "outer", "saver"]
+        assert [name for each, name in called if each == hook] == expected, hook
+
+
 def test_a_checkpoint_has_what_callbacks_changed_in_on_step_end(tmp_path: Path) -> None:
     change = LambdaCallback(on_step_end=lambda run: nn.init.constant_(run.task.line.bias, 42.0))
     quiet(max_steps=3, callbacks=[change], checkpoint=SAVES, run_dir=tmp_path).fit(Regression(), pairs())

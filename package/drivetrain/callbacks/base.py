@@ -74,9 +74,13 @@ class Callback(Hooked):
 
     Values that are not logged yet when training ends get a last `on_log` before `on_fit_end`. A fit with
     validation data that has never validated does so after its last step, before `on_save`.
-    `validate`, `test` and `predict` outside a fit call the evaluation's hooks alone. Callbacks are called in
-    the order of the Trainer's argument. Every rank calls them, with the same `run.metrics`, so that all
-    decide the same. A callback that writes to a screen or a file first asks `run.is_main`.
+    `validate`, `test` and `predict` outside a fit call the evaluation's hooks alone. Every rank calls hooks,
+    with the same `run.metrics`, so that all decide the same. A callback that writes to a screen or a file
+    first asks `run.is_main`.
+
+    Callbacks are called in the order of the Trainer's argument. What nests ends in the reverse order:
+    `on_step_end`, `on_epoch_end`, `on_evaluation_end`, `on_fit_end` and `on_exception`. In the last two,
+    callbacks with `on_save` or `after_saver` come after all others.
 
     A callback whose state belongs in a checkpoint also has `state_dict` and `load_state_dict` (see
     `drivetrain.core.types.Stateful`).

@@ -224,6 +224,8 @@ class WeightAverage(Callback):
         if self._only_at_end:
             self._renew_norms(run)
 
+    on_fit_end.__comes_first__ = True  # type: ignore[attr-defined]  # all others see the fit's result
+
     def on_exception(self, run: Run) -> None:
         """Go back to the trained weights."""
         self._leave()

@@ -31,6 +31,12 @@ HOOKS = (
 )
 """All hooks of a callback; `drivetrain.callbacks.Callback` draws where each is called."""
 
+_ENDS = ("on_step_end", "on_epoch_end", "on_evaluation_end")
+"""Hooks that end what another began: the last callback to begin it is the first to end it."""
+
+_LAST = ("on_fit_end", "on_exception")
+"""The same for a fit, in which savers come last: their files have what the others have changed."""
+
 register_hooks(HOOKS)
 
 
@@ -65,8 +71,12 @@ class Hooks:
                     " LambdaCallback(on_step_end=...)"
                 )
             warn_of_common_hooks(callback)
+        savers = [each for each in callbacks if each.after_saver or is_used(each.on_save)]
+        others_first = [*(each for each in callbacks[::-1] if each not in savers), *savers]
+        orders = dict.fromkeys(_ENDS, callbacks[::-1]) | dict.fromkeys(_LAST, others_first)
         for name in HOOKS:
-            found = [getattr(callback, name) for callback in callbacks]
+            found = [getattr(callback, name) for callback in orders.get(name, callbacks)]
+            found.sort(key=lambda hook: not getattr(hook, "__comes_first__", False))
             setattr(self, name, tuple(filter(is_used, found)))
 
     def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above

@@ -455,7 +455,9 @@ def with_defaults(
     """Return the callbacks in calling order: the task's and the user's, those that show values, other states,
     the saver.
 
-    The saver saves the changes of all before it. Callbacks with `after_saver` follow it.
+    The saver saves the changes of all before it. Callbacks with `after_saver` follow it. An average comes
+    first, so that all others are inside it: their evaluations see it, and it sees what their `on_step_end`
+    has changed.
     """
     callbacks = list(given)
     if settings.progress_bar:
@@ -468,6 +470,7 @@ def with_defaults(
         callbacks.append(built_in.CompileTime(show=bool(settings.progress_bar)))
     late = [each for each in callbacks if each.after_saver]
     first = [each for each in callbacks if not each.after_saver]
+    first.sort(key=lambda each: not isinstance(each, built_in.WeightAverage))
     return [*first, *states, *([saver] if saver else []), *late]
 
 
