@@ -41,10 +41,19 @@ NAMED = task_of(forward=lambda self, image, mask=None, *, scale=1: (image, mask,
 COLUMNS = task_of(forward=lambda self, **columns: columns)
 WITH_THE_REST = task_of(forward=lambda self, image, **others: (image, others))
 STARRED = task_of(forward=lambda self, *tensors: tensors)
+MASKED = task_of(forward=lambda self, image, mask=None: (image, mask))
+QUESTION = task_of(forward=lambda self, image, question: image)
+for each in (MASKED, QUESTION):
+    each.loss = nn.MSELoss()  # type: ignore[assignment]
+SCORED = task_of(type(MASKED), loss=lambda self, outputs, batch: batch[0].sum())
+SCORED.metrics = {"sum": SumMetric()}  # type: ignore[assignment]
 FORWARDS: list[tuple[TaskModule, Any, Any]] = [
     (NAMED, {"label": TWO, "mask": THREE, "image": ONE}, (ONE, THREE, 1)),
     (NAMED, UserDict({"image": ONE, "label": TWO, "scale": 5}), (ONE, None, 5)),
-    (NAMED, (ONE, TWO, THREE), (ONE, TWO, 1)),
+    (NAMED, (ONE,), (ONE, None, 1)),
+    (MASKED, (ONE, TWO), (ONE, None)),  # never the target
+    (SCORED, [ONE, TWO], (ONE, None)),
+    (QUESTION, (ONE, TWO), ONE),  # a prediction has no target
     (COLUMNS, {"image": ONE, "label": TWO}, {"image": ONE, "label": TWO}),
     (WITH_THE_REST, {"image": ONE, "label": TWO}, (ONE, {"label": TWO})),
     (PLAIN, (ONE, TWO), ONE),
@@ -63,7 +72,6 @@ def test_forward_and_predictions_get_what_the_parameters_say() -> None:
                 assert given is expected
             else:
                 torch.testing.assert_close(given, expected, rtol=0, atol=0)
-    assert call_forward(STARRED, STARRED.inputs((ONE, TWO, THREE))) == (ONE, TWO, THREE)
     assert STARRED.predict_step({"image": ONE}) == ()
     doubled = task_of(Plain, predict_step=lambda self, batch: 2 * batch["image"])
     renamed = task_of(Plain, inputs=lambda self, batch: batch["label"])
@@ -187,8 +195,6 @@ def test_a_module_is_the_loss_and_a_mapping_the_metrics_where_the_class_defines_
 
 
 def test_refusals_of_a_task() -> None:
-    two = task_of(forward=lambda self, image, question: None)
-
     class Without(Plain):
         def __init__(self) -> None:
             pass
@@ -203,7 +209,12 @@ def test_refusals_of_a_task() -> None:
     images = {"images": ONE, "label": TWO}
     cases: dict[str, tuple[Any, ...]] = {
         "a column": (lambda: PLAIN.inputs(images), "'image'", "'images', 'label'", "Rename"),
-        "too short": (lambda: two.inputs([ONE]), "2 inputs (image, question)", "sequence of 1"),
+        "too short": (lambda: QUESTION.inputs([ONE]), "(image, question)", "sequence of 1: (float32[2])"),
+        "the target": (lambda: QUESTION.training_step((ONE, TWO)), "takes all of them (image, question)"),
+        "a mask or not": (lambda: MASKED.inputs((ONE, THREE, TWO)), "return batch[0], batch[1]`"),
+        "more": (lambda: NAMED.inputs((ONE, TWO)), "(image, mask=None, *, scale=1)", "return batch[0]`"),
+        "a star": (lambda: STARRED.inputs((ONE,)), "Made.forward(*tensors)", "def inputs(self, batch)"),
+        "by name alone": (lambda: COLUMNS.inputs([ONE]), "(there is none)", "mappings"),
         "no target": (lambda: PLAIN.metric_inputs(ONE, {"lable": TWO}), "'lable'", "none of 'label'"),
         "a tensor": (lambda: PLAIN.metric_inputs(ONE, ONE), "a Tensor", "metric_inputs"),
         "no constructor": (lambda: Without().predict_step({"image": ONE}), "Without"),

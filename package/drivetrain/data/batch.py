@@ -66,6 +66,23 @@ def first_dimensions(batch: Batch) -> dict[str, int]:
     return found if set(sizes[1:]) - {1, *sizes[:1]} else {}
 
 
+_SHOWN = 8
+"""The entries of each container that a description of a batch has."""
+
+
+def described(batch: Batch) -> str:
+    """Return the types and shapes in a batch as text: "(float32[32, 8], int64[32])"."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    if (container := opened(batch)) is None:
+        return type(batch).__name__
+    shown = [described(each) for each in container.entries[:_SHOWN]]
+    is_named = not isinstance(container.names, range)
+    shown = [f"{n!r}: {each}" if is_named else each for n, each in zip(container.names, shown, strict=False)]
+    text = ", ".join([*shown, *(["..."] if len(container.entries) > _SHOWN else [])])
+    return f"{{{text}}}" if is_named else f"({text})"
+
+
 def map_tensors(
     function: Callable[[Tensor], Any], batch: Batch, other: Callable[[Any], Any] | None = None
 ) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,13 +11,21 @@ from torch import nn
 
 
 class Forward(NamedTuple):
-    """The signature of a forward: parameter names, the required ones, the number of positional ones, and
-    whether it takes `**`.
+    """The signature of a forward.
+
+    Attributes:
+        names: The parameters that can be given by name.
+        required: Those of them without a default.
+        positional: The parameters without a default that can be given by position.
+        most: The largest number of a sequence's items, the target left out, that leaves no parameter in
+            doubt.
+        takes_all: Whether it takes `**`.
     """
 
     names: tuple[str, ...]
     required: tuple[str, ...]
-    positional: int
+    positional: tuple[str, ...]
+    most: float
     takes_all: bool
 
 
@@ -28,12 +37,18 @@ def read_forward(kind: type[nn.Module]) -> Forward:
     """Inspect a class's forward and cache the result, so that compiled code finds it in the cache."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p.name for p in named if p.default is p.empty]
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p.name for p in placed if p.default is p.empty]
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    most = len(positional) if star or len(placed) > len(positional) else math.inf
+    if parameters and (not positional or not {*required} <= {*positional}):
+        most = -math.inf  # a sequence has no names
     FORWARDS[kind] = found = Forward(
         tuple(p.name for p in named),
-        tuple(p.name for p in named if p.default is p.empty),
-        1_000_000 if star else len(positional),
+        tuple(required),
+        tuple(positional),
+        most,
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
     return found

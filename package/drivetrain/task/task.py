@@ -19,7 +19,7 @@ from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
 from drivetrain.core.types import Batch, StepOutput
 from drivetrain.core.validation import check_names, check_no_class
-from drivetrain.data.batch import batch_size
+from drivetrain.data.batch import batch_size, described
 from drivetrain.data.feed import Measure
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.task.forward import FORWARDS, call_forward, read_forward
@@ -252,10 +252,11 @@ class TaskModule(nn.Module):
         the only argument.
 
         The default takes from a mapping the keys that `forward`'s parameters name, and from a sequence its
-        first items, as many as `forward` takes. A tensor is passed unchanged.
+        first items, one for each parameter without a default. A tensor is passed unchanged.
 
         Raises:
-            DataError: A parameter without a default has no column; lists the batch's columns.
+            DataError: A parameter without a default has no column; lists the batch's columns. Or a sequence
+                has more than these items and the target, and `forward` has a parameter with a default.
         """
         kind = type(batch)
         forward = FORWARDS.get(type(self))
@@ -270,14 +271,32 @@ class TaskModule(nn.Module):
                     raise self._missing(name, batch)
             return batch if forward.takes_all else columns
         if kind is tuple or kind is list or isinstance(batch, (tuple, list)):
-            if len(batch) < len(forward.required):
-                raise DataError(
-                    f"{type(self).__name__}.forward needs {len(forward.required)} inputs"
-                    f" ({', '.join(forward.required)}), but the batch is a sequence of {len(batch)}. Override"
-                    " `inputs(batch)` to say what forward gets"
-                )
-            return tuple(batch[: forward.positional])
+            size, needed = len(batch), len(forward.positional)
+            is_clear = needed <= size <= forward.most
+            if not is_clear and not (size == forward.most + 1 and self._last_is_target()):
+                raise self._unclear(batch, forward.positional)
+            return tuple(batch[:needed])
         return batch
+
+    def _last_is_target(self) -> bool:
+        """Return whether the last item of a sequence is the target of the loss or the metrics."""
+        if overrides(self, "metric_inputs"):
+            return False
+        if self._modules.get("loss") is not None:
+            return True
+        has_metrics = overrides(self, "metrics") or bool(self.__dict__.get("_metrics"))
+        return has_metrics and (overrides(self, "loss") or overrides(self, "training_step"))
+
+    def _unclear(self, batch: Sequence[Any], required: Sequence[str]) -> DataError:
+        items = ", ".join(f"batch[{place}]" for place in range(max(1, len(batch) - 1)))
+        return DataError(
+            f"{type(self).__name__}.forward{inspect.signature(self.forward)} does not fit a sequence of"
+            f" {len(batch)}: {described(batch)}. A sequence gives forward its first items, one for each"
+            f" parameter without a default ({', '.join(required) or 'there is none'}). Where it has other"
+            " parameters, only the target of the loss or the metrics may be left over. Say what forward gets,"
+            f" such as `def inputs(self, batch): return {items}`, or give mappings, whose keys are the"
+            " parameters' names"
+        )
 
     def _missing(self, name: str, batch: Mapping[str, Any]) -> DataError:
         return DataError(
@@ -311,11 +330,23 @@ class TaskModule(nn.Module):
                 f"{', '.join(map(repr, TARGETS))}. Override `metric_inputs(outputs, batch)`"
             )
         if isinstance(batch, (tuple, list)):
+            forward = FORWARDS.get(type(self))
+            if forward is not None and 1 < len(batch) == len(forward.positional):
+                self._check_target(batch, forward.positional)
             return outputs, batch[-1]
         raise DataError(
             f"no target for the metrics: the batch is a {type(batch).__name__}. Override"
             " `metric_inputs(outputs, batch)`"
         )
+
+    def _check_target(self, batch: Sequence[Any], required: Sequence[str]) -> None:
+        if not overrides(self, "inputs") and not overrides(self, "training_step"):
+            raise DataError(
+                f"the batch has {len(batch)} items, {described(batch)}: forward takes all of them"
+                f" ({', '.join(required)}), and the last one is also the target of the loss or the metrics."
+                " Give the target as another item, or override `inputs(batch)` to say what forward gets or"
+                " `metric_inputs(outputs, batch)` to say what the target is"
+            )
 
     def metric_name(self, stage: str, loader: str | None, name: str) -> str | None:
         """Return the name under which a value is logged and returned. Default: "train/loss",
