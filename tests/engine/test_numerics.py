@@ -1,7 +1,7 @@
 """The promises of exactness within one process: accumulation, rates, clipping, means."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
-from drivetrain.core.errors import DataError, NonFiniteError, StrategyError
+from drivetrain.core.errors import ConfigError, DataError, NonFiniteError, StrategyError
 from drivetrain.strategies.deepspeed.strategy import DeepSpeed
 from drivetrain.strategies.single import SingleDevice
-from drivetrain.task.optim.build import build_schedule
+from drivetrain.task.optim.build import build_optimizer, build_schedule
 
 SPLITS = [(4, 2), (2, 4), (1, 8)]  # batch size and micro-batches per window: of 8 samples each
 UPDATERS = {
@@ -202,6 +202,57 @@ def test_max_grad_value_is_refused_by_a_strategy_that_cannot(monkeypatch: pytest
     monkeypatch.setattr(SingleDevice, "refusals", DeepSpeed.refusals)
     with pytest.raises(StrategyError, match="max_grad_value with strategy 'single': DeepSpeed's optim"):
         quiet(max_grad_value=1.0)
+
+
+PARTS: dict[str, Callable[[], Tensor]] = {
+    "columns": lambda: torch.randn(6, 8)[:, :4],
+    "steps": lambda: torch.randn(12)[::2],
+    "transposed with gaps": lambda: torch.randn(4, 12)[:, ::2].t(),
+    "transposed": lambda: torch.randn(4, 6).t(),
+    "complex columns": lambda: torch.randn(6, 8, dtype=torch.complex64)[:, ::2],
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_parameter_in_any_layout_trains_as_by_torchs_loop(part: str) -> None:
+    """Fused kernels walk over memory: they would train a part of a larger tensor wrongly."""
+    for name in ("sgd", "adam", "adamw"):
+        ends = []
+        for fused in (None, False):
+            module = nn.Module()
+            torch.manual_seed(0)
+            module.part = nn.Parameter(PARTS[part]())
+            optimizer = build_optimizer(OptimizerConfig(name, lr=0.05, fused=fused), module)
+            for step in range(3):
+                (module.part - step).abs().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(module.part.detach())
+        torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_gradients_that_a_hook_lays_out_otherwise_train_alike(name: str) -> None:
+    def transpose(run: Any) -> None:
+        weight = run.task.line.weight
+        weight.grad = weight.grad.t().contiguous().t()
+
+    def trained(optimizer: Any, *hooks: Any) -> Tensor:
+        task = Regression(optimizer)
+        task.line = nn.Linear(4, 6)
+        quiet(max_epochs=1, callbacks=[LambdaCallback(on_before_optimizer_step=each) for each in hooks]).fit(
+            task, [(torch.randn(4, 4), torch.zeros(4, 6)) for _ in range(3)]
+        )
+        return task.line.weight.detach()
+
+    ends = []
+    for hooks in ((), (transpose,)):
+        torch.manual_seed(0)
+        ends.append(trained(OptimizerConfig(name, lr=0.05), *hooks))
+    torch.testing.assert_close(*ends)
+    with pytest.raises(ConfigError, match="has other strides than its parameter"):
+        trained(lambda parameters: torch.optim.SGD(parameters, 0.1, fused=True), transpose)
 
 
 class Means(TaskModule):  # returns a planted loss, and a planted value beside it

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +22,8 @@ from drivetrain.task.optim.build import (
     apply_factor,
     build_optimizer,
     build_schedule,
-    check_sharded,
+    check_gradients,
+    check_parameters,
     remember_base_rates,
 )
 from drivetrain.task.optim.config import OptimizerConfig
@@ -61,6 +64,7 @@ class Updater:
         torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
         warmup_steps: The steps of the warm-up that the user gave.
+        may_unfuse: Whether a fused kernel was chosen here, and is left where it cannot take the gradients.
         given: The settings that the user gave, as texts by name; see `note_given`.
         kept: Those that a resume has kept from its checkpoint instead.
         titles: The title of each group in the names of rates; see `group_titles`.
@@ -83,6 +87,7 @@ class Updater:
         self.max_grad_norm = max_grad_norm
         self.titles = titles
         self.warmup_steps = 0
+        self.may_unfuse = False
         self.given: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         self._fresh: dict[str, Any] = {}
@@ -90,6 +95,7 @@ class Updater:
     def note_given(self, config: OptimizerConfig | None) -> None:
         """Note the settings that the user gave, before a checkpoint or a schedule changes them."""
         self.warmup_steps = config.warmup_steps if config is not None else 0
+        self.may_unfuse = config is not None and config.fused is None
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
@@ -383,9 +389,24 @@ def from_factory(
             "a schedule must be a torch.optim.lr_scheduler.LRScheduler, or a TorchSchedule with one, not a"
             f" {type(scheduler).__name__}"
         )
-    check_sharded(made)
+    check_parameters(made)
     remember_base_rates(made)
     return made, None if scheduler is None else scheduler.made(made)
+
+
+@contextmanager
+def checking_gradients(updaters: Iterable[Updater]) -> Iterator[None]:
+    """Run the block, the first step of a program, with a look at the gradients that fused kernels take."""
+    handles = [
+        each.optimizer.register_step_pre_hook(partial(check_gradients, each.may_unfuse))
+        for each in updaters
+        if any(group.get("fused") for group in each.optimizer.param_groups)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def warn_of_long_warmup(updaters: Mapping[str, Updater], steps: int | None) -> None:

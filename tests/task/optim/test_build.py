@@ -124,6 +124,9 @@ def test_refusals_of_optimizer_config():
     pairwise.__module__ = "another"
     half = net(torch.bfloat16)
     finished = torch.optim.SGD(net().parameters())
+    parts, expanded = nn.Linear(4, 6), nn.Linear(4, 6)
+    parts.weight = nn.Parameter(torch.randn(6, 8)[:, :4])
+    expanded.weight = nn.Parameter(torch.randn(4).expand(6, 4))
     cases = {
         "a closure": (config("lbfgs"), "closure"),
         "finished": (config(finished), "not a finished SGD"),
@@ -139,6 +142,8 @@ def test_refusals_of_optimizer_config():
             "of all parameters or of none",
             "Leave fused at None",
         ),
+        "fused over a part": (lambda: built("adamw", parts, fused=True), "strides (8, 1)", "fused at None"),
+        "shared memory": (lambda: built("sgd", expanded), "shape (6, 4)", "elements that share memory"),
         "a group's option": (config(groups=ParameterGroup("head.*", momentum=1)), "'head.*'"),
         "schedule": (config(schedule="cosin"), "'cosine'"),
         "of torch": (config(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=2)), "class StepLR"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
@@ -87,22 +88,57 @@ def build_optimizer(
             f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     check_quantized(optimizer)
-    check_sharded(optimizer)
+    check_parameters(optimizer)
     remember_base_rates(optimizer)
     return optimizer
 
 
-def check_sharded(optimizer: Optimizer) -> None:
-    """Check that torch can step an optimizer on its parameters, if they are sharded."""
-    if not isinstance(optimizer, _UNSHARDED):
-        return
-    shards = sum(_is_sharded(each) for group in optimizer.param_groups for each in group["params"])
-    if shards:
+def check_parameters(optimizer: Optimizer) -> None:
+    """Check that torch can step an optimizer on its parameters, as they are sharded and lie in memory."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if not is_lazy(each)]
+    for each in parameters:
+        if any(step == 0 and size > 1 for size, step in zip(each.shape, each.stride(), strict=True)):
+            raise ConfigError(
+                f"a parameter of shape {tuple(each.shape)} has elements that share memory, as expand() makes"
+                " them, and cannot be trained. Make the parameter of a copy, nn.Parameter(values.clone()), or"
+                " of the values before expand(), and expand it in forward"
+            )
+        if fused and not _is_dense(each):
+            raise _not_fused(f"a parameter of shape {tuple(each.shape)} has strides {each.stride()}")
+    shards = sum(map(_is_sharded, parameters))
+    if shards and isinstance(optimizer, _UNSHARDED):
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__.lower()!r} cannot train the {shards} sharded"
             " parameters: it computes what torch cannot compute of shards. Use strategy 'ddp', or"
             " under 'fsdp' another optimizer, such as 'adamw' or 'muon'"
         )
+
+
+def check_gradients(may_unfuse: bool, optimizer: Optimizer, *_: Any) -> None:
+    """Check that the gradients lie in memory as their parameters do, before a fused kernel takes them.
+
+    Those that backward stores do. A program that sets `grad` itself may use others, such as transposed ones.
+
+    Args:
+        may_unfuse: Whether to go on without the kernel if they do not.
+        optimizer: The optimizer; it and the rest are what torch gives a hook of its step.
+    """
+    for group in optimizer.param_groups:
+        gradients = ((each, each.grad) for each in group["params"] if each.grad is not None)
+        other = next((grad for each, grad in gradients if not _lie_alike(grad, each)), None)
+        if not group.get("fused") or other is None:
+            continue
+        if not may_unfuse:
+            raise _not_fused(f"a gradient of shape {tuple(other.shape)} has other strides than its parameter")
+        group["fused"] = None
+
+
+def _not_fused(reason: str) -> ConfigError:
+    return ConfigError(
+        f"fused=True: {reason}, and fused kernels take each tensor for one dense block of memory. Leave fused"
+        " at None, or copy with .contiguous()"
+    )
 
 
 def _set_float16_eps(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
@@ -142,7 +178,22 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
     # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
     if factory is torch.optim.Adagrad or conflicting or mixed or obstacle is not None:
         return None
+    if not all(is_lazy(each) or _is_dense(each) for each in parameters):
+        return None
     return True if set(parameters).isdisjoint(embedding_parameters(module, sparse=True)) else None
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Return whether a parameter fills one block of memory, in any order of its dimensions."""
+    return parameter.is_contiguous() or _lie_alike(torch.empty_like(parameter, device="meta"), parameter)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape have their elements in the same order in memory."""
+    if _is_sharded(other) or one.layout is not torch.strided:
+        return _is_sharded(other)
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(first == second for size, first, second in strides if size > 1)
 
 
 def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:
