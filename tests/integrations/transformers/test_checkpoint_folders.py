@@ -17,6 +17,7 @@ from drivetrain import Callback, ConfigError
 from drivetrain.checkpoint.saving.io import verify
 from drivetrain.core.errors import CheckpointError
 
+folders = Lazy("drivetrain.integrations.transformers.script.checkpoint_folders")
 hf = Lazy("drivetrain.integrations.transformers")
 peft = Lazy("peft")
 transformers = Lazy("transformers")
@@ -97,6 +98,28 @@ def test_a_folder_has_what_save_model_writes_and_a_broken_save_leaves_none(tmp_p
     states = [each / "checkpoint-2" / "trainer_state.json" for each in (tmp_path, tmp_path / "whole")]
     one, other = (transformers.TrainerState.load_from_json(str(each)) for each in states)
     assert (one.global_step, one.log_history) == (2, other.log_history)
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing of the save's own runs after it."""
+
+
+def test_folders_that_an_interrupted_pruning_has_left_go_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise Killed
+
+    limited = {**EACH, "save_total_limit": 2}
+    trainer(tmp_path, max_steps=2, **limited).train()
+    theirs = shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "checkpoint-900")  # of somebody else
+    (theirs / "checkpoints" / "step-00000001").rename(theirs / "checkpoints" / "step-00000900")
+    monkeypatch.setattr(folders.CheckpointFolders, "commit", killed)
+    with pytest.raises(Killed):
+        trainer(tmp_path, max_steps=4, **limited).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    monkeypatch.undo()
+    trainer(tmp_path, max_steps=4, **limited).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    assert _names(tmp_path) == ["checkpoint-3", "checkpoint-4", "checkpoint-900", "checkpoints"]
 
 
 class Starts(Callback):

@@ -13,6 +13,7 @@ weights are on the disk a second time, because `from_pretrained` needs them unde
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -36,10 +37,14 @@ from drivetrain.checkpoint.storage.filesystem import (
     os_errors,
 )
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.files import read_json
 from drivetrain.core.messages import logger
 from drivetrain.run.checkpoint import has_weights_only
 
 _LOG = logger(__name__)
+
+_KNOWN = "folders.json"
+"""The file in `checkpoints` with the names of the checkpoints there that may have a folder."""
 
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _STEP = re.compile(r"step-(\d+)")
@@ -59,14 +64,16 @@ class CheckpointFolders:
         self._known: set[str] = set()
 
     def begin(self) -> None:
-        """Delete what a killed save has left, and note which checkpoints there are."""
+        """Delete what a killed save or pruning has left, and note which checkpoints there are."""
         with os_errors("tidy", self.output_dir):
             for name in LOCAL.entries(self.output_dir):
                 if name.startswith(
                     (f"{SAVING}{PREFIX_CHECKPOINT_DIR}-", f"{REMOVING}{PREFIX_CHECKPOINT_DIR}-")
                 ):
                     LOCAL.delete(os.path.join(self.output_dir, name))
-            self._known = set(LOCAL.entries(self._directory))
+        with suppress(OSError, ValueError, TypeError):  # a first start, or a file that was damaged
+            self._known = set(read_json(os.path.join(self._directory, _KNOWN)))
+        self._prune()
 
     def path(self, checkpoint: str) -> str:
         """Return the path of the folder for a checkpoint."""
@@ -109,16 +116,21 @@ class CheckpointFolders:
             LOCAL.sync(self.output_dir)
             if replaced is not None:
                 LOCAL.delete(replaced)
-        self._known.add(os.path.basename(checkpoint))
         self._prune()
 
     def _prune(self) -> None:
+        """Delete the folders whose checkpoint was deleted since it was noted, and note those that there are.
+
+        The note is on the disk, because a kill can come between a checkpoint's end and its folder's.
+        """
         with os_errors("remove folders in", self.output_dir):
-            gone = self._known - LOCAL.entries(self._directory).keys()
+            there = {each for each in LOCAL.entries(self._directory) if _STEP.match(each)}
             for name, checkpoint in folders_in(self.output_dir).items():
-                if checkpoint in gone:
+                if checkpoint in self._known - there:
                     LOCAL.delete(self._remove(name))
-            self._known -= gone
+        if there != self._known:
+            self._known = there
+            write_atomically(os.path.join(self._directory, _KNOWN), [json.dumps(sorted(there)).encode()])
 
     def _remove(self, name: str) -> str:
         """Rename a folder, so that a half-deleted one has no name that counts; returns its new path."""
