@@ -101,7 +101,10 @@ class Feed:
         # Whether the first tensor of a batch decides what its loss counts, which is then looked at once.
         self._checks_samples = not source.knows_samples and measure is not None and measure.weight is None
         self._measure = measure or Measure()
-        self._limit = None if limit is None else _whole(limit, source)
+        self._given_limit = limit
+        if limit is not None:
+            _whole(limit, source)  # which may be impossible
+        self._length = self._length_now()
         self._state: dict[str, Any] | None = None
         self._next: MicroBatch | None = None  # the batch after the last window yielded, if it was drawn
         self._expected: list[Fingerprint] | None = None
@@ -112,9 +115,18 @@ class Feed:
         self.skips_bad_batches = False
         self._progress = Progress() if progress is None else progress
         self._cut: Cut | None = None
+        self._length_told = False
         self.plan: WindowPlan | None = None
         if batch_sizes is not None or isinstance(accumulation, Mapping):
             self.plan = self._make_plan(accumulation, batch_sizes)
+
+    @property
+    def _limit(self) -> int | None:
+        return None if self._given_limit is None else _whole(self._given_limit, self.source)
+
+    def _length_now(self) -> int | None:
+        source = self.source
+        return source.count() if source.samples_per_epoch is None else source.samples_per_epoch
 
     def skip_bad_batches(self) -> None:
         """Give a micro-batch of weight zero for one that cannot be made; all processes take part in it.
@@ -261,9 +273,6 @@ class Feed:
             DataError: There is no batch at all, a batch is of an unknown kind, or the data raised.
         """
         limit = self._left(done)
-        left = self.source.count(position) if self.source.exact else None
-        if left is not None and limit is not None:
-            left = min(left, limit)
         source, transfer = self.source, self._transfer
         state = None
         if self._left_early and source.stateful and not position:
@@ -272,6 +281,10 @@ class Feed:
             source.ranks.in_turn(lambda: source.restore(state))
         self._left_early = True
         micro_batches = self.micro_batches(epoch, position, limit, until, done, move=False)
+        left = source.count(position) if source.exact else None
+        if left is not None:
+            self._note_length(epoch)
+            left = left if limit is None else min(left, limit)
         transfer.following, self._next = None, None
         if left == 0:
             next(micro_batches, None)  # raises if there is no data at all
@@ -306,6 +319,30 @@ class Feed:
                 break
         self._state = None
 
+    def _note_length(self, epoch: int) -> None:
+        """Say once that data of known length has another one than at the start.
+
+        Raises:
+            DataError: The sizes of the windows were planned for that one.
+        """
+        now = self._length_now()
+        if now == self._length:
+            return
+        what = (
+            f"the {self.source.name} data has the length {now} in epoch {epoch} and had {self._length} before"
+        )
+        if self.plan is not None:
+            raise DataError(
+                f"{what}, and the stages of a batch size, of gradient_accumulation_steps or of a sequence"
+                " length are planned for that. Use one number instead of stages, or data of one length"
+            )
+        if not self._length_told and self.source.shard.rank == 0:
+            self._length_told = True
+            _LOG.info(
+                f"{what}. Schedules, and intervals in parts of an epoch, stay as they were planned at the"
+                " start"
+            )
+
     def _sizes(self, left: int | None) -> Iterator[tuple[int, bool | None]]:
         """Return the micro-batches of each window, and whether it is the last; None if only the data knows.
 
@@ -328,11 +365,8 @@ class Feed:
     def continuation(self) -> dict[str, Any] | None:
         """Return how the data was read and what it gives next; all processes must call it.
 
-        It belongs to the last window yielded, as `snapshot`. The result is None if the order
-        is a function of the seed and the epoch.
+        It belongs to the last window yielded, as `snapshot`.
         """
-        if self.source.exact:
-            return None
         following, reading, samples = self._next, self.source.reading(), None
         if following is not None and not (following.is_placeholder or following.bad or reading.get("order")):
             samples = of_samples(following.batch, following.samples)
@@ -344,7 +378,7 @@ class Feed:
         """Restore the result of `snapshot`; all processes must call it.
 
         A stream's first batch is then compared with the one that came next when the state was saved, and the
-        order of a user's sampler with the order before.
+        order of a dataset with the order before.
 
         Args:
             state: The data's state.
@@ -358,7 +392,7 @@ class Feed:
         source = self.source
         check_division(source, state, position)
         before = source.own_part(continuation)
-        if before is not None and not source.exact:
+        if before is not None:
             source.check_reading(before, position)
             self._expected = before["next"] if position else None
         if source.stateful and state is not None:

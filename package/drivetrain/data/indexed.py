@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.random_streams import ORDER, batch_stream, mix, mix_next, seed_host
 from drivetrain.data.fingerprint import Fingerprint
 from drivetrain.data.keyed_batches import (
@@ -83,7 +83,7 @@ class IndexedSource(Source):
         self.dataset = loader.dataset
         self._draws = may_draw(loader.dataset, loader.collate_fn)
         self._dataset = KeyedDataset(loader.dataset, self._draws, not ready)
-        size = len(self._dataset)
+        self._size = size = len(self._dataset)  # as the last epoch began, and in the workers' copies
         # A user's BatchSampler, unlike the loader's own, leaves the loader's batch_size None and its sampler
         # sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
@@ -103,11 +103,10 @@ class IndexedSource(Source):
         self._drop_last = bool(described.drop_last) and not ready and not (every_sample and made)
         self.knows_samples = not ready
         self._noted: tuple[str, int] | None = None
+        self._epoch_length: int | None = None
+        self._resumed: tuple[dict[str, Any], int] | None = None  # what `check_reading` was given
         # The length of a user's own sampler may be a guess; that of torch's two is exact.
         self.exact = self._batch_sampler is None and self._order.known
-        length = self._order.length() if self.batch_size is not None and self._batch_sampler is None else None
-        if length is not None:
-            self.samples_per_epoch = length - (length % self._batch_size if self._drop_last else 0)
         self._collate = partial(single_item, loader.collate_fn) if ready else loader.collate_fn
         self._pin_memory = pin_memory
         # A user's sampler runs when its epoch begins, because it may depend on what was done until then.
@@ -207,10 +206,59 @@ class IndexedSource(Source):
         """Make batches of the sizes of a plan."""
         self._plan = plan
 
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """The number of samples of an epoch that begins now."""
+        length = self._order.length() if self.batch_size is not None and self._batch_sampler is None else None
+        return length if length is None or not self._drop_last else length - length % self._batch_size
+
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
-        """Let the workers, if any, make the batches that are read next."""
+        """Ask for the dataset's length, and let the workers, if any, make the batches that are read next."""
+        self._take_length(epoch)
         if self._workers is not None:
             self._workers.begin(epoch, position, limit, following)
+
+    def _take_length(self, epoch: int) -> None:
+        """Take the dataset's length for an epoch. Workers with a copy of another length start anew."""
+        size = len(self._dataset)
+        for rank, other in enumerate(self.ranks.all_gather(size) if self.shard.size > 1 else ()):
+            if other != size:
+                raise DataError(
+                    f"the {self.name} data has {size} samples on rank {self.shard.rank} and {other} on rank"
+                    f" {rank} as epoch {epoch} begins. Make the same change on all ranks"
+                )
+        if size != self._size:
+            if self._order.is_grouped:
+                raise DataError(
+                    f"the {self.name} data has {size} samples in epoch {epoch} and had {self._size}, whose"
+                    " lengths are grouped. group_by_length and LengthGroupedSampler need data that keeps its"
+                    " number of samples"
+                )
+            self._size = size
+            self._order.forget()
+            self.close()
+        self._epoch_length = self._order.length()
+        self._take_over_order(epoch)
+
+    def _take_over_order(self, epoch: int) -> None:
+        """Restore the order of a checkpoint's epoch, once `on_epoch_start` was called.
+
+        Raises:
+            CheckpointError: The data had another length.
+        """
+        if self._resumed is None:
+            return
+        (before, position), self._resumed = self._resumed, None
+        length, now = before.get("length"), self._order.length()
+        if self.exact and position and length is not None and length != now:
+            raise CheckpointError(
+                f"the checkpoint was saved within epoch {epoch}, which had {length} samples of the"
+                f" {self.name} data, and there are {now} now: their order is another one, so samples would be"
+                f" lost and others come twice. Give it the {length} samples until the epoch ends, at the"
+                " latest in on_epoch_start, or resume from a checkpoint at the end of an epoch"
+            )
+        if not self.exact and (order := before.get("order")) is not None:
+            self._order.restore(self._batch_sampler or self._order.sampler, order, position)
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """Yield the batches of an epoch from a position on."""
@@ -312,6 +360,10 @@ class IndexedSource(Source):
                 f"the {self.name} data raised before its first batch: {type(error).__name__}: {error}"
             )
         start = indices.start
+        if (now := len(self._dataset)) < self._size:
+            where += (
+                f"; it had {self._size} samples as the epoch began and has {now}: change it between epochs"
+            )
         shown = ", ".join(map(str, indices[:_SHOWN])) + (", ..." if len(indices) > _SHOWN else "")
         if not len(indices):
             return self.failure(error, self.number(start), indices.epoch, f" (a batch of no samples){where}")
@@ -338,19 +390,23 @@ class IndexedSource(Source):
 
     def start(self, epoch: int, number: int) -> int:
         """Return the position at which a batch begins; draws a user's batch sampler that far."""
+        self._take_length(epoch)
         if self._batch_sampler is None or number == 0:
             return number * self._batch_size
         return sum(len(each) for each in islice(self._order.replayed(self._batch_sampler, epoch), number))
 
     def reading(self) -> dict[str, Any]:
-        """Return the state of the user's sampler, and a checksum of its order."""
+        """Return the length of the epoch, and for a user's sampler its state and a checksum of its order."""
         order = self._order.state()
-        return {} if order is None else {"order": order}
+        return {"length": self._epoch_length} | ({} if order is None else {"order": order})
 
     def check_reading(self, before: dict[str, Any], position: int) -> None:
-        """Restore the user's sampler, and warn if its order is another one."""
-        if not self.exact and (order := before.get("order")) is not None:
-            self._order.restore(self._batch_sampler or self._order.sampler, order, position)
+        """Restore the user's sampler, and compare the order: within an epoch once that epoch begins, because
+        `on_epoch_start` may change the dataset.
+        """
+        self._resumed = before, position
+        if not position:
+            self._take_over_order(0)
 
     def description(self) -> dict[str, Any]:
         """Return the dataset's and the loader's numbers."""

@@ -32,14 +32,18 @@ class _Drawn:
 
     Attributes:
         epoch: Its epoch.
+        length: The sampler's length as it was drawn; None if it has none.
         states: The states of the sampler, and of the one that it draws from, before it was drawn.
+        after: Those after that.
         indices: What it gave; the first piece of it, if the sampler has no length.
         rest: What comes after that piece; None for a sampler with a length.
         is_read: Whether the epoch was read.
     """
 
     epoch: int
+    length: int | None
     states: list[Any]
+    after: list[Any]
     indices: list[Any]
     rest: Iterator[Any] | None
     is_read: bool = False
@@ -73,34 +77,42 @@ class Order:
     Attributes:
         sampler: The user's sampler.
         known: Whether it is one of torch's two or ours, whose length is exact.
+        is_grouped: Whether it is ours, which groups all samples by length.
     """
 
     def __init__(self, name: str, sampler: Iterable[Any], size: int, seed: int) -> None:
         self._name = name
         self._seed = seed
-        self.sampler = sampler
-        self._size = size
+        self.sampler: Any = sampler
         self._sequential = type(sampler) is SequentialSampler and len(sampler) == size
         self._shuffled = (
             type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
         )
-        grouped = type(sampler) is LengthGroupedSampler and len(sampler) == size
-        self.known = self._sequential or self._shuffled or grouped
+        self.is_grouped = type(sampler) is LengthGroupedSampler and len(sampler) == size
+        self.known = self._sequential or self._shuffled or self.is_grouped
         self._epoch = -1
-        self._indices: Any = range(size)
+        self._indices: Any = ()
         self._drawn: _Drawn | None = None
         self._length_told = False
 
     def indices(self, epoch: int) -> Any:
         """Return all indices of an epoch as a range, tensor or list; for a sampler with a length."""
-        if not self._sequential and epoch != self._epoch:
-            self._indices = self._permutation(epoch) if self._shuffled else self.replayed(self.sampler, epoch)
+        if self._sequential:
+            return range(len(self.sampler))
+        if epoch != self._epoch:
+            # One with a `num_samples` that the dataset has outgrown draws which samples it gives.
+            whole = self._shuffled and len(self.sampler) == len(self.sampler.data_source)
+            self._indices = self._permutation(epoch) if whole else self.replayed(self.sampler, epoch)
             self._epoch = epoch
         return self._indices
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(mix(ORDER, self._seed, epoch))
-        return torch.randperm(self._size, generator=generator)
+        return torch.randperm(len(self.sampler), generator=generator)
+
+    def forget(self) -> None:
+        """Draw every order anew: the dataset has another length."""
+        self._epoch, self._drawn = -1, None
 
     def replayed(self, sampler: Iterable[Any], epoch: int) -> Iterable[Any]:
         """Return what a user's sampler gives in an epoch; it is drawn once an epoch.
@@ -115,7 +127,7 @@ class Order:
         return found.indices if found.rest is None else chain(found.indices, found.rest)
 
     def _draw(self, sampler: Iterable[Any], epoch: int) -> _Drawn:
-        states = [copy.deepcopy(each.state_dict()) if has_state(each) else None for each in _owners(sampler)]
+        states = _states(sampler)
         length = length_of(sampler)
         drawn, is_sized = self.drawn(sampler, epoch), length is not None
         first = list(drawn if is_sized else islice(drawn, _PIECE))
@@ -126,7 +138,7 @@ class Order:
                 f" epoch {epoch}, and its length is {length}. The epoch ends after those that it gave;"
                 " correct its __len__, which the schedule relies on"
             )
-        self._drawn = _Drawn(epoch, states, first, None if is_sized else drawn)
+        self._drawn = _Drawn(epoch, length, states, _states(sampler), first, None if is_sized else drawn)
         return self._drawn
 
     def state(self) -> dict[str, Any] | None:
@@ -134,7 +146,13 @@ class Order:
         found = self._drawn
         if found is None:
             return None
-        return {"epoch": found.epoch, "checksum": found.checksum, "samplers": found.states}
+        return {
+            "epoch": found.epoch,
+            "length": found.length,
+            "checksum": found.checksum,
+            "samplers": found.states,
+            "after": found.after,
+        }
 
     def restore(self, sampler: Iterable[Any], state: Mapping[str, Any], position: int) -> None:
         """Load a sampler's state and draw its last order again; warn if it gives another one.
@@ -142,11 +160,11 @@ class Order:
         A sampler without a state is drawn until it gives the order, at most as often as before. So one that
         counts its epochs, or has a generator of its own, resumes too.
         """
-        epoch, owners, loaded = state["epoch"], _owners(sampler), False
-        for owner, each in zip(owners, state["samplers"], strict=False):
-            if each is not None and has_state(owner):
-                owner.load_state_dict(copy.deepcopy(each))
-                loaded = True
+        epoch, owners, length = state["epoch"], _owners(sampler), length_of(sampler)
+        if not position and state.get("length", length) != length:  # the data may change between two epochs
+            _load(owners, state["after"])
+            return
+        loaded = _load(owners, state["samplers"])
         for _ in range(1 if loaded else epoch + 1):
             if self._draw(sampler, epoch).checksum == state["checksum"]:
                 return
@@ -196,8 +214,8 @@ class Order:
         return iter(sampler)
 
     def length(self) -> int | None:
-        """Return the number of indices in an epoch, without drawing it; None if the sampler does not say."""
-        return self._size if self.known else length_of(self.sampler)
+        """Return the number of indices in an epoch that begins now, without drawing it; None if unknown."""
+        return length_of(self.sampler)
 
 
 def unshuffled(sampler: Iterable[Any]) -> Iterable[Any]:
@@ -242,6 +260,18 @@ def refuse_divided(sampler: Any, name: str) -> None:
 def _owners(sampler: Any) -> tuple[Any, Any]:
     """Return a sampler and the one that it draws from, or None."""
     return sampler, getattr(sampler, "sampler", None)
+
+
+def _states(sampler: Iterable[Any]) -> list[Any]:
+    return [copy.deepcopy(each.state_dict()) if has_state(each) else None for each in _owners(sampler)]
+
+
+def _load(owners: Iterable[Any], states: Iterable[Any]) -> bool:
+    """Load the states of a sampler and of the one that it draws from; return whether there was any."""
+    pairs = [each for each in zip(owners, states, strict=False) if each[1] is not None and has_state(each[0])]
+    for owner, state in pairs:
+        owner.load_state_dict(copy.deepcopy(state))
+    return bool(pairs)
 
 
 def _order_help(owners: Iterable[Any], loaded: bool) -> str:

@@ -59,8 +59,6 @@ class Source(ABC):
         shard: The shard of every round that is read here.
         ranks: The processes that read the data.
         batch_size: The number of samples of a whole batch of one process, if known.
-        samples_per_epoch: The number of samples of an epoch, if positions count them and every batch is of
-            `batch_size`.
         knows_samples: Whether the number of samples in a batch is known without a look at its tensors.
         is_split: Whether each process reads data of its own, rather than its part of common data.
         needs_evidence: Whether the next round must come with its `Evidence`.
@@ -75,12 +73,16 @@ class Source(ABC):
     shard: Shard = WHOLE
     ranks: Ranks = ALONE
     batch_size: int | None = None
-    samples_per_epoch: int | None = None
     knows_samples: bool = False
     is_split: bool = False
     needs_evidence: bool = False
     skipper: BadBatchSkipper | None = None
     dataset: Any = None
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """The number of samples of an epoch, if positions count them and every batch is of `batch_size`."""
+        return None
 
     def skip_bad_batches(self) -> None:
         """Leave out batches that cannot be made, and give `BAD` for each.
@@ -106,7 +108,9 @@ class Source(ABC):
         """
 
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
-        """Prepare what is read next, so that batches can be made before they are asked for.
+        """Ask for the data's length, and let the batches that are read next be made ahead.
+
+        All processes call it as an epoch begins.
 
         Args:
             epoch: The epoch.
@@ -115,7 +119,8 @@ class Source(ABC):
             following: The epochs that are read after it.
 
         Raises:
-            DataError: The batches cannot be made.
+            DataError: The batches cannot be made, or the processes have other lengths.
+            CheckpointError: The epoch is resumed, and had another length.
         """
 
     def advice(self) -> str:

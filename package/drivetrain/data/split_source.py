@@ -108,18 +108,25 @@ class SplitSource(Source):
         self.one_shot = own.one_shot
         for name in _OF_THE_PART:
             setattr(self, name, getattr(own, name))
-        found = ranks.all_gather((own.count(), own.exact, own.stateful, divided_for_one))
-        counts = [each[0] for each in found if each[0] is not None]
-        self._rounds = max(counts) if len(counts) == len(found) else None
-        self.exact = all(each[1] for each in found)
-        self.stateful = any(each[2] for each in found)
-        self._suspect = found[0][3]
+        found = ranks.all_gather((own.exact, own.stateful, divided_for_one))
+        self.exact = all(each[0] for each in found)
+        self.stateful = any(each[1] for each in found)
+        self._suspect = found[0][2]
         """Where rank 0 had asked for its rank while it was the only process, if it had."""
+        counts = self._take_lengths()
         if self._suspect is not None and self._rounds is not None:
             self._refuse_lengths(counts)
 
+    def _take_lengths(self) -> list[int]:
+        """Take the length of the longest part; return those that are known."""
+        found = self.ranks.all_gather(self._own.count())
+        counts = [each for each in found if each is not None]
+        self._rounds = max(counts) if len(counts) == len(found) else None
+        return counts
+
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
-        """Ask for this process's next batches; a limit counts rounds, each with one of its batches."""
+        """Ask for the parts' lengths and for this process's next batches; a limit counts rounds."""
+        self._take_lengths()
         self._own.begin(epoch, self._own.start(epoch, position), limit, following)
 
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
