@@ -129,13 +129,14 @@ class Drawing(Small):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(dropout=0.4, **options)
+        self.own = random.Random(0)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("other", torch.zeros(()))
 
     def forward(self, features: Tensor) -> Tensor:
         self.calls += 1
         self.other = self.other + 1  # another tensor in its place
-        noise = random.random()
+        noise = random.random() + self.own.random()
         return super().forward(features) * (1 + 0.1 * noise) + 0.01 * self.calls
 
 

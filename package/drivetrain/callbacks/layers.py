@@ -6,9 +6,8 @@ memory is taken, no random number drawn, and the module stays as it is.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.random_streams import shielded
 from drivetrain.data.batch import map_tensors
 from drivetrain.task.forward import call_forward
 from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
+from drivetrain.task.without_trace import without_trace
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of some tensors, in order."""
@@ -78,8 +77,7 @@ def layers_of(module: nn.Module, batch: Any) -> dict[str, Layer]:
     for name, each in every:
         names.setdefault(id(each), name)
     with ExitStack() as stack:
-        stack.enter_context(shielded())
-        stack.enter_context(_attributes_unchanged(module))
+        stack.enter_context(without_trace(module))  # nor tensors without values, which the forward keeps
         for each in module.modules():
             hook = each.register_forward_hook(_noting(found, names[id(each)]), with_kwargs=True)
             stack.callback(hook.remove)
@@ -93,33 +91,6 @@ def layers_of(module: nn.Module, batch: Any) -> dict[str, Layer]:
                 setattr(layer, field, getattr(layer, field) + more)
         setattr(total, field, counts.get("Global", 0))
     return found
-
-
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
-
-
-@contextmanager
-def _attributes_unchanged(module: nn.Module) -> Iterator[None]:
-    """Run the block, then restore the attributes of all modules, and the containers in them.
-
-    A forward may keep tensors in an attribute: a mask that it makes once, the hidden state of the last batch.
-    Tensors without values would break the training that follows.
-    """
-    before: dict[int, tuple[Any, Any]] = {}
-    waiting: list[Any] = [vars(each) for each in module.modules()]
-    while waiting:
-        container = waiting.pop()
-        if id(container) in before:
-            continue
-        before[id(container)] = container, container.copy()
-        inside = container.values() if isinstance(container, dict) else container
-        waiting += [each for each in inside if type(each) in _CONTAINERS]
-    try:
-        yield
-    finally:
-        for container, copied in before.values():
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(copied)
 
 
 def _step(module: nn.Module) -> Callable[[Any], Tensor]:

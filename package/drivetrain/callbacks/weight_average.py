@@ -14,9 +14,9 @@ from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import steps_or_epochs
 from drivetrain.core.messages import logger
-from drivetrain.core.random_streams import shielded
 from drivetrain.core.validation import by_name, count, flag, number, one_of
 from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
+from drivetrain.task.without_trace import without_trace
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -297,30 +297,23 @@ class WeightAverage(Callback):
         engine, feed = run.engine, run.train_feed
         assert feed is not None
         training = run.task.training
-        modes = [(each, each.training) for each in run.task.modules()]
         norms = [each for each in _norms(run.task) if each.training or not training]
         fixed = [each for each in _norms(run.task) if each not in norms]  # those of frozen parts
-        momenta = [each.momentum for each in norms]
-        for each in norms:
-            each.reset_running_stats()
-            each.momentum = None  # a cumulative mean
-        try:
+        with without_trace(run.task, feed.source.dataset, device=engine.device):
             run.task.train()
             for each in fixed:
                 each.eval()
-            with shielded():
-                for micro_batch in feed.micro_batches(run.progress.epoch):
-                    engine.run_step(micro_batch.batch)
-                    run.report_progress()
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for each, momentum in zip(norms, momenta, strict=True):
-                each.momentum = momentum
-        for each in norms:
-            for statistic in (each.running_mean, each.running_var):
-                assert statistic is not None
-                engine.data_ranks.add(statistic).div_(engine.data_ranks.size)
+            for each in norms:
+                each.reset_running_stats()
+                each.momentum = None  # a cumulative mean
+            for micro_batch in feed.micro_batches(run.progress.epoch):
+                engine.run_step(micro_batch.batch)
+                run.report_progress()
+            found = [(each, each.clone()) for norm in norms for each in norm.buffers()]
+        for statistic, value in found:
+            if value.is_floating_point():
+                engine.data_ranks.add(value).div_(engine.data_ranks.size)
+            statistic.copy_(value)
 
     # Checkpoints.
 

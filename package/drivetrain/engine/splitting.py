@@ -8,18 +8,16 @@ up to the gradient of the whole. Composer's automatic micro-batching does the sa
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, DataError, StrategyError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
-from drivetrain.core.random_streams import shielded
+from drivetrain.core.random_streams import HostDraws, generator_state, load_generator_state, shielded
 from drivetrain.core.validation import count
 from drivetrain.data import Everywhere, MicroBatch, batch_size
 from drivetrain.data.feed import Count
@@ -32,6 +30,7 @@ from drivetrain.engine.split_batch import split_batch
 from drivetrain.engine.split_micro_batch import weighted_parts
 from drivetrain.engine.weighting import StepResult, Weighted, weigh
 from drivetrain.strategies import Strategy
+from drivetrain.task.attributes import generators_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import measure_of
 
@@ -89,6 +88,7 @@ class MicroBatches:
         self._largest = 0
         self._whole = 0
         self._buffers = KeptBuffers()
+        self._generators = [*generators_of(engine.task).values()] if self.searches else []
         self._split: tuple[int, int] | None = None  # samples of the newest part, and of its batch
         engine.transfer.keeps_host, engine.transfer.in_parts = self._weigh is not None, True
         engine.begins_again = self.searches
@@ -115,11 +115,11 @@ class MicroBatches:
         engine = self._engine
         if self._shares_buffers:  # as a wrapper does before its forward, which is not called here
             engine.synchronize_buffers()
-        streams = random.getstate(), np.random.get_state()
+        draws, states = HostDraws(), [generator_state(each) for each in self._generators]
         if self.searches:
             self._buffers.keep(engine.task)
         rows, seen, total, learns = self._until_it_fits(
-            lambda: self._accumulate(micro_batches), self._shrink_training, lambda: self._undo(streams)
+            lambda: self._accumulate(micro_batches), self._shrink_training, lambda: self._undo(draws, states)
         )
         self._attempted, self._split = [], None
         applied, norm = False, None
@@ -233,14 +233,15 @@ class MicroBatches:
         sizes = self._ranks.all_gather(self._largest if failed else None)
         self.size = max(1, min(each for each in sizes if each is not None) // 2)
 
-    def _undo(self, streams: tuple[Any, Any]) -> None:
+    def _undo(self, draws: HostDraws, states: Sequence[Any]) -> None:
         for parameter in self._engine.parameters:
             parameter.grad = None
         self._buffers.put_back()
         self._engine.transfer.forget()
         self._attempted = []
-        random.setstate(streams[0])
-        np.random.set_state(streams[1])
+        draws.restore()
+        for generator, state in zip(self._generators, states, strict=True):
+            load_generator_state(generator, state)
         for call in self.begun_again:
             call()
 

@@ -26,6 +26,7 @@ from drivetrain.run.state import Evaluation
 from drivetrain.task.attributes import generators_kept
 from drivetrain.task.output import read_output
 from drivetrain.task.task import overrides
+from drivetrain.task.without_trace import without_trace
 
 Feeds = Sequence[tuple[str | None, Feed]]
 
@@ -275,8 +276,9 @@ def check_validation(run: Run, batches: int) -> None:
     that a callback that needs a validation's value waits for the first whole one.
     """
     before, stages = dict(run.metrics), set(run.names.stages)
+    read = [feed.source.dataset for _, feed in run.evaluation_feeds]
     try:
-        with run.timed("evaluation"), shielded(), generators_kept(run.task):
+        with run.timed("evaluation"), without_trace(run.task, *read, device=run.engine.device):
             evaluate(run, "validation", run.evaluation_feeds, sanity_batches=batches)
     except Exception as error:
         error.add_note(

@@ -33,11 +33,11 @@ _opaque = set(_LIBRARIES)
 _OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams"})
 """Attributes that torch and this package store in modules of any class."""
 
-_PLAIN = (int, float, str, bytes, type(None))
+PLAIN = (int, float, str, bytes, type(None))
 
 RandomGenerator: TypeAlias = "torch.Generator | random.Random | np.random.Generator | np.random.RandomState"
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def never_search(*packages: str) -> None:
@@ -64,9 +64,13 @@ def modules_of(
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes of a module of the user's class that are no numbers or texts."""
     if not _is_of_library(type(module)):  # type: ignore[arg-type]  # mypy: no class of modules is hashable
-        for name, value in vars(module).items():
-            if name not in _OF_MODULES and not isinstance(value, _PLAIN):
-                yield name, value
+        yield from _added_to(module)
+
+
+def _added_to(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name not in _OF_MODULES and not isinstance(value, PLAIN):
+            yield name, value
 
 
 def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -77,7 +81,7 @@ def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...
         if isinstance(each, kinds):
             yield place, each
             return
-        if depth == 0 or id(each) in seen or isinstance(each, _PLAIN):
+        if depth == 0 or id(each) in seen or isinstance(each, PLAIN):
             return
         seen.add(id(each))
         items: Iterable[tuple[Any, Any]] = ()
@@ -100,8 +104,8 @@ def generators_of(task: nn.Module) -> dict[str, RandomGenerator]:
     found: dict[str, RandomGenerator] = {}
     seen: set[int] = set()
     for prefix, module in modules_of(task):
-        for name, value in attributes_of(module):
-            for place, each in leaves(value, _GENERATORS):
+        for name, value in _added_to(module):  # of torch's modules too: the user may have put one there
+            for place, each in leaves(value, GENERATORS):
                 if id(each) not in seen and not isinstance(each, random.SystemRandom):
                     seen.add(id(each))
                     found[".".join(map(str, (prefix + name, *place)))] = each

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,19 @@ from drivetrain.callbacks.memory_report import MemoryReport
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
-from drivetrain.core.stages import most
+from drivetrain.core.stages import at_start, most
 from drivetrain.core.validation import count
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.data_objects import pick_data
-from drivetrain.trainer.find_learning_rate import Settings, copied, without_traces
+from drivetrain.trainer.probe import Fit, Settings, probe
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
 
 _LOG = logger(__name__)
+
+_FEWEST = 2
+"""The samples to begin with if the Trainer has no batch size: a batch norm cannot train on one."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -68,7 +71,7 @@ def find_batch_size(
     settings: Settings,
     task: TaskModule,
     data: Any,
-    fit: Callable[[Settings, TaskModule, Any], object],
+    fit: Fit[Settings],
     memory: int | str | None,
     largest: int | None,
 ) -> BatchSizeResult:
@@ -102,7 +105,7 @@ def find_batch_size(
         return found is not None and (limit is None or found <= limit)
 
     below, above = 0, upper + 1  # the largest that fits, and the smallest that does not
-    size = 1
+    size = min(upper, at_start(settings.batch_size) or _FEWEST)
     while above - below > 1:
         if fits(size):
             below = size
@@ -128,16 +131,16 @@ def _peak(
     settings: Settings,
     task: TaskModule,
     data: Any,
-    fit: Callable[[Settings, TaskModule, Any], object],
+    fit: Fit[Settings],
     size: int,
 ) -> int | None:
     """Return the bytes at the peak of the second step with batches of a size; None if memory runs out."""
     report = _PeakOfAll(show=False)
     strategy = settings.select_strategy()
     each = size * most(settings.gradient_accumulation_steps) * strategy.world_size
-    probe = without_traces(settings, max_steps=2, callbacks=(report,), batch_size=size, log_every=None)
+    options = {"max_steps": 2, "callbacks": (report,), "batch_size": size, "log_every": None}
     try:
-        fit(probe, copied(task), _Repeated(data, 2 * each))
+        probe(settings, task, _Repeated(data, 2 * each), fit, **options)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
 from drivetrain.core.validation import count, number
-from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.build import apply_factor
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import check_task
+from drivetrain.trainer.probe import Fit, Settings, probe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from drivetrain.run.run import Run
-
-Settings = TypeVar("Settings", bound=RunSettings)
 
 _MEMORY = 0.9
 """The weight of the past in the smoothed loss; the next loss has the rest."""
@@ -81,7 +76,8 @@ class LearningRateCurve:
 def find_learning_rate(
     settings: Settings,
     task: TaskModule,
-    fit: Callable[[Settings, TaskModule], object],
+    data: Any,
+    fit: Fit[Settings],
     lowest: float,
     highest: float,
     steps: int,
@@ -91,15 +87,14 @@ def find_learning_rate(
     number("find_learning_rate(lowest=)", lowest, above=0)
     number("find_learning_rate(highest=)", highest, above=lowest)
     count("find_learning_rate(steps=)", steps, at_least=2 * _FIRST)
-    trained = copied(task)
-    name = metric or trained.metric_name("train", None, "loss")
+    name = metric or check_task(task).metric_name("train", None, "loss")
     if name is None:
         raise ConfigError(
             f"{type(task).__name__} names its values itself: give find_learning_rate(metric=) the name of the"
             " training loss"
         )
     test = _RangeTest(name, lowest, highest, steps)
-    fit(without_traces(settings, max_steps=steps, callbacks=(test,)), trained)
+    probe(settings, task, data, fit, max_steps=steps, callbacks=(test,))
     curve = test.curve()
     if not curve.rates:
         raise ConfigError(
@@ -107,28 +102,6 @@ def find_learning_rate(
             " the data and the loss"
         )
     return curve
-
-
-def copied(task: object) -> TaskModule:
-    """Return a deep copy of a task."""
-    checked = check_task(task)
-    try:
-        return copy.deepcopy(checked)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(task).__name__} cannot be copied, and a finder trains a copy: {error}. Keep what cannot"
-            " be copied, such as an open file or a tensor that is no leaf, out of its attributes"
-        ) from error
-
-
-def without_traces(settings: Settings, **changes: Any) -> Settings:
-    """Return a Trainer of the same step that writes and shows nothing, and never validates."""
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("max_epochs", "max_time", "min_epochs", "min_steps", "dry_run", "validate_every", "validate_from")
-    )
-    nothing |= {"run_dir": None, "sanity_validation": None, "checkpoint": False, "assets": (), "loggers": ()}
-    nothing |= {"progress_bar": False, "train_metrics": False, "log_first_step": False, "log_every": 1}
-    return dataclasses.replace(settings, **{**nothing, "on_nonfinite": "stop", **changes})
 
 
 class _RangeTest(Callback):

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.types import Batch
 from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule
+from drivetrain.task.without_trace import without_trace
 from drivetrain.trainer.assembly import checked_fit_data
 from drivetrain.trainer.data_objects import begun
 
@@ -20,8 +20,9 @@ from drivetrain.trainer.data_objects import begun
 def first_batch(
     settings: RunSettings, task: TaskModule, train_data: Any, validation_data: Any = None
 ) -> Batch:
-    """Return the first batch of the training data in its own order, on the host. No random stream moves."""
-    with preserved(), begun("fit", task, train_data, validation_data):
+    """Return the first batch of the training data in its own order, on the host, without a trace."""
+    given = task, train_data, validation_data
+    with without_trace(*given), begun("fit", *given):
         data, _ = checked_fit_data(settings, train_data, validation_data)
         source = as_source(
             data,

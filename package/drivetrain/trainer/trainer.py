@@ -601,9 +601,9 @@ class Trainer(RunSettings):
     ) -> LearningRateCurve:
         """Train a copy of the task with a rate that rises from step to step, and return the loss by rate.
 
-        The task, its optimizer and all random streams stay as they are. The schedule, the Trainer's callbacks
-        and its length play no part, and nothing is written. Data that can be read only once is used up. The
-        test ends early once the loss has diverged.
+        The task, its data and all random streams stay as they are. The schedule, callbacks and the Trainer's
+        length play no part, and nothing is written. Data that can be read only once is used up. The test
+        ends early once the loss has diverged.
 
         Args:
             task: The task.
@@ -622,10 +622,7 @@ class Trainer(RunSettings):
         """
         from drivetrain.trainer.find_learning_rate import find_learning_rate
 
-        def fit(trainer: Trainer, copied: TaskModule) -> FitResult:
-            return trainer.fit(copied, data)
-
-        return find_learning_rate(self, task, fit, lowest, highest, steps, metric)
+        return find_learning_rate(self, task, data, type(self).fit, lowest, highest, steps, metric)
 
     @by_name
     def find_batch_size(
@@ -634,9 +631,10 @@ class Trainer(RunSettings):
         """Find the largest `batch_size` whose step fits into memory, by real steps on copies of the task.
 
         Two steps of each size are made, because the first one makes the optimizer's state, and the peak of
-        the second is measured as by `MemoryReport`. Sizes double until one does not fit, and the range in
-        which the largest one lies is then halved down to one sample. The task and all random streams stay as
-        they are. Samples of different lengths need different memory: give the longest, or leave a margin.
+        the second is measured as by `MemoryReport`. Sizes double from the Trainer's `batch_size` (2 without
+        one) until one does not fit, and the range in which the largest one lies is then halved down to one
+        sample. The task, its data and all random streams stay as they are; callbacks and validations play no
+        part. Samples of different lengths need different memory: give the longest, or leave a margin.
 
         Args:
             task: The task.
@@ -654,10 +652,7 @@ class Trainer(RunSettings):
         """
         from drivetrain.trainer.find_batch_size import find_batch_size
 
-        def fit(trainer: Trainer, copied: TaskModule, samples: Any) -> FitResult:
-            return trainer.fit(copied, samples)
-
-        return find_batch_size(self, task, data, fit, memory, largest)
+        return find_batch_size(self, task, data, type(self).fit, memory, largest)
 
 
 def _overrides(given: object, resume: object) -> str:

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.messages import columns, sized
-from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
@@ -21,6 +20,7 @@ from drivetrain.run.settings import RunSettings, stages_of
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.task.task import TaskModule, known_fit, overrides, train_loaded
+from drivetrain.task.without_trace import without_trace
 from drivetrain.trainer.assembly import (
     check_task,
     checked_fit_data,
@@ -195,7 +195,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
     of their state. Copies of the first sample make a micro-batch, and one forward on it without values gives
     the size of the activations.
     """
-    with preserved(), begun("fit", task := check_task(task), train_data, validation_data):
+    given = check_task(task), train_data, validation_data
+    with without_trace(*given), begun("fit", *given):
         settings = with_callbacks_of(task, settings)
         train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
         epoch = Epoch(settings, task, train_data)

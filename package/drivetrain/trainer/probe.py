@@ -1,0 +1,49 @@
+"""Fits for our own purposes: short ones, of a copy of the task, that write nothing and follow no values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.run.settings import RunSettings
+from drivetrain.task.task import TaskModule
+from drivetrain.task.without_trace import without_trace
+from drivetrain.trainer.assembly import check_task
+
+Settings = TypeVar("Settings", bound=RunSettings)
+
+Fit = Callable[[Settings, TaskModule, Any], object]
+
+
+def probe(settings: Settings, task: TaskModule, data: Any, fit: Fit[Settings], **changes: Any) -> None:
+    """Fit a copy of a task, without a trace.
+
+    Args:
+        settings: A Trainer; its callbacks, its length and what it writes and validates play no part.
+        **changes: Arguments of the Trainer that makes the fit.
+    """
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("max_epochs", "max_time", "min_epochs", "min_steps", "dry_run", "validate_every", "validate_from")
+    )
+    nothing |= {"run_dir": None, "sanity_validation": None, "checkpoint": False, "assets": (), "loggers": ()}
+    nothing |= {"progress_bar": False, "train_metrics": False, "log_first_step": False, "log_every": 1}
+    with without_trace(task, data):
+        fit(
+            dataclasses.replace(settings, **{**nothing, "on_nonfinite": "stop", **changes}),
+            _copied(task),
+            data,
+        )
+
+
+def _copied(task: object) -> TaskModule:
+    checked = check_task(task)
+    try:
+        return copy.deepcopy(checked)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(task).__name__} cannot be copied, and a finder trains a copy: {error}. Keep what cannot"
+            " be copied, such as an open file or a tensor that is no leaf, out of its attributes"
+        ) from error
