@@ -11,7 +11,8 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch.utils.data import TensorDataset
 
-from drivetrain import OptimizerConfig, ParameterGroup
+from drivetrain import EarlyStopping, LambdaCallback, OptimizerConfig, ParameterGroup, TorchSchedule
+from drivetrain.testing.benchmark.turn import BlockClock, turn
 
 BIAS = ParameterGroup("*.bias", lr=0.5)
 
@@ -92,6 +93,37 @@ def test_the_largest_batch_is_found_by_the_memory_of_a_step_and_by_running_out_o
     found = trainer.find_batch_size(variant(loss=loss)(), samples(), memory="1 GiB", largest=9)
     assert (found.batch_size, found.peaks[7], found.limit) == (6, None, 2**30)
     assert trainer.find_batch_size(task, samples(), memory="1 GiB", largest=5).batch_size == 5
+
+
+class FollowsValidations(Regression):
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.watching = [LambdaCallback(on_epoch_end=lambda run: run.metrics["validation/loss"])]
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, features):
+        if len(features) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.line(self.norm(features))
+
+    def configure_callbacks(self, stage):
+        return [EarlyStopping("validation/loss"), *self.watching]
+
+
+def by_factory(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return optimizer, TorchSchedule(plateau, metric="validation/loss")
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerConfig(schedule="reduce_on_plateau"), by_factory])
+def test_finders_and_benchmarks_take_tasks_that_follow_validations_and_have_batch_norms(optimizer, tmp_path):
+    task, trainer = FollowsValidations(optimizer), quiet(max_epochs=1, batch_size=4, strategy="cpu")
+    assert trainer.find_batch_size(task, samples(16), memory="1 GiB").batch_size == 6
+    assert trainer.find_learning_rate(task, samples(16), steps=20).rates
+    task.watching.clear()  # a benchmark leaves out early stopping alone
+    watching = quiet(batch_size=4, callbacks=[EarlyStopping("validation/loss")])
+    assert turn(watching, task, samples(), (), BlockClock(0.0), str(tmp_path))["step_seconds"] > 0
 
 
 def test_mistakes_of_the_finders():

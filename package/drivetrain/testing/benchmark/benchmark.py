@@ -65,7 +65,8 @@ def benchmark(
     no metrics and logs nothing.
 
     The length of a fit is the benchmark's. Checkpoints, loggers, the progress bar and validation are off,
-    unless `over` compares them. Call it before this process uses a GPU.
+    unless `over` compares them. Early stopping, and schedules that follow a logged value, play no part. Call
+    it before this process uses a GPU.
 
     Args:
         make_task: Makes the task: a function, or its class.

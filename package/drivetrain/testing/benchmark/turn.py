@@ -26,6 +26,7 @@ from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import TaskModule, overrides
 from drivetrain.trainer.data_objects import begun, fit_data
+from drivetrain.trainer.probe import unwatched, without_stopping
 from drivetrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def watched(trainer: Trainer, probe: Probe, folder: str, compared: Iterable[str]
     """Return a Trainer whose fit is watched, and writes into a folder; it saves and logs only if that is
     compared.
     """
-    strategy, watches = trainer.select_strategy(), [*trainer.callbacks, probe]
+    strategy, watches = trainer.select_strategy(), [*without_stopping(trainer.callbacks), probe]
     if as_compile(trainer.compile) is None and strategy.device.type == "cpu" and strategy.name != "deepspeed":
         watches.append(MemoryReport(show=False))  # the second step, which is in the warm-up
     settings = {name: value for name, value in _OFF.items() if name not in compared} | LENGTH
@@ -141,7 +142,7 @@ def turn(
     """Train until the clock has timed enough steps, and return what `measured` returns."""
     probe = Probe(clock)
     trainer = watched(trainer, probe, folder, compared)
-    result = trainer.fit(task, data)
+    result = trainer.fit(unwatched(task), data)
     if not clock.blocks:
         raise DataError(
             f"the fit ended after {result.progress.steps} steps ({result.stop_reason}), before enough of them"
