@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.support.counts import CONDITIONS, MEMBERS, class_of, conditions_in, public_members
+from tests.support.counts import (
+    BUDGET as SIZES,
+)
+from tests.support.counts import (
+    CONDITIONS,
+    MEMBERS,
+    class_of,
+    complex_functions,
+    conditions_in,
+    lines_by_layer,
+    public_members,
+)
 from tests.support.gate import BUDGET, TESTS, lines_of
 from tests.support.site import site_script
 
@@ -426,6 +437,22 @@ def test_each_planted_fault_has_its_line() -> None:
     for fault in tomllib.loads((TESTS / "faults" / "faults.toml").read_text(encoding="utf-8"))["fault"]:
         text = (PACKAGE / fault["file"]).read_text(encoding="utf-8")
         assert text.count(fault["line"]) == 1, fault["name"]
+
+
+def test_each_layer_of_the_package_has_at_most_the_code_lines_of_its_budget() -> None:
+    budget, found = SIZES["code_lines"], lines_by_layer()
+    assert found.keys() == budget.keys(), "each folder of the package has a row in package/budget.toml"
+    over = [f"{layer} has {each} of {budget[layer]}" for layer, each in found.items() if each > budget[layer]]
+    assert not over, f"over the code lines of package/budget.toml: {'; '.join(over)}"
+
+
+def test_no_other_function_than_those_of_the_budget_is_complex() -> None:
+    limits = SIZES["complexity"]
+    found, allowed = dict(complex_functions(limits["most"])), set(limits["functions"])
+    worse = {name: each for name, each in found.items() if name not in allowed}
+    assert not worse, f"too complex: {worse}; divide them into functions with names"
+    assert max(found.values()) <= limits["at_all"]
+    assert not allowed - found.keys(), "take these functions off the list in package/budget.toml"
 
 
 def test_each_layer_has_at_most_the_lines_of_its_budget() -> None:
