@@ -64,6 +64,32 @@ class Window(NamedTuple):
     last: bool
 
 
+class StreamWindow:
+    """The same of data without a length.
+
+    Args:
+        ends: Reads the next batch, and returns whether there is none.
+
+    Attributes:
+        micro_batches: As those of `Window`.
+    """
+
+    __slots__ = ("_ends", "_last", "micro_batches")
+
+    def __init__(self, micro_batches: list[MicroBatch], ends: Callable[[], bool]) -> None:
+        self.micro_batches, self._ends = micro_batches, ends
+        self._last: bool | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the last window. The first to ask reads the next batch, which is made from what there
+        is then: ask once the step is made, on all ranks together.
+        """
+        if self._last is None:
+            self._last = self._ends()
+        return self._last
+
+
 class Feed:
     """A source's batches, counted, grouped into windows and moved to the device.
 
@@ -255,11 +281,12 @@ class Feed:
         limit = self._limit if limit is None else limit
         self._begin(epoch, position, limit, until, done)
         counted = self._counted(epoch, position, limit)
-        return self._transfer.ahead(counted, early=not self.source.stateful) if move else counted
+        early = self.source.made_ahead and not self.source.stateful
+        return self._transfer.ahead(counted, early) if move else counted
 
     def windows(
         self, epoch: int, position: int = 0, done: int = 0, until: int | None = 0
-    ) -> Generator[Window, None, None]:
+    ) -> Generator[Window | StreamWindow, None, None]:
         """Yield the windows of an epoch from a position on; the last one may be short and is marked.
 
         Args:
@@ -296,26 +323,35 @@ class Feed:
             # The data's state is taken before the next batch is asked for, because it must not count a batch
             # that no step has used.
             self._state = source.snapshot() if state is None else state
-        looks_ahead = transfer.draws_ahead and not (source.stateful and left is not None)
+        ahead = source.made_ahead and transfer.draws_ahead and not (source.stateful and left is not None)
         drawn: list[MicroBatch] = []
+
+        def ends() -> bool:
+            """Read the next batch, which alone shows whether data without a length goes on."""
+            drawn[:] = islice(micro_batches, 1)
+            self._next = drawn[0] if drawn else None
+            if not drawn:
+                self._state = source.snapshot()
+            return not drawn
+
         for size, last in self._sizes(left):
             window = [*drawn, *islice(micro_batches, size - len(drawn))]
             if not window or (left is not None and len(window) < size):
                 return
+            drawn.clear()
             if left is None:
                 self._state = source.snapshot()
-            elif looks_ahead:
-                transfer.begin(window[0])  # before the next is drawn: data may fill the same tensor again
-            # Without a length, only asking for the next batch shows whether a window is the last.
-            drawn = list(islice(micro_batches, 1)) if last is None or (looks_ahead and not last) else []
-            following = drawn[0] if drawn else None
-            transfer.following = following if looks_ahead else None
-            if left is None:
-                self._next, last = following, following is None
-                if last:
-                    self._state = source.snapshot()
-            yield Window(window, bool(last))
-            if left is None and last:
+            if ahead:
+                if left is not None:
+                    transfer.begin(window[0])  # before the next is drawn: data may fill the same tensor again
+                if last is None:
+                    last = ends()
+                elif not last:
+                    drawn += islice(micro_batches, 1)
+                transfer.following = drawn[0] if drawn else None
+            made = StreamWindow(window, ends) if last is None else Window(window, last)
+            yield made
+            if left is None and made.last:
                 break
         self._state = None
 

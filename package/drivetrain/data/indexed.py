@@ -111,8 +111,8 @@ class IndexedSource(Source):
         self._pin_memory = pin_memory
         # A user's sampler runs when its epoch begins, because it may depend on what was done until then.
         goes_on = loader.persistent_workers and self.exact
-        self._workers = None
-        if loader.num_workers:
+        self._workers, self.made_ahead = None, loader.num_workers > 0
+        if self.made_ahead:
             self._workers = Workers(
                 self._with_workers,
                 self.index_batches,

@@ -64,6 +64,7 @@ class Source(ABC):
         needs_evidence: Whether the next round must come with its `Evidence`.
         skipper: Replaces a batch that cannot be made by `BAD`; None raises.
         dataset: The user's dataset, if there is one.
+        made_ahead: Whether worker processes make the batches, ahead of the steps that use them.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Source(ABC):
     needs_evidence: bool = False
     skipper: BadBatchSkipper | None = None
     dataset: Any = None
+    made_ahead: bool = False
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -264,6 +266,7 @@ class IterableSource(Source):
         self.stateful = has_state(data)
         workers = getattr(data, "num_workers", 0)
         self._workers = workers if isinstance(data, DataLoader) else 0
+        self.made_ahead = self._workers > 0
         self._repeats = Repeats() if self._workers > 1 and shard.rank == 0 else None
         self._length_checked = shard.rank > 0
         self._changed: str | None = None

@@ -105,7 +105,7 @@ class SplitSource(Source):
         self.ranks = ranks
         self._repeats: Repeats | None = Repeats()
         self._placeholder: Batch | None = None
-        self.one_shot = own.one_shot
+        self.one_shot, self.made_ahead = own.one_shot, own.made_ahead
         for name in _OF_THE_PART:
             setattr(self, name, getattr(own, name))
         found = ranks.all_gather((own.exact, own.stateful, divided_for_one))

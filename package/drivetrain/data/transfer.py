@@ -1,9 +1,11 @@
 """Move batches to the device, one ahead of the step that uses them.
 
 On a CUDA device the copy of the next batch starts on its own stream before the current one is used, so that
-it overlaps with the current step. One batch ahead is enough: a step leaves time for one copy, and a data
-pipeline that is slower than that gains nothing from more batches on the device. Workers run further ahead, on
-the host. On the CPU there is nothing to copy and nothing runs ahead.
+it overlaps with the current step. A batch that is made in this process may depend on that step, so it is read
+once the step has been given to the device, and its copy overlaps with the rest of the step. One batch ahead
+is enough: a step leaves time for one copy, and a data pipeline that is slower than that gains nothing from
+more batches on the device. Workers run further ahead, on the host. On the CPU there is nothing to copy and
+nothing runs ahead.
 
 A batch of less than 64 KiB is copied on the stream of the steps. That takes the device a few
 microseconds, and saves the host more: another stream and its events cost it 0.3 ms on the machine of
@@ -101,14 +103,15 @@ class Transfer:
 
         Args:
             micro_batches: On the host.
-            early: Whether the next one may be drawn, and its copy started, before this one is yielded. False
-                for data that is resumed by its own state, which must not be drawn from early.
+            early: Whether the next one is drawn, and its copy started, before this one is yielded. False for
+                data that is made in this process, or resumed by its own state.
         """
         if self.idle:
             return micro_batches
-        if self._stream is None or not early:
+        if self._stream is None:
             return map(self.moved, micro_batches)
-        return map(itemgetter(0), self._moving(zip(micro_batches, repeat(None)), self._stream, None))
+        pairs = zip(micro_batches, repeat(None))
+        return map(itemgetter(0), self._moving(pairs, self._stream, None, early))
 
     @property
     def draws_ahead(self) -> bool:
@@ -136,7 +139,11 @@ class Transfer:
         return self._moving(pairs, self._stream, self.following)
 
     def _moving(
-        self, pairs: Iterable[tuple[MicroBatch, Any]], stream: torch.cuda.Stream, then: MicroBatch | None
+        self,
+        pairs: Iterable[tuple[MicroBatch, Any]],
+        stream: torch.cuda.Stream,
+        then: MicroBatch | None,
+        early: bool = True,
     ) -> Iterator[tuple[MicroBatch, Any]]:
         waiting = iter(pairs)
         pair = next(waiting, None)
@@ -149,6 +156,10 @@ class Transfer:
                 moved, beside = self.started(micro_batch, stream)
             if beside:
                 self._hand_over(moved.batch, stream)
+            if not early:
+                yield moved, factor
+                pair = next(waiting, None)
+                continue
             pair = next(waiting, None)
             following = then if pair is None else pair[0]
             if following is not None:
