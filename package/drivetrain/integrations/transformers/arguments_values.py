@@ -86,7 +86,7 @@ def read_values(args: Any) -> Values:
         if name in _RENAMED:
             _take_over(values, name, _RENAMED[name](value, values), given)
     for name, now in _ALIASES.items():
-        if values[now] in (None, False) and values[name] is not None:
+        if values.get(now) in (None, False) and values[name] is not None:
             values[now] = values[name]
     return Values(values, given)
 

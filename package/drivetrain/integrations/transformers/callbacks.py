@@ -70,6 +70,9 @@ EVENTS: Mapping[str, str | None] = {
 """The events that are served, each with the hook that is in use for it alone."""
 
 _FLAGS = tuple(field.name for field in dataclasses.fields(TrainerControl))
+ONCE = ("should_log", "should_evaluate", "should_save")
+"""The flags that are cleared in each step."""
+
 _OUTSIDE = ("FlyteCallback", "KubeflowCallback")
 _OURS = {
     **dict.fromkeys(
@@ -94,7 +97,9 @@ _OURS = {
 _OF_TRIAL = ("is_hyper_param_search", "trial_name", "trial_params")
 """The fields of the state that a search sets for each trial."""
 
-_OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+"""What the events get beside the arguments, the state and the control."""
+
 _FLOW = DefaultFlowCallback()
 _AROUND_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 
@@ -129,6 +134,9 @@ class CallbackAdapter(OwnCallback):
         reports_evaluations: Whether evaluations are logged and their events called here, not by the program.
         shown_path: Returns the path that the state has for that of a checkpoint.
         told: Names of values that the program has put in rows of its own since the last log point.
+        objects: What the events get beside the arguments, the state and the control.
+        calls_by: Calls the callbacks that it is given with an event, its name and its objects, in the place
+            of this class; None for this class.
 
     Raises:
         ConfigError: An object that is no callback of transformers, one that writes to an outside service, or
@@ -156,6 +164,7 @@ class CallbackAdapter(OwnCallback):
         self.follows_args = False
         self.reports_evaluations = True
         self.told: set[str] = set()
+        self.calls_by: Callable[..., TrainerControl | None] | None = None
         self.shown_path: Callable[[str], str] = str
         self._log = self.log if log is None else log
         self._by_event = {
@@ -163,10 +172,11 @@ class CallbackAdapter(OwnCallback):
         }
         self._run: Run | None = None
         self._training: Run | None = None  # while a fit lasts
-        self._objects: dict[str, Any] = dict.fromkeys(_OBJECTS)
+        self.objects: dict[str, Any] = dict.fromkeys(OBJECTS)
         self.is_initialized = self._is_resumed = False
         self._handles: list[RemovableHandle] = []
         self._asked_by = ""
+        self._heeded: frozenset[str] = frozenset()  # the flags of the control that the run has been asked for
         self._epoch = 0  # the one in progress
         self._rate: float | None = None  # of the last step
         self._sub_steps = 0  # left in this step
@@ -211,15 +221,17 @@ class CallbackAdapter(OwnCallback):
         """Give the callbacks other arguments from now on."""
         self.args = self._given_args = args
 
+    def watch_steps(self) -> None:
+        """Heed the control after each step, and keep the state fresh in it: a script's methods use them."""
+        vars(self).pop("on_step_end", None)
+
     # Calling the callbacks.
 
     def init_end(self, model: Any, processing_class: Any = None) -> None:
         """Call `on_init_end`, once; a fit calls it itself if nobody has."""
         if not self.is_initialized:
             self.is_initialized = True
-            self.call(
-                "on_init_end", **{**self._objects, "model": model, "processing_class": processing_class}
-            )
+            self.call("on_init_end", **{**self.objects, "model": model, "processing_class": processing_class})
 
     def call(self, event: str, **objects: Any) -> TrainerControl:
         """Call an event of all callbacks that have it; the control that one returns becomes the control.
@@ -231,10 +243,15 @@ class CallbackAdapter(OwnCallback):
         Raises:
             ConfigError: A callback returned something else than a control.
         """
-        for callback in self._by_event[event]:
+        callbacks, calls = self._by_event[event], self.calls_by
+        if calls is not None and callbacks:
+            returned = calls(callbacks, event, self.args, self.state, self.control, **objects)
+            self.control = self.control if returned is None else returned
+            return self.control
+        for callback in callbacks:
             asked = self.control.should_training_stop
             returned = getattr(callback, event)(
-                self.args, self.state, self.control, **{**self._objects, **objects}
+                self.args, self.state, self.control, **{**self.objects, **objects}
             )
             if returned is not None:
                 if not isinstance(returned, TrainerControl):
@@ -264,14 +281,18 @@ class CallbackAdapter(OwnCallback):
         """Call an event of a run, do what its callbacks have asked for, and return what that is."""
         if not self._by_event[event]:
             return set()
-        before = dataclasses.replace(self.control)
         self._see(run)
         self.call(event, **objects)
-        if run.train_feed is None or run.is_over:
+        return self.heed(run)
+
+    def heed(self, run: Run) -> set[str]:
+        """Ask the run for what the control has asked for since the last call, and return what that is."""
+        now = self._flags()
+        asked, self._heeded = set(now - self._heeded), now
+        if not asked or run.train_feed is None or run.is_over:
             return set()
-        asked = {name for name in _FLAGS if getattr(self.control, name) and not getattr(before, name)}
         if "should_training_stop" in asked:
-            run.stop(f"{self._asked_by} set control.should_training_stop")
+            run.stop(f"{self._asked_by or 'a method of the Trainer'} set control.should_training_stop")
         if "should_epoch_stop" in asked:
             run.end_epoch()
         if "should_log" in asked:
@@ -282,6 +303,15 @@ class CallbackAdapter(OwnCallback):
             run.save()
         return asked
 
+    def _flags(self) -> frozenset[str]:
+        return frozenset(name for name in _FLAGS if getattr(self.control, name))
+
+    def clear(self, *flags: str) -> None:
+        """Set flags of the control to False; what they have asked for is done, or is not due any more."""
+        for name in flags:
+            setattr(self.control, name, False)
+        self._heeded -= {*flags}
+
     def _event_with_flow(self, run: Run, event: str) -> tuple[TrainerControl, set[str]]:
         """Call an event whose callbacks may look in the control for what is due, if the arguments say it.
 
@@ -290,16 +320,28 @@ class CallbackAdapter(OwnCallback):
         Returns:
             What is due, and what the callbacks have asked for beside that.
         """
-        control = self.control
+        asked = self.heed(run)
         if self.follows_args:
             self._see(run)
-            getattr(_FLOW, event)(self.args, self.state, control)
-        due = dataclasses.replace(control)
-        asked = self._event(run, event)
-        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+            getattr(_FLOW, event)(self.args, self.state, self.control)
+            self._heeded = self._flags()
+        due = dataclasses.replace(self.control)
+        asked |= self._event(run, event)
+        self.clear(*ONCE)
         return due, asked
 
     # The state.
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a fit is in progress."""
+        return self._training is not None
+
+    def fresh_state(self) -> TrainerState:
+        """Return the state with the step and the epoch of now."""
+        if self._training is not None:
+            self._see(self._training)
+        return self.state
 
     def _see(self, run: Run) -> None:
         if run.train_feed is None:
@@ -335,12 +377,12 @@ class CallbackAdapter(OwnCallback):
                 f"include_num_input_tokens_seen={counts!r} with a task that counts none: give it"
                 f" TransformersTask(count_tokens={counts!r})"
             )
-        self._objects |= {
+        self.objects |= {
             "model": model,
             "processing_class": getattr(task, "processing_class", None),
             "eval_dataloader": self.eval_dataloader,
         }
-        self.init_end(model, self._objects["processing_class"])
+        self.init_end(model, self.objects["processing_class"])
 
     def log(self, logs: dict[str, float]) -> None:
         """Add values to `state.log_history`, with the epoch and the step, and call `on_log`."""
@@ -350,7 +392,7 @@ class CallbackAdapter(OwnCallback):
         if self._counts_tokens:
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control.should_log = False
+        self.clear("should_log")
         if self._run is None:
             self.call("on_log", logs=logs)
         else:
@@ -373,9 +415,9 @@ class CallbackAdapter(OwnCallback):
         state.compute_steps(self.args, state.max_steps)
         updater = run.engine.only_updater
         assert run.train_feed is not None
-        self._objects |= {
+        self.objects |= {
             "optimizer": updater.optimizer,
-            "lr_scheduler": updater.scheduler or _Rates(updater.optimizer),
+            "lr_scheduler": updater.scheduler or Rates(updater.optimizer),
             "train_dataloader": (
                 _SeenBatches(run.train_feed.batches_per_epoch)
                 if self.train_dataloader is None
@@ -390,6 +432,7 @@ class CallbackAdapter(OwnCallback):
         self._training = run
         self._watch_optimizers(run)
         self.control.should_training_stop = False
+        self._asked_by, self._heeded = "", self._flags()
         self._event(run, "on_train_begin")
 
     def _watch_optimizers(self, run: Run) -> None:
@@ -413,13 +456,13 @@ class CallbackAdapter(OwnCallback):
             self._end_epoch(run)
         self._epoch_ended = False
         self._epoch = run.progress.epoch
-        self.control.should_epoch_stop = False
+        self.clear("should_epoch_stop")
         self._event(run, "on_epoch_begin")
 
     def on_step_start(self, run: Run) -> None:
         """Count the window's input, and call `on_step_begin`."""
-        control = self.control
-        control.should_log = control.should_evaluate = control.should_save = False
+        if self._heeded:
+            self.clear(*ONCE)
         self._rate = float(run.engine.only_updater.optimizer.param_groups[0]["lr"])
         real = [each for each in run.window.micro_batches if not (each.is_placeholder or each.bad)]
         for each in real:
@@ -455,6 +498,8 @@ class CallbackAdapter(OwnCallback):
         """
         ends = self.follows_args and run.window.last and bool(self._by_event["on_epoch_end"])
         if not (ends or self._by_event["on_step_end"]):
+            self._see(run)
+            self.heed(run)
             return
         due, _ = self._event_with_flow(run, "on_step_end")
         if ends and due.should_save:
@@ -476,14 +521,14 @@ class CallbackAdapter(OwnCallback):
     def on_evaluation_start(self, run: Run) -> None:
         """Prepare an evaluation, which may be outside a fit."""
         self._begin(run)
-        self._objects["eval_dataloader"] = self.eval_dataloader
+        self.objects["eval_dataloader"] = self.eval_dataloader
 
     def on_evaluation_step_end(self, run: Run) -> None:
         """Call `on_prediction_step`, but not for the short validation before training."""
         if run.evaluation.is_sanity_check:
             return
         if self.eval_dataloader is None:
-            self._objects["eval_dataloader"] = _SeenBatches(run.evaluation.batches)
+            self.objects["eval_dataloader"] = _SeenBatches(run.evaluation.batches)
         self._event(run, "on_prediction_step")
 
     def on_evaluation_end(self, run: Run) -> None:
@@ -525,7 +570,7 @@ class CallbackAdapter(OwnCallback):
             if each is passes[-1]:
                 metrics |= all_to_transformers(others)
             self._log(metrics)
-            self.control.should_evaluate = False
+            self.clear("should_evaluate")
             self._event(run, "on_evaluate", metrics=metrics)
             merged |= metrics
         self._note_best(run, merged)
@@ -584,7 +629,7 @@ class CallbackAdapter(OwnCallback):
     def on_checkpoint_saved(self, run: Run) -> None:
         """Call `on_save`."""
         self.note_checkpoint(run)
-        self.control.should_save = False
+        self.clear("should_save")
         self._event(run, "on_save")
         if not self._ends_after_save:
             return
@@ -701,7 +746,7 @@ class _Began(NamedTuple):
     tokens: int
 
 
-class _Rates:
+class Rates:
     """The learning rates of an optimizer, under the name that torch's schedulers have for them."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -15,13 +15,16 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.integrations.transformers.stored_model import base_of
 
 
-def generation_config(spec: Any, model: Any) -> GenerationConfig | None:
+def generation_config(
+    spec: Any, model: Any, options: Mapping[str, Any] | None = None
+) -> GenerationConfig | None:
     """Return the configuration of a task's generation; None if it generates nothing.
 
     Args:
         spec: None or False, True for the model's own, options that replace the model's, or a
             `GenerationConfig`.
         model: The model.
+        options: What replaces options of a given `GenerationConfig`.
 
     Raises:
         ConfigError: The model cannot generate, or an option that `GenerationConfig` does not have.
@@ -33,9 +36,10 @@ def generation_config(spec: Any, model: Any) -> GenerationConfig | None:
             f"generate={spec!r}: a {type(model).__name__} cannot generate. Leave `generate` out, or take a"
             " model with a language modelling head"
         )
-    if isinstance(spec, GenerationConfig):
-        return copy.deepcopy(spec)
-    config = copy.deepcopy(model.generation_config)
+    is_whole = isinstance(spec, GenerationConfig)
+    config = copy.deepcopy(spec if is_whole else model.generation_config)
+    if is_whole:
+        spec = options or True
     if spec is True:
         return config
     if not isinstance(spec, Mapping):
@@ -48,7 +52,7 @@ def generation_config(spec: Any, model: Any) -> GenerationConfig | None:
         name = next(iter(unused))
         allowed = [each for each in vars(GenerationConfig()) if not each.startswith("_")]
         raise ConfigError(f"generate has no option {name!r}. {nearest(name, allowed)}")
-    if "max_length" in spec and "max_new_tokens" not in spec:
+    if not is_whole and "max_length" in spec and "max_new_tokens" not in spec:
         config.max_new_tokens = None  # the model's own, which would take precedence
     config.validate()
     return config

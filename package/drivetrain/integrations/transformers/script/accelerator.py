@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from drivetrain.distributed.processes import local_rank, once_per_machine, rank,
 
 if TYPE_CHECKING:
     from accelerate.utils import DistributedType
+    from transformers import TrainingArguments
 
 _TYPES = {
     "deepspeed": "DEEPSPEED",
@@ -36,7 +37,7 @@ class ScriptAccelerator:
         backward: Takes the loss of a training step, and `retain_graph`.
         device: Returns the device of the model.
         strategy: Returns the name of the strategy.
-        config: Has the options of `accelerator_config`.
+        args: The arguments of the Trainer.
     """
 
     def __init__(
@@ -44,13 +45,57 @@ class ScriptAccelerator:
         backward: Callable[..., Tensor],
         device: Callable[[], torch.device],
         strategy: Callable[[], str],
-        config: Any,
+        args: TrainingArguments,
     ) -> None:
         self._backward = backward
         self._device = device
         self._strategy = strategy
         for name in _OPTIONS:
-            setattr(self, name, getattr(config, name))
+            setattr(self, name, getattr(args.accelerator_config, name))
+        self._args = args
+
+    @property
+    def state(self) -> Any:
+        """accelerate's `AcceleratorState`, on one device and under DDP.
+
+        Raises:
+            ConfigError: The strategy shards parameters or gradients, which accelerate does not know.
+        """
+        from accelerate.state import AcceleratorState, is_initialized
+
+        if not (is_initialized() or self._make_state()):
+            raise ConfigError(
+                f"trainer.accelerator.state is for one device and 'ddp': accelerate knows nothing of the"
+                f" {self._strategy()!r} here"
+            )
+        return AcceleratorState()
+
+    @contextmanager
+    def shared_state(self) -> Iterator[None]:
+        """Run the block, a fit, with the `AcceleratorState` that code of others may ask for."""
+        from accelerate.state import AcceleratorState, is_initialized
+
+        shared = AcceleratorState._shared_state
+        before = None if is_initialized() else dict(shared)
+        if before is not None:
+            self._make_state()
+        try:
+            yield
+        finally:
+            if before is not None:
+                shared.clear()
+                shared.update(before)
+
+    def _make_state(self) -> bool:
+        """Make the state, but not for a strategy that shards: a reader would look for its plugin there."""
+        from accelerate import Accelerator
+
+        if self._strategy() not in ("single", "ddp"):
+            return False
+        args = self._args
+        word = "bf16" if args.bf16 else "fp16" if args.fp16 and self.device.type == "cuda" else "no"
+        Accelerator(cpu=args.use_cpu, mixed_precision=word)
+        return True
 
     def backward(self, loss: Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False) -> None:
         """Run backward on a loss, now or once the step has returned; the engine weights its gradients.

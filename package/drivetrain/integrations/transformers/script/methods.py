@@ -202,6 +202,11 @@ def readers(cls: type, ours: type, name: str) -> list[str]:
     return [method for method, names in _methods_of(cls, ours).items() if name in names.of_anything]
 
 
+def dividers(cls: type, ours: type, name: str) -> list[str]:
+    """Return the methods of a script's class that divide by an attribute of any object."""
+    return [method for method, names in _methods_of(cls, ours).items() if name in names.divisors]
+
+
 def _methods_of(cls: type, ours: type) -> dict[str, Names]:
     return {
         f"{kind.__name__}.{method}": names

@@ -17,6 +17,7 @@ class Names:
         read: The attributes of `self` that it reads.
         of_accelerator: The attributes of `self.accelerator` that it reads.
         of_anything: The attributes of any object that it reads.
+        divisors: The attributes of any object that it divides by.
         assigned: The attributes of `self` that it sets.
         texts: All strings in it, among them those that it gives `hasattr`.
         calls: The functions that it calls by their bare names, such as "setattr".
@@ -26,6 +27,7 @@ class Names:
     read: frozenset[str]
     of_accelerator: frozenset[str]
     of_anything: frozenset[str]
+    divisors: frozenset[str]
     assigned: frozenset[str]
     texts: frozenset[str]
     calls: frozenset[str]
@@ -79,6 +81,7 @@ def _names(tree: ast.FunctionDef, own: str) -> Names:
             and is_own(each.value.value)
         ),
         of_anything=frozenset(each.attr for each in loaded),
+        divisors=frozenset(filter(None, map(_divisor, nodes))),
         assigned=frozenset(
             each.attr for each in attributes if isinstance(each.ctx, ast.Store) and is_own(each.value)
         ),
@@ -90,6 +93,14 @@ def _names(tree: ast.FunctionDef, own: str) -> Names:
         ),
         catches=any(isinstance(each, ast.ExceptHandler) and _is_caught(each) for each in nodes),
     )
+
+
+def _divisor(node: ast.AST) -> str | None:
+    """Return the attribute that an expression or a statement divides by, if it does."""
+    if not (isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Div)):
+        return None
+    by = node.right if isinstance(node, ast.BinOp) else node.value
+    return by.attr if isinstance(by, ast.Attribute) else None
 
 
 def _outside_of_classes(tree: ast.AST) -> Iterator[ast.AST]:

@@ -134,6 +134,8 @@ class ScriptRun(Callback):
 
     def _evaluate_fit(self) -> dict[str, float]:
         metrics = self._evaluate()
+        if self.run is not None:
+            self._adapter.heed(self.run)
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
         numbers.pop("epoch", None)
         self._adapter.note_evaluation(numbers)

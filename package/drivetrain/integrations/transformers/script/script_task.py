@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
+from drivetrain.distributed.processes import world_size
 from drivetrain.integrations.transformers.evaluation import MetricsReader, Read
 from drivetrain.integrations.transformers.generation import is_sharded, noisy_embeddings
 from drivetrain.integrations.transformers.loss_items import as_tensor
@@ -52,17 +53,21 @@ class ScriptTask(TransformersTask):
         script: The Trainer of the script; set once, after the task is made.
         has_own_step: Whether the script overrides `training_step`.
         has_own_loss: Whether the script overrides `compute_loss`.
+        beside: What the script's optimizer trains beside the model; None for nothing.
         current: The evaluation in progress; None for one that the script did not ask for.
         hides_gradients: Why the parameters' gradients are not those of the step; set as a fit begins.
         scales_losses: Whether the engine scales losses, so that fp16's gradients do not vanish; likewise.
+        watched: The modules that each step finds in training mode, or else sets the model to it; likewise.
     """
 
     script: Script
     takes_any_module = True
     has_own_step = has_own_loss = False
+    beside: nn.Module | None = None
     current: Pass | None = None
     hides_gradients = ""
     scales_losses = False
+    watched: Sequence[nn.Module] = ()
     _at_once = False
     _pending: list[Tensor] | None = None
     _returned: Tensor | None = None
@@ -86,7 +91,14 @@ class ScriptTask(TransformersTask):
     # Training.
 
     def training_step(self, batch: Batch) -> Any:
-        """Run one micro-batch, by the script's `training_step` or `compute_loss` if it has one."""
+        """Run one micro-batch, by the script's `training_step` or `compute_loss` if it has one.
+
+        As transformers' step does, it sets training mode, which a callback or a save may have ended.
+        """
+        for each in self.watched:
+            if not each.training:
+                self.model.train()
+                break
         if not (self.has_own_step or self.has_own_loss):
             return super().training_step(batch)
         inputs, items = dict(batch), as_tensor(self.loss_weight(batch), batch)
@@ -119,7 +131,7 @@ class ScriptTask(TransformersTask):
         its loss to the engine. Then the step sees no gradient.
         """
         script = self.script
-        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        parameters = [each for each in self.parameters() if each.requires_grad]
         sharded = is_sharded(self.model)
         pending: list[Tensor] = []
         self._pending = pending
@@ -142,6 +154,8 @@ class ScriptTask(TransformersTask):
         if made and sharded:
             raise refused
         if not (made or pending):
+            if world_size() == 1 and isinstance(logged, Tensor) and not logged.any():
+                return logged.new_zeros((), requires_grad=True)  # the script skips the micro-batch
             raise ConfigError(
                 f"{type(script).__name__}.training_step ran no backward. Call super().training_step(model,"
                 " inputs, num_items_in_batch), self.accelerator.backward(loss) or loss.backward(), and return"

@@ -44,6 +44,13 @@ class Seq2SeqTrainer(Trainer):
     def _make_task(self) -> ScriptTask:
         task = super()._make_task()
         self._generation()  # checks that the model can generate
+        given = getattr(self.args, "generation_config", None)
+        config = given if isinstance(given, GenerationConfig) else self._generate
+        if isinstance(config, GenerationConfig):
+            try:
+                config.validate(strict=True)
+            except ValueError as error:  # saving the model would raise it at the end
+                raise ConfigError(f"args.generation_config: {error}") from error
         return task
 
     def evaluate(
@@ -97,6 +104,10 @@ class Seq2SeqTrainer(Trainer):
 
     def _generation_of(self, options: Mapping[str, Any]) -> GenerationConfig | None:
         base = base_of(self.model)
+        if (given := options.get("generation_config")) is not None:
+            others = {**self._gen_kwargs, **options}
+            del others["generation_config"]
+            return generation_config(given, base, others)
         config = generation_config(self._generate, base)
         if config is None or not options:
             return config

@@ -54,7 +54,7 @@ from drivetrain.distributed.ranks import ALONE
 from drivetrain.engine.engine import Engine
 from drivetrain.integrations.transformers.arguments import MappedArguments, from_training_arguments
 from drivetrain.integrations.transformers.arguments_table import ROWS
-from drivetrain.integrations.transformers.callbacks import CallbackAdapter
+from drivetrain.integrations.transformers.callbacks import ONCE, CallbackAdapter, Rates
 from drivetrain.integrations.transformers.collating import Collation, default_collate
 from drivetrain.integrations.transformers.evaluation import predictions_of
 from drivetrain.integrations.transformers.export import export_pretrained
@@ -69,6 +69,7 @@ from drivetrain.integrations.transformers.loss_items import as_tensor
 from drivetrain.integrations.transformers.run_arguments import UNLIMITED
 from drivetrain.integrations.transformers.saved_tensors import check_shared
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
+from drivetrain.integrations.transformers.script.beside import has_beside, modules_beside
 from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
 from drivetrain.integrations.transformers.script.card import card_options
 from drivetrain.integrations.transformers.script.checkpoint_folders import (
@@ -96,6 +97,7 @@ from drivetrain.integrations.transformers.script.methods import (
     check_overrides,
     check_reads,
     counterpart,
+    dividers,
     is_overridden,
     is_theirs,
     items_for,
@@ -175,7 +177,8 @@ class Trainer(TheirNames):
         model: The model, which is trained in place.
         args: The arguments.
         optimizer: The optimizer of the last fit.
-        lr_scheduler: Its scheduler; None where the rate is a function of the step.
+        lr_scheduler: Its scheduler; where the rate is a function of the step, an object with `get_last_lr`.
+        callback_handler: Calls the callbacks, for methods that a script overrides; has `callbacks`, the list.
         is_in_train: Whether `train` runs.
         accelerator: `backward` for a `training_step`, and facts of this process.
 
@@ -230,7 +233,7 @@ class Trainer(TheirNames):
     ) -> None:
         check_overrides(type(self), Trainer)
         self.args = checked_arguments(args)
-        self._callbacks = [DefaultFlowCallback(), *made_callbacks(callbacks)]
+        self.callback_handler = CallbackHandler([DefaultFlowCallback(), *made_callbacks(callbacks)])
         shows: Any = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         if not any(isinstance(each, shows) for each in self._callbacks):
             self._callbacks.append(shows())
@@ -252,6 +255,7 @@ class Trainer(TheirNames):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self._keeps_outputs, self._at_log_point = True, False
         self._handles: list[RemovableHandle] = []
+        self._begun: Sequence[tuple[Any, dict[str, Any]]] = ()
         self._trained: Optimizer | None = None  # the optimizer of the last fit
         self._ignored_in_fit: list[str] | None = None
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
@@ -260,7 +264,7 @@ class Trainer(TheirNames):
             lambda loss, **options: self._task.run_backward(loss, **options),
             lambda: next(self.model.parameters()).device,
             lambda: self._chosen_strategy.name,
-            self.args.accelerator_config,
+            self.args,
         )
         self._read, self._is_made = _copied(self.args), True
         self._check_evaluation()
@@ -321,6 +325,18 @@ class Trainer(TheirNames):
                 f"{scaling[0]} multiplies the loss by the number of processes, as transformers needs it. The"
                 " loss is weighted over all processes here: give average_tokens_across_devices=False"
             )
+        self._check_division()
+
+    def _check_division(self) -> None:
+        steps, name = self.args.gradient_accumulation_steps, "gradient_accumulation_steps"
+        dividing = dividers(type(self), Trainer, name) if steps > 1 else ()
+        for method in dividing:
+            if method.rpartition(".")[2] in ("training_step", "compute_loss"):
+                raise ConfigError(
+                    f"{method} divides by args.{name}, which is {steps}. The losses of micro-batches are"
+                    " weighted here, so that its gradient would be too small by that. Divide by nothing,"
+                    f" or by self.current_{name}, which is 1; or train without accumulation, by {name}=1"
+                )
 
     # The task, the settings and the callbacks.
 
@@ -381,6 +397,9 @@ class Trainer(TheirNames):
             theirs, self.args, state=state, control=control, log=self._log_point, pushes=True
         )
         adapter.follows_args = True
+        self.callback_handler.serve(adapter)
+        if self._runs_own_code():
+            adapter.watch_steps()
         adapter.shown_path = lambda path: CheckpointFolders(self.args.output_dir).path(path)
         return adapter, ScriptRun(
             lambda: self._evaluate(None, self._ignored_in_fit),
@@ -389,6 +408,12 @@ class Trainer(TheirNames):
             self._fit_begins,
             self._checkpoint_saved,
         )
+
+    def _runs_own_code(self) -> bool:
+        """Return whether code of the script may run between steps and in them."""
+        is_own = not type(self).__module__.startswith("drivetrain.")
+        own_callbacks = any(not type(each).__module__.startswith("transformers.") for each in self._callbacks)
+        return is_own or own_callbacks or self.compute_loss_func is not None
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
@@ -404,11 +429,21 @@ class Trainer(TheirNames):
         run.engine.ranks.first(self._folders.begin)
         (updater,) = run.engine.updaters.values()
         self._own_optimizer = updater.optimizer
+        if self._own_scheduler is None or isinstance(self._own_scheduler, Rates):
+            self._own_scheduler = updater.scheduler or Rates(updater.optimizer)
         strategy = run.engine.strategy
         self._go_on_with(updater.optimizer, run.progress.steps == 0)
+        state = TrainerState()
+        state.compute_steps(self.args, run.totals.steps or UNLIMITED)
+        intervals = ("logging_steps", "eval_steps", "save_steps")
+        self._begun = (
+            (self.args, dict(self._read)),
+            (self._adapter.state, {name: getattr(state, name) for name in intervals}),
+        )
         is_static = getattr(getattr(strategy, "config", None), "static_graph", False)
         self._task.hides_gradients = strategy.refuses("value_clipping") or (_STATIC if is_static else "")
         self._task.scales_losses = run.engine.precision.loss_scaling
+        self._task.watched = list(self.model.modules()) if self._runs_own_code() else [self.model]
         if strategy.sharded and is_overridden(self, "_save"):
             raise ConfigError(
                 f"{type(self).__name__}._save writes the model by itself, which the strategy"
@@ -422,8 +457,8 @@ class Trainer(TheirNames):
 
     @property
     def state(self) -> TrainerState:
-        """Where training is, with `log_history`. Another one may be set before a verb."""
-        return self._adapter.state
+        """Where training is now, with `log_history`. Another one may be set before a verb."""
+        return self._adapter.fresh_state()
 
     @state.setter
     def state(self, state: TrainerState) -> None:
@@ -432,7 +467,7 @@ class Trainer(TheirNames):
 
     @property
     def control(self) -> TrainerControl:
-        """The requests of the callbacks."""
+        """The requests of the callbacks and of a script's methods; those of a step count at its end."""
         return self._adapter.control
 
     @control.setter
@@ -440,9 +475,8 @@ class Trainer(TheirNames):
         self._adapter.control = control
 
     @property
-    def callback_handler(self) -> CallbackHandler:
-        """Calls the callbacks, for methods that a script overrides."""
-        return CallbackHandler(self._adapter, self._callbacks)
+    def _callbacks(self) -> list[Any]:
+        return self.callback_handler.callbacks
 
     @property
     def model(self) -> Any:
@@ -469,7 +503,7 @@ class Trainer(TheirNames):
 
     @property
     def lr_scheduler(self) -> Any:
-        """Its scheduler; None where the rate is a function of the step. It is set as the optimizer is."""
+        """Its scheduler, or an object with `get_last_lr` alone. It is set as the optimizer is."""
         return self._own_scheduler
 
     @lr_scheduler.setter
@@ -488,6 +522,7 @@ class Trainer(TheirNames):
         self.__dict__.pop("_chosen_strategy", None)
         self._adapter.describe_by(self.args)
         self._check_evaluation()
+        self._check_division()
         return True
 
     def _follow_arguments(self) -> None:
@@ -525,13 +560,11 @@ class Trainer(TheirNames):
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, or a class of one, for the next verb."""
-        self._check_callbacks_idle()
-        self._callbacks[:] = made_callbacks([*self._callbacks, callback])
+        self.callback_handler.add_callback(callback)
         self._follow_callbacks()
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, or the first one of a class, and return it; None if there is none."""
-        self._check_callbacks_idle()
         found = self.callback_handler.pop_callback(callback)
         self._follow_callbacks()
         return found
@@ -539,10 +572,6 @@ class Trainer(TheirNames):
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, or the first one of a class."""
         self.pop_callback(callback)
-
-    def _check_callbacks_idle(self) -> None:
-        if self._runs.run is not None:
-            raise ConfigError("callbacks are added and removed before train(), not while it runs")
 
     def _follow_callbacks(self) -> None:
         """Make the adapter anew if the list of callbacks is another one."""
@@ -645,7 +674,8 @@ class Trainer(TheirNames):
         """Return the evaluation data of a fit: loaders by the names of their sets, or one loader, or None."""
         if isinstance(self.eval_dataset, Mapping):
             return {name: self.get_eval_dataloader(name) for name in self.eval_dataset}
-        if self.eval_dataset is None and not is_overridden(self, "get_eval_dataloader"):
+        never = IntervalStrategy(self.args.eval_strategy) == IntervalStrategy.NO
+        if self.eval_dataset is None and (never or not is_overridden(self, "get_eval_dataloader")):
             return None
         return self.get_eval_dataloader(self.eval_dataset)
 
@@ -682,6 +712,8 @@ class Trainer(TheirNames):
             checked_optimizers(self._given_optimizers, None, None, self._settings_of([]))
             self._prepare_model()
             self._task = self._make_task()
+            if (beside := self._find_beside()) is not None:
+                self._task.beside = beside
             self._ignored_in_fit = ignore_keys_for_eval
             resume, train, evaluation = (
                 self._resumed(resume_from_checkpoint),
@@ -696,7 +728,8 @@ class Trainer(TheirNames):
             saves = self._mapped.trainer_options["checkpoint"]
             self._runs.save_by(None if saves else self._save_without_policy)
             try:
-                with self._runs.fitting(evaluation):
+                of_others = self.accelerator.shared_state() if self._runs_own_code() else nullcontext()
+                with self._runs.fitting(evaluation), of_others:
                     # transformers keeps the checkpoint's rate, too; a trial has arguments of its own
                     settings = "keep-optimizer" if trial is None else "optimizer"
                     self._settings().fit(
@@ -805,7 +838,7 @@ class Trainer(TheirNames):
         self._trained = optimizer
 
     def _prepare_model(self) -> None:
-        """Copy the tokenizer's special tokens to the model's configurations, and check shared tensors."""
+        """Set training mode and the tokenizer's special tokens, and check shared tensors."""
         kinds = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
         if isinstance(self.processing_class, kinds) and hasattr(self.model, "config"):
             own_method: Any = getattr(THEIRS, "_align_special_tokens", None)  # of 5.0
@@ -816,6 +849,7 @@ class Trainer(TheirNames):
                 align(self.model, self.processing_class)
         if "memory" in self._mapped.trainer_options and has_own_recomputation(self.model):
             enable_own_recomputation(self.model, self.args)
+        self.model.train()
         saves = self._mapped.trainer_options["checkpoint"]
         if saves and self.args.save_only_model and may_start_again():
             raise ConfigError(
@@ -928,6 +962,8 @@ class Trainer(TheirNames):
         self._save_checkpoint(self.model, None)
         if self._search is not None:
             self._search.saved(folders.path(checkpoint))
+        self._adapter.clear(*ONCE)
+        self._adapter.heed(run)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -974,6 +1010,24 @@ class Trainer(TheirNames):
     def compute_loss_context_manager(self) -> Iterator[None]:
         """Run the block; the strategy has set the precision's context around each step."""
         yield
+
+    def _find_beside(self) -> nn.Module | None:
+        """Return what the script's optimizer trains beside the model, so that the task has it.
+
+        Where attributes may have it, `create_optimizer` makes an optimizer for this alone. The fit makes it
+        again, once the strategy has placed the parameters.
+        """
+        ours = ("_own_model", "_task")
+        attributes = {name: each for name, each in vars(self).items() if name not in ours}
+        optimizer, overrides = self._given_optimizers[0], is_overridden(self, *_OPTIMIZER_METHODS)
+        if optimizer is None and overrides and has_beside(attributes, self.model):
+            self.is_in_train = True  # so that what the script sets counts as its answer, not as an argument
+            try:
+                self._own_optimizer, self._own_scheduler = None, None
+                optimizer = self.create_optimizer()
+            finally:
+                self.is_in_train = False
+        return modules_beside(attributes, self.model, optimizer)
 
     def _make_optimizers(self, parameters: list[nn.Parameter]) -> tuple[Optimizer, Any]:
         """Return the optimizer and scheduler of the script's methods or arguments, for a fit that begins."""
@@ -1023,6 +1077,21 @@ class Trainer(TheirNames):
             self.log(logs)
         finally:
             self._at_log_point = False
+        if self._runs.run is not None:
+            self._adapter.heed(self._runs.run)
+            if self._runs_own_code():
+                self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Say which arguments a callback has changed since training began, without an effect on it."""
+        for given, begun in self._begun:
+            for name, value in begun.items():
+                if (now := getattr(given, name)) != value:
+                    _LOG.warning(
+                        f"{name} was {value!r} when train() began, and is {now!r} now. That changes nothing"
+                        " in this training: set it before"
+                    )
+                    begun[name] = now
 
     def _stop_measuring(self, metrics: dict[str, float] | None = None) -> None:
         """Stop the measurement of a fit's memory, whose thread would never end, and add its metrics."""
@@ -1089,7 +1158,7 @@ class Trainer(TheirNames):
         metrics |= self._speed(metric_key_prefix, start, output.num_samples)
         with _in_evaluation_mode(self.model):  # which the `log` of a subclass may ask for
             self.log(metrics)
-            self.control.should_evaluate = False
+            self._adapter.clear("should_evaluate")
             self._adapter.event("on_evaluate", metrics=metrics)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
