@@ -14,7 +14,7 @@ from drivetrain.distributed.launch.children import PARENT
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch.programs import launched
 from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
-from drivetrain.strategies.accelerate.options import AccelerateConfig, asked
+from drivetrain.strategies.accelerate.options import AccelerateConfig, asked, own_fsdp
 from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.precision.base import Precision
@@ -82,7 +82,7 @@ def choose(
         environment: The processes that a launcher has started; None means no launcher.
         devices: The number of processes on each machine, the indices of its GPUs, or "auto".
         num_nodes: The number of machines; 1 also accepts the launcher's number.
-        request: The arguments of `accelerate launch`, for "auto" and for the device of "accelerate".
+        request: The arguments of `accelerate launch` or of its file, for "auto" and "accelerate".
 
     Raises:
         ConfigError: The name or configuration is unknown.
@@ -94,7 +94,7 @@ def choose(
     name, config = named(spec)
     if name not in ("auto", "accelerate") or request is None:
         request = Request()
-    if request.strategy is not None and name == "auto":
+    if request.strategy is not None:
         name = request.strategy
         config = configure(name, request.options)
     kind = _device_kind(name, request.device, hardware)
@@ -231,6 +231,9 @@ def _make(
 def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
     """Return the arguments of `accelerate launch` that apply to this strategy."""
     if isinstance(spec, AccelerateConfig):
+        file = own_fsdp(spec)
+        if file is not None and (request := read_request(file)) is not None:
+            return dataclasses.replace(request, options={**request.options, "timeout": spec.timeout})
         return Request(device=asked(spec, variables).device)
     if spec == "accelerate":
         return Request(device=asked(AccelerateConfig(), variables).device)

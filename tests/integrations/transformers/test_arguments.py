@@ -17,7 +17,7 @@ from tests.support.refusals import assert_refused
 from tests.support.site import site_script
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
-from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteError
+from drivetrain.core.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
 from drivetrain.core.registry import is_installed
 from drivetrain.core.totals import Totals
 from drivetrain.task.optim.build import build_optimizer
@@ -121,7 +121,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"learning_rate": "5e-5"}, "give a number"),
         ({"evaluation_strategy": "epoch", "eval_strategy": "steps"}, "former name of eval_strategy"),
         ({"report_to": ["flyte"]}, "no logger here"),
-        ({"report_to": "codecarbon"}, "callbacks=[CodeCarbon("),
+        ({"report_to": "codecarbon"}, "CODECARBON_COUNTRY_ISO_CODE=DEU", "callbacks=[CodeCarbon("),
         ({"load_best_model_at_end": True}, "validations"),
         ({"lr_scheduler_type": "greedy"}, "optimizers=(optimizer, GreedyLR", "min_lr=1e-3"),
         ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_steps="),
@@ -134,6 +134,16 @@ def test_refusals(tmp_path: Path) -> None:
     cases = {str(each): (lambda each=each: from_training_arguments(each), *words) for each, *words in rows}
     cases["no cache"] = (lambda: _fit(tmp_path, {"torch_empty_cache_steps": 2}), "EmptyCache on 'cpu'")
     assert_refused(ConfigError, cases)
+
+
+def test_codecarbon_measures_for_the_country_of_its_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODECARBON_COUNTRY_ISO_CODE", "DEU")
+    if not is_installed("codecarbon"):
+        with pytest.raises(MissingDependencyError, match=r"drivetrain\[codecarbon"):
+            from_training_arguments({"report_to": "codecarbon"})
+        return
+    made = from_training_arguments({"report_to": ["codecarbon", "tensorboard"]}).trainer
+    assert [each.country for each in made.callbacks if hasattr(each, "country")] == ["DEU"]
 
 
 def test_the_arguments_of_a_script_are_parsed_and_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

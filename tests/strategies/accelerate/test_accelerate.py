@@ -218,7 +218,8 @@ def test_accelerate_config_refusals() -> None:
     steps = AccelerateConfig(options={"gradient_accumulation_steps": 4})
     fit(steps, gradient_accumulation_steps=4)
     unlike = lambda: fit(steps, gradient_accumulation_steps=2)  # noqa: E731
-    alone, old = "distributed_type: 'NO'\n", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"
+    alone = "distributed_type: 'NO'\n"
+    Path("old.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n", encoding="utf-8")
     cases: dict[str, Any] = {
         "DeepSpeed": (of({"deepspeed_plugin": object()}), "'zero0' to 'zero3', or DeepSpeedConfig"),
         "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
@@ -233,7 +234,10 @@ def test_accelerate_config_refusals() -> None:
         "version": (variable("ACCELERATE_USE_FSDP"), "flattens parameters", "fsdp_version to 2"),
         "no file": (file("none.yaml"), "the file does not exist"),
         "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
-        "old": (file("old.yaml", old), "version 1"),
+        "old": (
+            lambda: Trainer(strategy=AccelerateConfig(config_file="old.yaml", options=both)),
+            "version 1",
+        ),
     }
     assert_refused((ConfigError, StrategyError), cases)
     assert _shared() == before
@@ -246,6 +250,22 @@ def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("drivetrain.strategies.base.is_installed", lambda name: False)
     with pytest.raises(StrategyError, match=r"'accelerate' is not installed: pip install 'drivetrain\[accel"):
         Trainer(max_epochs=1, strategy="accelerate")
+
+
+def test_a_file_of_version_1_trains_by_our_own_fsdp_as_under_the_launcher() -> None:
+    layers = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: Linear"
+    sharding = "fsdp_reshard_after_forward: SHARD_GRAD_OP\n  fsdp_offload_params: false"
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nuse_cpu: true\nnum_processes: 4\nfsdp_config:"
+    for number, version in enumerate(("fsdp_version: 1", "fsdp_state_dict_type: SHARDED_STATE_DICT")):
+        path = Path(f"{number}.yaml")
+        path.write_text(f"{text}\n  {version}\n  {layers}\n  {sharding}\n", encoding="utf-8")
+        config = AccelerateConfig(config_file=path, timeout=60)
+        trainer = Trainer(max_epochs=1, devices=2, strategy=config)
+        made = trainer.select_strategy()
+        assert isinstance(made, FSDP)
+        assert (made.device.type, made.world_size, made.config.timeout) == ("cpu", 2, 60)
+        assert (made.config.sharding, made.config.wrap) == ("shard_grad_op", ("Linear",))
+        assert config.asked_precision == "bf16-mixed"
 
 
 @pytest.mark.landing

@@ -58,6 +58,16 @@ def test_sparse_adam_trains_a_sparse_embedding_and_sgd_meets_no_fused_kernel():
         assert (table.weight != before).any(1).nonzero().flatten().tolist() == [2, 5]
 
 
+def test_an_optimizer_that_finds_its_own_rate_gets_none_unless_one_is_given():
+    class Finds(torch.optim.SGD):
+        def __init__(self, params, lr=None, scale=True):
+            super().__init__(params, lr=0.5)  # for groups that have none
+
+    for options, rate in (({}, None), ({"lr": 1e-3}, 1e-3), ({"lr": None}, None), ({"scale": False}, 1e-3)):
+        assert built(Finds, **options).param_groups[0]["lr"] == rate
+    assert OptimizerConfig(torch.optim.SGD).lr == 1e-3
+
+
 def test_options_reach_the_optimizer_of_a_name_a_class_or_a_factory():
     seen = []
 

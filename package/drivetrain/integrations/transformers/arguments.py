@@ -314,6 +314,7 @@ def _logs(values: Values, loggers: Any) -> dict[str, Any]:
     return made if loggers is not None else {**made, "loggers": own}
 
 
+_CARBON, _COUNTRY = "codecarbon", "CODECARBON_COUNTRY_ISO_CODE"
 _OUR_LOGGERS = {"azure_ml": "azureml", "comet_ml": "comet", "dagshub": "mlflow"}
 """Names in `report_to` that are others here."""
 
@@ -323,13 +324,8 @@ def _loggers(values: Values) -> tuple[Any, ...]:
     if "all" in names:
         found = transformers.integrations.get_available_reporting_integrations()
         names = [name for each in found if (name := _OUR_LOGGERS.get(each, each)) in LOGGERS]
+    names = [each for each in names if each != _CARBON]  # a callback
     for name in names:
-        if name == "codecarbon":
-            raise ConfigError(
-                "report_to has 'codecarbon', which is a callback here: leave it out, and give"
-                " from_training_arguments(args, callbacks=[CodeCarbon('DEU')]) with the country's code and"
-                " CodeCarbon of drivetrain.integrations.trackers"
-            )
         if name not in LOGGERS:
             raise ConfigError(
                 f"report_to has {name!r}, for which there is no logger here. Write one with"
@@ -422,8 +418,22 @@ def _publish(values: Values) -> Callback | None:
     return publish
 
 
+def _code_carbon() -> Callback:
+    """Return the callback for "codecarbon" in `report_to`, with the country of CodeCarbon's own variable."""
+    country = os.environ.get(_COUNTRY)
+    if not country:
+        raise ConfigError(
+            "report_to has 'codecarbon', which measures without a network and so must know the country: set"
+            f" {_COUNTRY}=DEU in the environment, or leave it out and give callbacks=[CodeCarbon('DEU')] of"
+            " drivetrain.integrations.trackers"
+        )
+    trackers = importlib.import_module("drivetrain.integrations.trackers")  # only if it is asked for
+    made: Callback = trackers.CodeCarbon(country)
+    return made
+
+
 def _callbacks(values: Values) -> list[Any]:
-    made: list[Any] = []
+    made: list[Any] = [_code_carbon()] if _CARBON in values["report_to"] else []
     if values["torch_empty_cache_steps"] is not None:
         made.append(EmptyCache(values["torch_empty_cache_steps"]))
     for name in values["debug"]:

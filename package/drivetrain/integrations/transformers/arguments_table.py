@@ -211,9 +211,9 @@ _LOGS = (
     _mapped("disable_tqdm", "`Trainer(progress_bar=False)`", True),
     _mapped(
         "report_to",
-        "`Trainer(loggers=)`, with the logger of that name; `codecarbon` is the callback `CodeCarbon`."
-        " Another is refused: write it with the three methods of `drivetrain.loggers.Logger`, and pass it as"
-        " `from_training_arguments(args, loggers=[...])`",
+        "`Trainer(loggers=)`, with the logger of that name; `codecarbon` is the callback `CodeCarbon`, for"
+        " the country in `CODECARBON_COUNTRY_ISO_CODE`. Another is refused: write it with the three methods"
+        " of `drivetrain.loggers.Logger`, and pass it as `from_training_arguments(args, loggers=[...])`",
         "tensorboard",
     ),
     _mapped("project", '`TrackioLogger(project=)`, if `report_to` has "trackio"', "digits", **_TRACKIO),

@@ -21,7 +21,7 @@ from drivetrain.distributed.tensors import (
     broadcast_module,
     largest_of_all,
 )
-from drivetrain.strategies.accelerate.options import PRECISIONS, AccelerateConfig, asked
+from drivetrain.strategies.accelerate.options import PRECISIONS, AccelerateConfig, asked, own_fsdp
 from drivetrain.strategies.accelerate.session import Session
 from drivetrain.strategies.accelerate.sharding import shard
 from drivetrain.strategies.base import (
@@ -78,6 +78,10 @@ class Accelerate(Strategy):
         self, config: AccelerateConfig | None = None, *, device: str = "cpu", world_size: int = 1
     ) -> None:
         self.config = config or AccelerateConfig()
+        if own_fsdp(self.config) is not None:
+            raise StrategyError(
+                "version 1 of accelerate's FSDP plugin: give its file by Trainer(strategy=...)"
+            )
         self._asked = asked(self.config, os.environ)
         self.sharded = self._asked.sharded
         self.device = torch.device(self._asked.device or device)

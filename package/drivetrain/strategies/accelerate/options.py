@@ -55,7 +55,8 @@ class AccelerateConfig:
     Attributes:
         accelerator: An existing `accelerate.Accelerator`; it must have as many processes as the run.
         config_file: A file of `accelerate config` for a new Accelerator; its numbers of processes and
-            machines are for the launcher.
+            machines are for the launcher. With version 1 of the FSDP plugin and no `options`, our own
+            strategy "fsdp" trains, as it does under `accelerate launch`.
         options: Arguments of a new `accelerate.Accelerator`, such as plugins.
         timeout: Seconds that a collective may take; None uses torch's limit.
     """
@@ -147,7 +148,7 @@ def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
         raise StrategyError(f"accelerate is asked to compile the model: {_OPTIONS['dynamo_backend']} instead")
     if found.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         raise StrategyError(f"accelerate's parallelism_config: {_OPTIONS['parallelism_config']}")
-    if kind == "FSDP":
+    if kind == "FSDP" and own_fsdp(config) is None:
         _check_version(found.get("FSDP_VERSION", "1") if plugin is None else plugin.fsdp_version)
     cpu = config.options.get("cpu") or found.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     steps = config.options.get("gradient_accumulation_steps", found.get(_STEPS, 1))
@@ -162,6 +163,15 @@ def variables(config: AccelerateConfig, environment: Mapping[str, str]) -> dict[
         name: value for name, value in environment.items() if not name.startswith(("ACCELERATE_", "FSDP_"))
     }
     return {**kept, **_read(config.config_file)}
+
+
+def own_fsdp(config: AccelerateConfig) -> dict[str, str] | None:
+    """Return a file's variables if it asks for version 1 of the FSDP plugin, for which "fsdp" trains."""
+    if config.config_file is None or config.options:
+        return None
+    found = _read(config.config_file)
+    is_old = found["ACCELERATE_USE_FSDP"] == "true" and found.get("FSDP_VERSION", "1") != "2"
+    return found if is_old else None
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -41,6 +41,9 @@ OPTIMIZERS: Registry[OptimizerFactory] = Registry(
 )
 """Optimizers by name."""
 
+_RATE = 1e-3
+"""The default rate, by whose identity a rate that was given is known."""
+
 _OWN_ARGUMENTS = frozenset({"params", "param_groups", "lr", "weight_decay", "fused", "module"})
 
 
@@ -59,7 +62,8 @@ class OptimizerConfig:
             and every class of torch.optim by its lower-case name; with torchao also "adamw8bit", "adamw4bit"
             and "adamwfp8".
         lr: The base learning rate; 0 trains nothing. None for an optimizer that finds its own, such as the
-            Adafactor of transformers; it has no schedule then.
+            Adafactor of transformers; it has no schedule then. That is the default of a class whose own
+            default is None, if no options are given.
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
             two dimensions are left out. The default is 0, whatever the optimizer's default is.
         schedule: A row of `SCHEDULES`, or a function from the step's number (from 0) to the factor of `lr`.
@@ -101,7 +105,7 @@ class OptimizerConfig:
     def __init__(
         self,
         name: str | OptimizerFactory = "adamw",
-        lr: float | None = 1e-3,
+        lr: float | None = _RATE,
         *,
         weight_decay: float = 0.0,
         schedule: str | Schedule = "constant",
@@ -120,6 +124,8 @@ class OptimizerConfig:
     ) -> None:
         patterns = (parameters,) if isinstance(parameters, str) else parameters
         clip = None if max_grad_norm is None else number("max_grad_norm", max_grad_norm, above=0)
+        if lr is _RATE and not options and isinstance(name, type) and _finds_its_rate(name):
+            lr = None
         values = {
             "name": name,
             "lr": None if lr is None else number("lr", lr, at_least=0),
@@ -148,6 +154,11 @@ class OptimizerConfig:
     def factory(self) -> OptimizerFactory:
         """The class or function named by `name`."""
         return OPTIMIZERS[self.name] if isinstance(self.name, str) else self.name
+
+
+def _finds_its_rate(kind: type) -> bool:
+    rate = inspect.signature(kind).parameters.get("lr")
+    return rate is not None and rate.default is None
 
 
 def _warmup_steps(given: object) -> int:
