@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core import files
-from drivetrain.core.files import NotAFileError, check_path, lines_of, make_directory, open_file, read_json
+from drivetrain.core.files import (
+    NotAFileError,
+    check_path,
+    lines_of,
+    make_directory,
+    open_file,
+    read_json,
+)
 
 KINDS = {
     "pipe": (os.mkfifo, "is a pipe"),
@@ -28,8 +35,7 @@ def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
     for name, (make, words) in {**KINDS, "socket": (lambda path: None, "is a .*socket")}.items():
         make(tmp_path / name)
         for mode in ("rb", "ab"):
-            if (name, mode) == ("endless", "ab"):
-                continue
+            words = "not written through links" if mode == "ab" and os.path.islink(tmp_path / name) else words
             with pytest.raises(NotAFileError, match=words):
                 open_file(tmp_path / name, mode)
     for name in ("n" * 300, "a\0b"):

@@ -158,7 +158,7 @@ def test_a_log_that_a_resumed_run_cannot_cut_goes_by_on_save_error(
     options = {"loggers": ("csv", "jsonl"), "log_every": 1, "keeps": {"every": "3 steps"}}
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, at(5, die), **options)
-    monkeypatch.setattr("os.truncate", refuse)
+    monkeypatch.setattr("os.ftruncate", refuse)
     with pytest.raises(OSError, match=r"metrics\.csv") as caught:
         train(tmp_path, **options, on_save_error="raise")
     assert "CSVLogger changes in its log to go on after step 3 was not saved" in caught.value.__notes__[0]

@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
     "seed": ((-1, ""), (None, "")),
     "collate": (("pad", "function"),),
     "group_by_length": ((True, "column or a function"), ("", "column or a function")),
-    "run_name": (("a/b", ""), ("..", "")),
+    "run_name": (("a/b", ""), ("..", ""), ("a\0b", "control"), ("\x1b[2J", "control"), ("é" * 101, "200")),
     "preemption": (("SIGTERM", ""),),
 }
 

@@ -8,7 +8,7 @@ import os
 import pstats
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerAction, record_function
 
 from drivetrain.callbacks.base import Callback, check_only_one
+from drivetrain.checkpoint.storage.files import replacing
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import make_directory
 from drivetrain.core.messages import columns, logger
@@ -343,13 +344,10 @@ class _ProfileSession:
 
     def _write(self, stem: str, ending: str, write: Callable[[Path], object]) -> None:
         path = self._folder / f"{stem}-rank-{self._rank}{ending}"
-        partial = self._folder / f".partial-{path.name}"
         try:
-            write(partial)
-            os.replace(partial, path)
+            with replacing(str(path)) as partial:
+                write(Path(partial))
         except (OSError, RuntimeError) as error:  # torch's own writer raises the second
-            with suppress(OSError):
-                partial.unlink()
             _LOG.warning(f"Profile could not write {path}: {error}. Training is not affected")
         else:
             self._files.append(path)

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from drivetrain.checkpoint import export_weights, load_weights, pack, unpack
 from drivetrain.checkpoint.format.strict_json import dump_json, parse_json
-from drivetrain.checkpoint.storage.files import HashedReader
+from drivetrain.checkpoint.storage.files import HashedReader, write_atomically
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
 from drivetrain.core.containers import opened
 from drivetrain.core.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ def write_predictions(outputs: Iterable[Any], directory: Path, ranks: Ranks = AL
         path = directory / f"predictions-{number:06d}.safetensors"
         if ranks.rank == 0:
             export_weights(tensors, path)
-            path.with_suffix(".json").write_bytes(structure)
+            write_atomically(str(path.with_suffix(".json")), [structure])
         files.append(path)
     return files
 
@@ -59,7 +59,7 @@ def write_predictions(outputs: Iterable[Any], directory: Path, ranks: Ranks = AL
 def _make_free(directory: Path) -> None:
     with os_errors("create", str(directory)):
         directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.glob("predictions-*.safetensors")):
+    if any(directory.glob("predictions-*")):
         raise ConfigError(
             f"{directory} already holds predictions; give another directory, or remove them first"
         )

@@ -13,6 +13,7 @@ from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.task.task import TaskModule
 from drivetrain.testing.benchmark.benchmark import check_over, run_turns
+from drivetrain.testing.benchmark.result import check_figure
 from drivetrain.trainer.trainer import Trainer
 
 
@@ -28,8 +29,10 @@ def run_benchmark(settings: Settings, data: str, as_json: bool) -> None:
         for value in values:
             _changed(settings, {name: value})
     figure = settings.option("figure")
-    if figure is not None and not Path(figure).absolute().parent.is_dir():
-        raise ConfigError(f"--figure {figure}: there is no folder {Path(figure).absolute().parent}")
+    if figure is not None:
+        if not Path(figure).absolute().parent.is_dir():
+            raise ConfigError(f"--figure {figure}: there is no folder {Path(figure).absolute().parent}")
+        check_figure(figure)
     found = run_turns(
         partial(_make, settings.words, data),
         over,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import importable_here
-from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.errors import ConfigError, DrivetrainError, shown, without_secrets
 from drivetrain.core.mps_fallback import enable_mps_fallback
 from drivetrain.core.version import __version__
 
@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in words:
             traceback.print_exc()
         else:
-            print("\n".join([f"drivetrain: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+            notes = getattr(error, "__notes__", ())
+            print(shown("\n".join([f"drivetrain: {error}", *notes])), file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,7 +113,7 @@ def _run_task(command: str, words: Sequence[str]) -> int:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         if settings.option("print_config"):
-            print(settings.as_file(), end="")
+            print(without_secrets(settings.as_file()), end="")
         else:
             COMMANDS[command](settings, bool(settings.option("json")))
     return 0

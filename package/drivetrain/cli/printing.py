@@ -13,20 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from drivetrain.core.errors import plain, without_secrets
 from drivetrain.core.messages import columns
 
 _SHORT = 60
 """The most characters that `shortened` returns."""
-
-
-def plain(text: str) -> str:
-    """Return a text on one line, with escapes for characters that could control a terminal."""
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for each in text
-    )
 
 
 def shortened(value: Any) -> str:
@@ -36,7 +27,7 @@ def shortened(value: Any) -> str:
 
 
 def line(text: str = "") -> None:
-    print(plain(text))
+    print(plain(without_secrets(text)))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:

@@ -160,15 +160,14 @@ def _compare(parsed: argparse.Namespace) -> int:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from drivetrain.loggers.files import replace_text  # torch too, which the other commands do not need
+    from drivetrain.loggers.files import replace_page  # torch too, which the other commands do not need
 
     path = Path(parsed.output)
     if path.is_dir():
         raise ConfigError(f"--output {parsed.output!r} is a directory; give a file, such as report.html")
     runs = read_runs(parsed.paths)
     page = make_report(runs)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, page)
+    replace_page(path, page)
     curves = len({name for run in runs for name in run.curves})
     counts = ", ".join(
         f"{number} {word}{'s' * (number != 1)}" for word, number in (("run", len(runs)), ("curve", curves))

@@ -1,12 +1,14 @@
 """Every error that drivetrain raises on purpose.
 
 Each message says what was given, what is allowed and how to fix it. `nearest` finds the name a user most
-likely meant, so that no module writes its own spelling help.
+likely meant, so that no module writes its own spelling help. `shown` makes a text safe to print: without
+secrets, and without characters that control a terminal.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +20,55 @@ EXIT_STOPPED = 130
 """The exit code of a program that was asked to stop: 128 plus the number of SIGINT, as in shells."""
 
 
+HIDDEN = "<hidden>"
+
+_NAMES = r"(?:token|passwd|password|pwd|secret|key|signature|sig|credential)"
+_SECRETS = re.compile(
+    r"(://[^/:@\s\"]*:)[^\s\"]*(?=@)"  # the password of an address, which may contain "@" itself
+    r"|(\bhttps?://)[^/:@\s\"]+(?=@)"  # a token in its place
+    rf"|([?&;](?:[\w.~%-]*[_.-])?(?:access|account|api|auth)?{_NAMES}=)[^&;\s\"'#]+"  # signed addresses
+    r"|([?&]X-(?:Amz|Goog)-[\w-]+=)[^&;\s\"'#]+"
+    r"|(Bearer )[^\s'\"]+"
+    r"|\b()hf_[A-Za-z0-9]{8,}",
+    re.IGNORECASE,
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with the secrets of the addresses in it, and tokens of the Hub, replaced by `<hidden>`.
+
+    `postgresql://user:<hidden>@host` keeps the user. In a query, such as that of a signed address, the values
+    of token, password, secret, key, signature, sig, credential and the X-Amz- parameters are hidden.
+    """
+    return _SECRETS.sub(lambda found: f"{next(filter(None, found.groups()), '')}{HIDDEN}", text)
+
+
+def plain(text: str, kept: str = "") -> str:
+    """Return a text on one line, with escapes for characters that could control a terminal.
+
+    Args:
+        kept: Characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each
+        if each.isprintable() or each in kept
+        else each.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for each in text
+    )
+
+
+def shown(text: str) -> str:
+    """Return a text of one or several lines as it may be printed: without secrets and control characters."""
+    return plain(without_secrets(text), kept="\n\t")
+
+
 class DrivetrainError(Exception):
-    """Base class of all errors raised by drivetrain."""
+    """Base class of all errors raised by drivetrain. Messages hide the secrets of addresses."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shown(each) if isinstance(each, str) else each for each in args))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the constructor, whose arguments may be others: errors travel between processes."""

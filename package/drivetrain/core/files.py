@@ -3,6 +3,9 @@
 A path in a run directory, or one that a user gives, may lead to something that is no file. Opening a pipe
 waits for its other end, and reading a device never ends. Everything outside `drivetrain.checkpoint`, which
 has its own verified files, opens files here.
+
+Nothing is written through a symbolic link, which would lead out of the directory that the user has given,
+and no file is replaced that drivetrain has not written: see `check_own`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from drivetrain.core.errors import ConfigError
@@ -37,11 +40,13 @@ _REASONS = {
 
 _TO_NOTHING = "is a symbolic link to nothing"
 
+_WRITTEN_THROUGH = "is a symbolic link, and files are not written through links"
+
 _IMPOSSIBLE = "has a character that no path can have"
 
 
 class NotAFileError(ConfigError, OSError):
-    """A path that leads to no regular file, or to one that is too large to be what it should be."""
+    """A path that leads to no regular file, or to one that is too large or not drivetrain's."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
         self._given = shown, _ = os.fspath(path), reason
@@ -57,11 +62,16 @@ def descriptor_of_file(path: str, flags: int) -> int:
     """Open a regular file, as `os.open` does; for the argument `opener` of `open`.
 
     Raises:
-        NotAFileError: The path leads to something else.
+        NotAFileError: The path leads to something else, or is a symbolic link that would be written through.
         OSError: The file cannot be opened.
     """
     # A pipe without another end would be waited for; a regular file ignores the flag.
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    flags |= getattr(os, "O_NONBLOCK", 0)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        if os.path.islink(path):
+            raise NotAFileError(path, _WRITTEN_THROUGH)
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags, 0o666)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
@@ -128,6 +138,31 @@ def check_path(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             raise NotAFileError(path, _REASONS[error.errno]) from error
+
+
+def check_own(path: str | os.PathLike[str], is_own: Callable[[bytes], object]) -> None:
+    """Check that a file may be written: there is none, an empty one, or an earlier one of drivetrain.
+
+    Args:
+        path: The path of the file.
+        is_own: Returns from the content of a file whether drivetrain has written it; a `ValueError` says no.
+
+    Raises:
+        NotAFileError: Somebody else has written the file, or the path leads to something else.
+        OSError: The file cannot be read.
+    """
+    if os.path.islink(path):
+        raise NotAFileError(path, _WRITTEN_THROUGH)
+    try:
+        content = read_file(path)
+        if not content or is_own(content):
+            return
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        if isinstance(error, NotAFileError):
+            raise
+    raise NotAFileError(path, "is a file that drivetrain has not written, and stays as it is")
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:

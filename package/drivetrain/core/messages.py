@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.errors import ConfigError, nearest, shown
 
 NAME = "drivetrain"
 LEVEL_VARIABLE = "DRIVETRAIN_LOG_LEVEL"
@@ -21,7 +21,14 @@ LEVEL_VARIABLE = "DRIVETRAIN_LOG_LEVEL"
 
 def logger(module: str) -> logging.Logger:
     """Return the logger of a module of drivetrain, by its `__name__`."""
-    return logging.getLogger(module)
+    made = logging.getLogger(module)
+    made.addFilter(_as_shown)
+    return made
+
+
+def _as_shown(record: logging.LogRecord) -> bool:
+    record.msg, record.args = shown(record.getMessage()), ()
+    return True
 
 
 class _DefaultHandler(logging.Handler):

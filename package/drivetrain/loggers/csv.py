@@ -35,6 +35,8 @@ class CSVLogger(FileLogger):
         filename: The table's file name.
     """
 
+    _begins = b"step"
+
     def __init__(self, directory: str | Path, filename: str = "metrics.csv") -> None:
         super().__init__(Path(directory) / filename)
         # A dict, for its ordered keys: checking that all names are known is then one operation in C.
@@ -107,13 +109,11 @@ class CSVLogger(FileLogger):
     def _cut(self, rows: Sequence[Sequence[object]]) -> None:
         """Truncate the file to these first rows in place, which needs no room on the disk."""
         content = _table(rows).encode()
-        with open_file(self.path, "rb") as file:
-            is_ours = file.read(len(content)) == content
-        if not is_ours:  # written by another program, with other quoting
-            replace_text(self.path, content.decode())
-            return
-        with naming(self.path):
-            os.truncate(self.path, len(content))
+        with naming(self.path), open_file(self.path, "r+b") as file:
+            if file.read(len(content)) == content:
+                os.ftruncate(file.fileno(), len(content))
+                return
+        replace_text(self.path, content.decode())  # another program has written it, with other quoting
 
     def _widen(self, metrics: Iterable[str]) -> None:
         columns = {**self._columns, **dict.fromkeys(metrics)}

@@ -10,22 +10,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.files import NotAFileError, make_directory, open_file
+from drivetrain.checkpoint.storage.files import replacing
+from drivetrain.core.errors import ConfigError, without_secrets
+from drivetrain.core.files import NotAFileError, check_own, loads, make_directory, open_file
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import local_path
 
 _LOG = logger(__name__)
 
+_CHARSET = '<meta charset="utf-8">'
+_GENERATOR = '<meta name="generator" content="drivetrain">'
+"""Says in a page who has written it."""
+
 LARGEST_TABLE = 1 << 30
 """The largest file of metrics, in bytes, that is read as a whole."""
 
 
 def to_json(value: Any) -> Json:
-    """Convert `value` to strict JSON; an object of another type becomes its text.
+    """Convert `value` to strict JSON, without the secrets of addresses; another object becomes its text.
 
     JSON has no non-finite numbers, and Python's own ``NaN`` breaks every strict reader. They become the
     strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` accepts.
@@ -36,7 +41,9 @@ def to_json(value: Any) -> Json:
         return {str(key): to_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return without_secrets(str(value))
 
 
 def flat(value: Json, name: str = "") -> Iterator[tuple[str, bool | float | str]]:
@@ -57,6 +64,8 @@ def naming(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except NotAFileError:  # which has it in its message
+        raise
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
@@ -68,24 +77,37 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: The text could not be written; only the old content is there.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
     if path.is_dir():
         raise NotAFileError(path, "is a directory")
-    with naming(path):
-        try:
-            with open_file(temporary, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+    with naming(path), replacing(str(path)) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8", newline="")
+
+
+def replace_page(path: Path, page: str) -> None:
+    """Write a page of HTML, in place of an earlier one of drivetrain.
+
+    Raises:
+        NotAFileError: Somebody else has written the file.
+        OSError: The page could not be written.
+    """
+    make_directory(path.parent)
+    check_own(path, lambda before: _GENERATOR.encode() in before)
+    replace_text(path, page.replace(_CHARSET, f"{_CHARSET}{_GENERATOR}", 1))
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write `config` to ``config.json`` in `directory`, which is made if necessary."""
+    """Write `config` to ``config.json`` in `directory`, which is made if necessary.
+
+    Raises:
+        NotAFileError: There is one that drivetrain has not written.
+        OSError: It could not be written.
+    """
+    made, path = to_json(config), directory / "config.json"
+    assert isinstance(made, dict)
     make_directory(directory)
-    replace_text(directory / "config.json", json.dumps(to_json(config), indent=2, allow_nan=False) + "\n")
+    # A fit's has drivetrain's version; what a program gives a logger has the same names at its next start.
+    check_own(path, lambda before: b'"drivetrain": "' in before or loads(before).keys() == made.keys())
+    replace_text(path, json.dumps(made, indent=2, allow_nan=False) + "\n")
 
 
 def prepare_results_file(path: str | os.PathLike[str], makes_folder: bool) -> None:
@@ -96,14 +118,16 @@ def prepare_results_file(path: str | os.PathLike[str], makes_folder: bool) -> No
         makes_folder: Whether to make its folder.
 
     Raises:
-        ConfigError: It is a directory or an address, or its folder cannot be made or written to.
+        ConfigError: It is a directory or an address, a file of somebody else, or its folder cannot be made or
+            written to.
     """
     target = local_path("save_to", path)
     if target.is_dir():
         raise ConfigError(f"save_to={str(path)!r} is a directory; give a file, such as 'results.json'")
-    if not makes_folder:
-        return
     try:
+        check_own(target, lambda before: all(name.startswith(("val", "test")) for name in loads(before)))
+        if not makes_folder:
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(f"no permission to write to {str(target.parent)!r}")
@@ -121,7 +145,7 @@ def set_aside(path: Path) -> None:
     if not os.path.lexists(path):
         return
     numbered = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-    path.rename(next(each for each in numbered if not each.exists()))
+    path.rename(next(each for each in numbered if not os.path.lexists(each)))
 
 
 class Appended:
@@ -202,6 +226,9 @@ class FileLogger(ABC):
         path: The file; made, with its directory, at the first write.
     """
 
+    _begins: ClassVar[bytes]
+    """The first bytes of every such file: one that begins otherwise is somebody else's, and stays."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._continues = False
@@ -226,8 +253,13 @@ class FileLogger(ABC):
         """
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write ``config.json`` beside the file."""
+        """Write ``config.json`` beside the file.
+
+        Raises:
+            NotAFileError: This file, or the logger's own, is there and is not drivetrain's.
+        """
         self._config = config
+        self._is_there()
         write_config(self.path.parent, config)
 
     def close(self) -> None:
@@ -249,7 +281,23 @@ class FileLogger(ABC):
                 write_config(self.path.parent, self._config)
             self._must_write_config = False
         if not self._continues:
-            set_aside(self.path)
+            if self._is_there():
+                set_aside(self.path)
             self._continues = True
         self._file = Appended(self.path)
         return self._file
+
+    def _is_there(self) -> bool:
+        """Return whether there is a file already, after a check that it is of an earlier run.
+
+        Raises:
+            NotAFileError: It is somebody else's.
+        """
+        if not os.path.lexists(self.path):
+            return False
+        with open_file(self.path, "r+b") as file:
+            if not self._begins.startswith(begin := file.read(len(self._begins))):
+                raise NotAFileError(
+                    self.path, f"begins with {begin!r}, so it is no earlier file of drivetrain"
+                )
+        return True

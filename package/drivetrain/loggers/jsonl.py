@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from drivetrain.core.files import lines_of
+from drivetrain.core.files import lines_of, open_file
 from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import FileLogger, naming, to_json
 from drivetrain.loggers.media import Histogram, Kind, Media
@@ -40,6 +40,7 @@ class JSONLinesLogger(FileLogger):
         filename: The file's name.
     """
 
+    _begins = b'{"step": '
     takes: ClassVar[frozenset[Kind]] = frozenset({"histogram"})
 
     def __init__(self, directory: str | Path, filename: str = "metrics.jsonl") -> None:
@@ -81,6 +82,6 @@ class JSONLinesLogger(FileLogger):
             if self._lines < int(state["lines"]):
                 kept, end = kept + 1, end + len(line)
             self._lines += 1
-        with naming(self.path):
-            os.truncate(self.path, end)
+        with naming(self.path), open_file(self.path, "r+b") as file:
+            os.ftruncate(file.fileno(), end)
         self._lines = kept

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LOG = logger(__name__)
 
 _PATTERN = "events.out.tfevents.*"
+_OWN = f"events.out.tfevents.{'[0-9]' * 10}.{'[0-9]' * 9}.*"
 
 
 @by_name
@@ -318,7 +319,7 @@ def _hparams_value(config: Json) -> dict[str, Any]:
 
 
 def _set_aside(directory: Path) -> None:
-    files = sorted(directory.glob(_PATTERN))
+    files = sorted(directory.glob(_OWN))
     if not files:
         return
     numbered = (directory / f"earlier-{number}" for number in count(1))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from drivetrain.core.files import open_file
 from drivetrain.core.messages import Listener, handled_by
 from drivetrain.distributed.launch.process_start import process_age
+from drivetrain.loggers.files import to_json
 from drivetrain.run.ledger_report import NAME, VERSION
 from drivetrain.run.state import RunState
 
@@ -167,7 +168,7 @@ class Ledger:
             "spent": {kind: round(seconds, 4) for kind, seconds in self._account(now).items()},
             **more,
         }
-        data = json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"
+        data = json.dumps(to_json(line), separators=(",", ":")).encode("ascii") + b"\n"
         self._trouble = None
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint.storage.filesystem import StorageError
+from drivetrain.core.errors import shown
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import is_out_of_memory
 from drivetrain.core.random_streams import preserved
@@ -178,7 +179,7 @@ def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
         newest = as_given(settings, run.last_checkpoint) or run.last_checkpoint
         there = f"drivetrain: the newest checkpoint is {newest}; {what_goes_on(settings, newest)}"
         gone = f"drivetrain: the newest checkpoint, {newest}, is not there any more"
-        error.add_note(gone if is_gone(run.last_checkpoint) else there)
+        error.add_note(shown(gone if is_gone(run.last_checkpoint) else there))
 
 
 def _where(run: Run) -> str:

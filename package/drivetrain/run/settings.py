@@ -56,6 +56,9 @@ _OF_EACH_RANK = (
 )
 """The settings that may differ between ranks. All others affect what a rank does and when."""
 
+_LONGEST_NAME = 200
+"""The bytes of a run's name: with the time behind it, a directory's name may have 255."""
+
 _LIMITS = ("limit_train_batches", "limit_validation_batches", "limit_test_batches", "limit_predict_batches")
 
 
@@ -316,11 +319,15 @@ def has_run_dir(settings: RunSettings) -> bool:
     return settings.run_dir is not None or bool(settings.checkpoint) or logs
 
 
-def check_run_name(name: object) -> None:
+def check_run_name(name: Any) -> None:
     """Check that a new directory may have this name, or that it is None."""
-    if name is None or (isinstance(name, str) and name.strip(". ") and not {"/", "\\"} & {*name}):
+    is_text = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
+    if name is None or (is_text and name.strip(". ") and not {"/", "\\"} & {*name}):
         return
-    raise ConfigError(f"run_name must be a text without '/' that can name a directory, not {name!r}")
+    raise ConfigError(
+        f"run_name must be a text of at most {_LONGEST_NAME} bytes, without '/' and control characters, that"
+        f" can name a directory, not {name!r}"
+    )
 
 
 def checked_callbacks(spec: Any, given_by: str = "callbacks") -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, fingerprints
 from drivetrain.checkpoint.weights.load import is_torch_file, is_weight_file, torch_weights
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError, without_secrets
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.task.hparams import parameters_of
@@ -105,6 +105,8 @@ class StoredTask:
 def pack_hparams(task: nn.Module) -> Json:
     """Return a task's constructor arguments as JSON, with the names of those that JSON cannot hold.
 
+    An argument with a secret, such as an address with a password, is not stored either.
+
     A dataclass is stored by its fields if they are plain values and the constructor's annotation names it.
     A default that JSON cannot hold (a class, a function) is neither stored nor named: the constructor applies
     it again.
@@ -143,6 +145,8 @@ def _packed(value: Any) -> Json:
     packed, tensors = pack(value)
     if tensors:
         raise CheckpointError("JSON cannot hold tensors")
+    if without_secrets(str(packed)) != str(packed):
+        raise CheckpointError("a checkpoint holds no secret")
     return packed
 
 

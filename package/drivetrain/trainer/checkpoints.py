@@ -21,6 +21,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.checkpoint.saving.index import Entry, rank, read_index
 from drivetrain.checkpoint.storage.filesystem import FileSystem, StorageError, os_errors, plain_path
 from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.load import is_weight_file
 from drivetrain.core.errors import CheckpointError, ConfigError, nearest
 from drivetrain.core.files import check_path
@@ -86,6 +87,11 @@ def make_saver(
             f" {manager.entries()[-1].step}). To go on from there, fit(..., resume='auto'); for a new run"
             " choose another run_dir"
         )
+    if not manager.entries() and ranks.first(lambda: _has_model(root)):
+        raise ConfigError(
+            f"{as_given(settings, root)} has a {MODEL}, and no checkpoints of a run that has left it. The end"
+            " of the fit would replace it: choose another run_dir, or move the file"
+        )
     validates = bool(loaders) and settings.validate_every is not None
     # The default may go without its metric: without a validation, and for a task that names its loss itself.
     validates = validates and task.metric_name("validation", None, "loss") is not None
@@ -93,6 +99,12 @@ def make_saver(
         validates or each.best is not None or each.by != _DEFAULT.by or each.restore_best for each in chosen
     )
     return CheckpointSaver(policies, manager, root, metric_required=required, assets=settings.assets)
+
+
+def _has_model(root: str) -> bool:
+    files = file_system(root)
+    with os_errors("read", root):
+        return files.kind(files.join(root, MODEL)) is not None
 
 
 def fetching_callback(settings: RunSettings, resume: object) -> Any:

@@ -8,9 +8,8 @@ passed to the system. Nothing is read back: a fault between here and the disk sh
 from __future__ import annotations
 
 import io
-import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import xxhash
@@ -76,20 +75,37 @@ def write_atomically(path: str, chunks: Iterable[Bytes], files: FileSystem = LOC
         CheckpointError: The write failed; the old file is unchanged.
     """
     path = files.absolute(path)
-    parent, name = files.split(path)
+    parent, _ = files.split(path)
     with os_errors("write", path):
         files.make_directory(parent)
         if not files.renames:  # an object store replaces objects in one step by itself
             write_file(path, chunks, files)
             return
-        temporary = files.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
-        try:
+        with replacing(path, files) as temporary:
             write_file(temporary, chunks, files)
-            files.rename(temporary, path)
-        except BaseException:
-            delete_if_there(temporary, files)
-            raise
         files.sync(parent)
+
+
+@contextmanager
+def replacing(path: str, files: FileSystem = LOCAL) -> Iterator[str]:
+    """Yield the path of a new file, which replaces the one at `path` once the block has ended well.
+
+    A reader, or a kill, finds the old file or the new one. The new file has a name of its own beside `path`,
+    always the same, so that the next writer deletes what a kill has left.
+
+    Raises:
+        OSError: It cannot be deleted or renamed.
+    """
+    parent, name = files.split(path)
+    temporary = files.join(parent, f"{SAVING}{name}")
+    try:
+        if files.kind(temporary) is not None:
+            files.delete(temporary)
+        yield temporary
+        files.rename(temporary, path)
+    except BaseException:
+        delete_if_there(temporary, files)
+        raise
 
 
 def delete_if_there(path: str, files: FileSystem) -> None:

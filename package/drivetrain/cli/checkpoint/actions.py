@@ -20,7 +20,8 @@ from drivetrain.checkpoint.inspection.description import describe
 from drivetrain.checkpoint.inspection.listing import Listed, list_checkpoints
 from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
-from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, os_errors, plain_path
+from drivetrain.checkpoint.storage.files import replacing
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors, plain_path
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
@@ -40,8 +41,8 @@ from drivetrain.cli.checkpoint.output import (
     tensors_json,
     verdict_text,
 )
-from drivetrain.cli.printing import line, plain, print_json
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.cli.printing import line, print_json
+from drivetrain.core.errors import CheckpointError, ConfigError, plain
 
 _FINE, _NOT_FINE = 0, 1
 """Exit codes. `diff` exits with the second if something differs."""
@@ -171,16 +172,13 @@ def _write_torch(weights: Mapping[str, Tensor], output: str, dtype: str | None) 
     lazy = LazyTensors(weights, floating_dtype(dtype), f"the weights for {output!r}")
     state = {name: lazy.materialize(name) for name in weights}
     path = Path(plain_path(output))
-    hidden = path.with_name(f"{SAVING}{path.name}")
     with os_errors("write", output):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            torch.save(state, hidden)
-            hidden.replace(path)
+            with replacing(str(path)) as hidden:
+                torch.save(state, hidden)
         except RuntimeError as error:  # torch's own word for a full disk, among others
             raise CheckpointError(f"cannot write {output!r}: {error}") from error
-        finally:
-            hidden.unlink(missing_ok=True)
     return output
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from drivetrain.cli.parser import Parser
-from drivetrain.cli.printing import any_text, plain
+from drivetrain.cli.printing import any_text
+from drivetrain.core.errors import plain
 from drivetrain.core.messages import handled_by
 
 _EPILOG = (

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from drivetrain.core.errors import shown
+
 _WRITING = 1.0
 """Seconds that writing may take at the end."""
 
@@ -80,7 +82,7 @@ def write_now(text: str) -> None:
 
 
 def _write(text: str) -> None:
-    stream, plain = sys.stderr, sys.__stderr__
+    text, stream, plain = shown(text), sys.stderr, sys.__stderr__
     if plain is not None and stream is plain and sys.platform != "win32":
         os.write(plain.fileno(), text.encode(errors="replace"))  # without the stream's lock
     else:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.errors import RankFailure, StrategyError
+from drivetrain.core.errors import RankFailure, StrategyError, shown
 from drivetrain.distributed.failure.silence import machine
 from drivetrain.distributed.interfaces import network
 from drivetrain.distributed.sockets import closed_in_forks
@@ -81,6 +81,7 @@ class Timing:
         last: How long rank 0 waits for the others to end, so that its last lines are the last.
         freed: How long rank 0's main thread then has to end by itself. A notebook's must end that way.
         goodbye: How long rank 0, whose threads run the channel, waits at its end for the others.
+        late: How long a rank may keep the others waiting in the set-up of a run before a message names it.
         opaque: How much longer than `hang_timeout` a rank may spend in one compilation, save or load, which
             show no progress until they are done.
     """
@@ -94,6 +95,7 @@ class Timing:
     last: float = 2.0
     freed: float = 0.5
     goodbye: float = 60.0
+    late: float = 10.0
     opaque: float = 3600.0
 
     def scaled(self, factor: float) -> Timing:
@@ -141,11 +143,11 @@ class Cause:
     @classmethod
     def of_error(cls, rank: int, where: str, error: BaseException, besides: str = "") -> Cause:
         """Return the cause for an error on this rank; long texts lose their middle."""
-        what = shortened("".join(traceback.format_exception_only(type(error), error)).strip())
+        what = shortened(shown("".join(traceback.format_exception_only(type(error), error)).strip()))
         what = f"{what}. {besides}" if besides else what
         where_raised = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
         kind = "consequence" if is_consequence(error) else "error"
-        return cls(kind, rank, where, what, shortened("".join(traceback.format_list(where_raised))))
+        return cls(kind, rank, where, what, shortened(shown("".join(traceback.format_list(where_raised)))))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

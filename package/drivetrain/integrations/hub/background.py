@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
-from drivetrain.integrations.hub.client import known_token, without_secrets
+from drivetrain.integrations.hub.client import known_token, without_token
 from drivetrain.integrations.hub.upload import Upload
 
 PACKAGES = Path(__file__).parents[3]
@@ -67,7 +67,7 @@ class BackgroundUpload:
             result = json.loads(printed.splitlines()[-1])
             return str(result.get("error", ""))
         except (ValueError, IndexError, AttributeError):
-            last = without_secrets(" ".join(printed.split()), known_token(self._token))[-500:]
+            last = without_token(" ".join(printed.split()), known_token(self._token))[-500:]
             return f"its program ended with code {self._process.returncode}: {last or 'it printed nothing'}"
 
     def end(self) -> str:

@@ -6,20 +6,18 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from drivetrain.core.errors import ConfigError, DrivetrainError, MissingDependencyError
+from drivetrain.core.errors import (
+    HIDDEN,
+    ConfigError,
+    DrivetrainError,
+    MissingDependencyError,
+    without_secrets,
+)
 from drivetrain.core.registry import is_installed
 from drivetrain.core.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-
-HIDDEN = "<hidden>"
-
-_SECRETS = re.compile(r"(?<=Bearer )[^\s'\"]+|\bhf_[A-Za-z0-9]{8,}|(?<=://)[^/@\s]+(?=@)|(?<=X-Amz-)\S+")
-"""Tokens of the Hub, the content of an authorization header, a password in an address, and the signature of
-an upload address.
-"""
-
 
 REPOSITORY = re.compile(r"(\w[\w.-]{0,95}/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 """A repository's name on the Hub."""
@@ -88,12 +86,12 @@ def client(token: str | None) -> HfApi:
     )
 
 
-def without_secrets(text: str, token: str | None) -> str:
-    """Return a text with the token, and all that looks like one, replaced by `<hidden>`."""
+def without_token(text: str, token: str | None) -> str:
+    """Return a text with the token, and all that looks like a secret, replaced by `<hidden>`."""
     if token is not None and token.strip():
         for each in (token.strip(), repr(token)[1:-1]):  # as it is, and as an error quotes it
             text = text.replace(each, HIDDEN)
-    return _SECRETS.sub(HIDDEN, text)
+    return without_secrets(text)
 
 
 def words_of(error: BaseException, token: str | None) -> str:
@@ -104,4 +102,4 @@ def words_of(error: BaseException, token: str | None) -> str:
         words = " ".join(str(each).split())
         told.append(f"{type(each).__name__}: {words}" if words else type(each).__name__)
         each = each.__cause__
-    return without_secrets("; caused by ".join(told), token)
+    return without_token("; caused by ".join(told), token)

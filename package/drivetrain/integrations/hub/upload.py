@@ -25,7 +25,7 @@ from drivetrain.integrations.hub.client import (
     check_repository,
     client,
     known_token,
-    without_secrets,
+    without_token,
     words_of,
 )
 from drivetrain.integrations.hub.model_folder import (
@@ -157,7 +157,7 @@ def send(upload: Upload, folder: Path, token: str | None = None) -> str:
     write_model(folder, upload.checkpoint, run_dir)
     if not (folder / CARD).exists():  # unless it is an asset
         card = make_card(folder, upload.checkpoint, upload.repository, settings, upload.card)
-        (folder / CARD).write_text(without_secrets(card, token), encoding="utf-8")
+        (folder / CARD).write_text(without_token(card, token), encoding="utf-8")
     files = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
     for name, checkpoint in upload.folders.items():
         files.update({f"{name}/{file}": path for file, path in checkpoint_files(Path(checkpoint)).items()})

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.checkpoint.storage.files import replacing
 from drivetrain.core.errors import MissingDependencyError
+from drivetrain.core.files import check_own
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.types import Json
 from drivetrain.run.settings import plain
@@ -137,9 +139,11 @@ class BenchmarkResult:
         """Return a figure of matplotlib with the time of a step of each combination, which a notebook shows.
 
         Args:
-            path: The file to save the figure to, such as "benchmark.png"; None saves none.
+            path: The file to save the figure to, such as "benchmark.png"; None saves none. An earlier figure
+                of a benchmark is replaced.
 
         Raises:
+            NotAFileError: The file is there and is no figure of a benchmark.
             MissingDependencyError: matplotlib is not installed.
         """
         try:
@@ -164,8 +168,23 @@ class BenchmarkResult:
         axes.set_xlim(left=0)
         axes.set_xlabel("milliseconds of a step, with the range over the rounds")
         if path is not None:
-            figure.savefig(path, dpi=150)
+            check_figure(path)
+            with replacing(os.path.abspath(path)) as temporary:
+                key = "Software" if os.fspath(path).endswith(".png") else "Creator"
+                figure.savefig(temporary, dpi=150, metadata={key: _MADE_BY})
         return figure
+
+
+_MADE_BY = "drivetrain benchmark"
+
+
+def check_figure(path: str | os.PathLike[str]) -> None:
+    """Check that a figure may be saved to a path: it is free, or has an earlier figure of a benchmark.
+
+    Raises:
+        NotAFileError: It has something else.
+    """
+    check_own(path, lambda before: _MADE_BY.encode() in before)
 
 
 def _has(row: BenchmarkRow, name: str) -> bool:
