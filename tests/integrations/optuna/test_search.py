@@ -297,7 +297,7 @@ def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_
     assert page.count("<h2>") >= 5
     assert "<script src=" not in page
     assert main(["search", "show", "found", "--html", "search.yaml/page.html"]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "is no directory" in capsys.readouterr().err
     assert main(["search", "show", "."]) == 2
     assert "is not the directory of a search" in capsys.readouterr().err
 

@@ -133,11 +133,12 @@ def show(words: Sequence[str]) -> int:
     """
     parser = Parser(
         prog="drivetrain search show",
-        description="Print the trials of a search and which parameters matter, and write Optuna's plots as"
-        " one HTML page.",
+        description="Print the trials of a search and which parameters matter. With --html, write Optuna's"
+        " plots as one HTML page.",
     )
     parser.add_argument("directory", metavar="DIR", help="the run_dir of a search")
-    parser.add_argument("--html", metavar="FILE", help="the page to write; default: DIR/search.html")
+    parser.add_argument("--html", metavar="FILE", help="the page with the plots")
+    parser.add_argument("--storage", help="the storage, where its address has a password")
     parser.add_common()
     parsed = parser.parse_args(words)
     if not is_installed("optuna"):
@@ -147,20 +148,17 @@ def show(words: Sequence[str]) -> int:
     from drivetrain.integrations.optuna.study import recorded_study
 
     directory = Path(parsed.directory)
-    study = recorded_study(directory)
+    study = recorded_study(directory, parsed.storage)
     objectives = objectives_of(study)
     trials, best = trials_of(study, objectives, directory), best_numbers(study)
     important = importances(study, objectives)
     if parsed.json:
         print_json({**_json(trials, best, str(directory)), "importances": important})
         return 0
-    page, has_plots = Path(parsed.html or directory / "search.html"), is_installed("plotly")
-    if has_plots:
-        try:
-            page.parent.mkdir(parents=True, exist_ok=True)
-            write_page(study, objectives, page)
-        except OSError as error:
-            raise ConfigError(f"the page {str(page)!r} cannot be written: {error.strerror}") from error
+    if parsed.html is not None:
+        if not is_installed("plotly"):
+            raise MissingDependencyError("plotly", "search", "drivetrain search show --html")
+        write_page(study, objectives, Path(parsed.html))
     with any_text():
         print_trials(trials, objectives, best)
         for name, found in important.items():
@@ -168,11 +166,8 @@ def show(words: Sequence[str]) -> int:
             line(f"importance for {name}")
             rows = [(each, f"{value:.1%}") for each, value in found.items()]
             table((), rows or [("unknown: too few trials are complete", "")], numbers=(1,))
-        line()
-        if has_plots:
-            line(f"plots: {page}")
-        else:
-            line("plots need the package plotly: pip install 'drivetrain[search]'")
+        if parsed.html is not None:
+            line(f"\nplots: {parsed.html}")
     return 0
 
 

@@ -12,6 +12,7 @@ import optuna
 from optuna import visualization
 
 from drivetrain.integrations.optuna.study import IDENTITY
+from drivetrain.loggers.files import replace_page
 
 _PLOTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "history": ("Value by trial", visualization.plot_optimization_history),
@@ -72,10 +73,10 @@ def write_page(study: optuna.Study, objectives: Sequence[str], path: Path) -> No
             has_script = True
             parts.append(f"<h2>{html.escape(title)}</h2>\n{content}")
     name = html.escape(study.study_name)
-    path.write_text(
+    replace_page(
+        path,
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Search {name}</title></head>\n'
         f'<body style="font-family: sans-serif">\n<h1>Search {name}</h1>\n{"".join(parts)}\n</body></html>\n',
-        encoding="utf-8",
     )
 
 

@@ -9,20 +9,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
 from drivetrain.checkpoint.saving.lock import LOCK, DirectoryLock
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.files import read_text
+from drivetrain.core.errors import HIDDEN, ConfigError, without_secrets
+from drivetrain.core.files import open_file, read_text
 from drivetrain.core.messages import logger
 from drivetrain.distributed.processes import one_at_a_time
 from drivetrain.integrations.optuna.sampling import EXHAUSTED
 from drivetrain.integrations.optuna.space import differences
+from drivetrain.loggers.files import replace_text
 
 _LOG = logger(__name__)
 
@@ -70,16 +72,23 @@ class JournalLock(JournalFileOpenLock):  # type: ignore[misc]  # mypy does not f
             held.__exit__(None, None, None)
 
 
-def open_storage(given: str | os.PathLike[str] | BaseStorage | None, directory: Path) -> BaseStorage:
+_BEGINNING = b'{"op_code"'
+"""The first bytes of a journal of Optuna."""
+
+
+def open_storage(
+    given: str | os.PathLike[str] | BaseStorage | None, directory: Path, *, reads_only: bool = False
+) -> BaseStorage:
     """Return the storage of a search.
 
     Args:
         given: An address such as "sqlite:///search.db", the path of a journal, or a storage of Optuna; None
             takes a journal in the search's directory.
         directory: The directory of the search.
+        reads_only: Whether the storage must be there, and nothing is written to it.
 
     Raises:
-        ConfigError: It is something else, or cannot be opened.
+        ConfigError: It is something else, such as a file that is no journal of Optuna, or cannot be opened.
     """
     if isinstance(given, BaseStorage):
         return given
@@ -90,19 +99,31 @@ def open_storage(given: str | os.PathLike[str] | BaseStorage | None, directory: 
         )
     if isinstance(given, str) and "://" in given:
         try:
+            if reads_only:
+                return RDBStorage(_for_reading(given), skip_table_creation=True)
             return optuna.storages.get_storage(given)
         except Exception as error:  # of SQLAlchemy, and of the database's own package
-            raise ConfigError(f"storage={given!r} cannot be opened: {error}") from error
+            raise ConfigError(f"storage={given!r} cannot be opened: {error}") from None
     path = (directory / JOURNAL if given is None else Path(given)).absolute()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+") as file:
+        if not reads_only:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with open_file(path, "rb" if reads_only else "ab+") as file:
             file.seek(0)
-            if file.read(1) not in (b"", b"{"):  # its last line might be removed
-                raise ValueError("it is another kind of file")
+            if not _BEGINNING.startswith(file.read(len(_BEGINNING))):  # its last line might be removed
+                raise ValueError("it is another kind of file, which is left as it is")
         return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalLock(path)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the journal {str(path)!r} of the search cannot be opened: {error}") from error
+
+
+def _for_reading(address: str) -> str:
+    """Return the address by which SQLite opens a database for reading; other addresses are unchanged."""
+    kind, _, path = address.partition(":///")
+    if not kind.startswith("sqlite"):
+        return address
+    path, _, query = path.partition("?")
+    return f"{kind}:///file:{quote(path)}?{'&'.join(filter(None, (query, 'mode=ro&uri=true')))}"
 
 
 def id_of(study: optuna.Study, storage: BaseStorage, number: int) -> int:
@@ -178,10 +199,10 @@ def identify(study: optuna.Study, identity: dict[str, Any], directory: Path) -> 
 
 
 def record(directory: Path, storage: str | None, name: str) -> None:
-    """Write where the storage of a search is, and the path that the directory began with."""
+    """Write where the storage of a search is, without its password, and the directory's first path."""
     begun = _noted(directory).get("run_dir", str(directory))
-    content = {"storage": storage, "name": name, "run_dir": begun}
-    (directory / RECORD).write_text(json.dumps(content), encoding="utf-8")
+    content = {"storage": storage and without_secrets(storage), "name": name, "run_dir": begun}
+    replace_text(directory / RECORD, json.dumps(content))
 
 
 def _noted(directory: Path) -> dict[str, Any]:
@@ -197,20 +218,28 @@ def _noted(directory: Path) -> dict[str, Any]:
         ) from None
 
 
-def recorded_study(directory: Path) -> optuna.Study:
-    """Return the study of a search's directory.
+def recorded_study(directory: Path, storage: str | None = None) -> optuna.Study:
+    """Return the study of a search's directory, opened for reading.
+
+    Args:
+        storage: The address or the path of its storage; None takes the recorded one.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or its storage has a password, which is not recorded.
     """
     found = _noted(directory)
     if not found:
         raise ConfigError(
             f"{directory} is not the directory of a search: it has no {RECORD}. Give the run_dir of one"
         )
-    storage, name = found["storage"], found["name"]
+    storage, name = storage or found["storage"], found["name"]
+    if storage is not None and HIDDEN in storage:
+        raise ConfigError(
+            f"the storage {storage} of {directory} has a password, which is stored nowhere. Give the whole"
+            " address: --storage ADDRESS"
+        )
     try:
-        return optuna.load_study(study_name=name, storage=open_storage(storage, directory))
+        return optuna.load_study(study_name=name, storage=open_storage(storage, directory, reads_only=True))
     except KeyError:
         raise ConfigError(f"the storage of {directory} has no study {name!r}") from None
 
