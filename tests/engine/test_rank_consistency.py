@@ -13,6 +13,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
 
 from drivetrain import ConfigError, LambdaCallback, OptimizerConfig, StrategyError
+from drivetrain.core import version
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
 from drivetrain.engine.updater import build_updaters, optimizer_specs
@@ -42,14 +43,17 @@ def changed(task: Any, what: str) -> Any:
 def call_differs(strategy: Any = "ddp", task: Any = None, verb: str = "fit", **given: Any) -> str:
     """What this rank is told of a call when rank 1 has what is given, and rank 0 has not."""
     rank, options = torch.distributed.get_rank(), given.pop("options", {})
+    installed, other = version.__version__, given.pop("version", version.__version__)
     options = {"strategy": strategy, **options} if rank else {"strategy": "ddp"}
     mine = (task or Regression(), verb, given) if rank else (Regression(), "fit", {})
     one = select_strategy(options["strategy"], select_precision("32"), 2, 1)
     one.setup()
     try:
+        version.__version__ = other if rank else installed
         settings = same_on_all_ranks(quiet(devices=2, **options))
         return error_text(lambda: check_same_call(settings, mine[0], one, mine[1], **mine[2]))
     finally:
+        version.__version__ = installed
         one.teardown()
 
 
@@ -71,6 +75,10 @@ def only_the_bias(parameters: Any) -> Any:
 
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
+    (
+        {"version": "9.9"},
+        f"different versions: drivetrain is {version.__version__} on rank 0 and 9.9 on rank 1",
+    ),
     ({"options": {"seed": 1}}, "different Trainers: seed is 0 on rank 0 and 1 on rank 1"),
     ({"task": changed(Regression(), "shape")}, "'line.weight' is float32[1, 4] on rank 0 and float32[2, 3]"),
     ({"task": changed(Regression(), "frozen")}, ", frozen on rank 1. Make the same task on all"),

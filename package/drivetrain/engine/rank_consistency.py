@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.weights.module_state import parameter_names
+from drivetrain.core import version
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.updater import Updater
@@ -80,6 +82,7 @@ def check_same_call(
             values; or the tasks override different methods.
     """
     ranks = strategy.ranks
+    _require_same_versions(ranks)
     chosen = {**_options(strategy), **{name: _text(each) for name, each in settings.items()}}
     given = {name: _text(value) for name, value in arguments.items()}
     calls = "All make the same calls, in one order"
@@ -93,9 +96,16 @@ def check_same_call(
 
 def check_same_module(strategy: Strategy, module: nn.Module) -> None:
     """Check that the ranks prepare the same module, under the same strategy, for a loop of the user's."""
+    _require_same_versions(strategy.ranks)
     problem = "the ranks were given different Engines"
     require_same(strategy.ranks, _options(strategy), problem, "Give all the same")
     _require_same_task(strategy.ranks, _tensors(module))
+
+
+def _require_same_versions(ranks: Ranks) -> None:
+    found = {"drivetrain": version.__version__, "torch": str(torch.__version__)}
+    remedy = "Install the same on all machines"
+    require_same(ranks, found, "the ranks run different versions", remedy, StrategyError)
 
 
 def _require_same_task(ranks: Ranks, described: Mapping[str, str]) -> None:

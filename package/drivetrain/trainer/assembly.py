@@ -6,9 +6,11 @@ import dataclasses
 import inspect
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from drivetrain.data import Feed
 from drivetrain.data.consistency import check_data
 from drivetrain.data.reading import check_evaluation_size, check_settings_used
 from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.place import place_of_thread
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.gpu_advice import advise
@@ -129,7 +132,9 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
         engine.evaluation_precision = as_precision(settings.evaluation_precision)
     ranks = engine.ranks
     try:
-        with FailureChannel(ranks.rank, ranks.size, describe=lambda: "in the set-up of the run"):
+        main, place = threading.get_ident(), "in the set-up of the run"
+        signs = partial(place_of_thread, main)
+        with FailureChannel(ranks.rank, ranks.size, describe=lambda: place, signs=signs):
             if engine.evaluation_precision is not None:  # a process that starts ranks has not asked its GPU
                 check_precision(engine.strategy, engine.evaluation_precision, "evaluation_precision={!r}")
             check_same_call(same_on_all_ranks(settings), task, engine.strategy, verb, **arguments)

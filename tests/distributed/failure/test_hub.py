@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.support.messages import warned
 
 from drivetrain.distributed.failure.hub import Hub
 from drivetrain.distributed.failure.messages import TIMING, Cause, Line, connect
@@ -16,7 +17,7 @@ from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import PATIENCE, machine
 
 TICK = 0.01
-TIMES = replace(TIMING, silence=5 * TICK, stranger=3 * TICK, aside=4 * TICK, opaque=10 * TICK)
+TIMES = replace(TIMING, silence=5 * TICK, stranger=3 * TICK, aside=4 * TICK, late=10 * TICK, opaque=10 * TICK)
 LIMIT = 5 * TICK
 STATE = {"where": "", "progress": None, "signs": None, "phase": Phase.WORKS, "place": "", "passed": -1}
 
@@ -242,6 +243,18 @@ def test_a_hang_names_the_rank_that_is_behind() -> None:
             assert job.hub.cause is not None
             assert str(job.hub.cause) == f"no progress for 0.05 s; {told}"
             assert (job.hub.cause.kind, job.hub.cause.rank) == ("hang", behind)
+
+
+def test_in_a_set_up_the_rank_that_the_others_wait_for_is_named_and_nothing_ends() -> None:
+    waits = {**WAITS, "where": "in the set-up of the run"}
+    late = r"no progress for 0.12 s; rank 1 is behind, in the set-up; rank 0 waits in barrier"
+    with joined(None) as job, warned(late) as told:
+        job.tick(30, waits, {"where": "in the set-up"})
+        assert job.hub.cause is None
+    assert len(told) == 1
+    for first, second in ((waits, waits), ({**waits, "progress": 1}, {"progress": 1})):
+        with joined(None) as job:
+            job.tick(20, first, second)
 
 
 def test_progress_of_any_rank_counts_against_a_hang() -> None:

@@ -1,6 +1,7 @@
 """A run that not all ranks begin says so, instead of waiting in silence."""
 
 import re
+import socket
 import threading
 from typing import Any
 
@@ -10,8 +11,10 @@ from tests.distributed.running import run_all
 from tests.support.messages import warned
 from torch._C._distributed_c10d import HashStore
 
+from drivetrain.core.errors import StrategyError
 from drivetrain.distributed import group
 from drivetrain.distributed.launch import rendezvous
+from drivetrain.distributed.launch.meeting import Meeting
 
 ADVICE = "and this run needs all ranks. Call fit, validate, test and predict on all ranks, not under `if rank"
 
@@ -31,6 +34,19 @@ def test_a_rank_that_has_ended_is_named_with_what_to_do() -> None:
         assert ended.code == 1, after
         assert any(ADVICE in each and re.search(told, each) for each in ended.errors), ended.errors
         assert last in ended.errors[-1]
+
+
+def test_two_processes_with_one_number_are_named_and_one_that_has_ended_is_replaced() -> None:
+    for each, option in (("rank", "RANK"), ("machine", "--node-rank")):
+        store = HashStore()
+        store.set("drivetrain/here/1", f"{socket.gethostname()} process 4194305")  # above the largest number
+        second = Meeting(1, 3, "127.0.0.1", 1, each=each)
+        second._claim(store)
+        store.set("drivetrain/here/1", "other process 7")
+        with pytest.raises(
+            StrategyError, match=rf"{each} 1 of 3 is there already: other process 7.*{option}"
+        ):
+            second._claim(store)
 
 
 def test_a_group_of_gpus_is_left_to_the_interpreter_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

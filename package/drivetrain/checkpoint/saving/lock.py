@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from drivetrain.checkpoint.storage.filesystem import (
 )
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
 from drivetrain.core.types import Json
-from drivetrain.distributed.failure.silence import activity, machine
+from drivetrain.distributed.failure.silence import is_gone, machine
 from drivetrain.distributed.launch.process_start import process_started
 
 LOCK = "lock.json"
@@ -98,7 +97,7 @@ class Owner:
         if self.pid == os.getpid():
             return self.is_this_process
         # Without a known start time, a process of this number counts as the owner.
-        return not _is_gone(self.pid) and process_started(self.pid) in (None, self.started)
+        return not is_gone(self.pid) and process_started(self.pid) in (None, self.started)
 
 
 class DirectoryLock:
@@ -346,17 +345,3 @@ def _dump(owner: Owner) -> bytes:
 
 def _machine() -> str:
     return machine() or socket.gethostname()
-
-
-def _is_gone(pid: int) -> bool:
-    """Return whether there is certainly no process of this number on this machine."""
-    if sys.platform == "linux":
-        return activity(pid).state == "gone"
-    if sys.platform != "win32":  # on Windows this call would end the process
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-    return False

@@ -450,7 +450,8 @@ class FailureChannel:
         now = time.monotonic()
         if signs != self._seen:
             self._seen, self._still_since = signs, now
-        return self._hang_timeout is not None and now - self._still_since >= self._hang_timeout / 2
+        limit = self._timing.late if self._hang_timeout is None else self._hang_timeout / 2
+        return now - self._still_since >= limit
 
     def _where(self, doing: str | None = None) -> str:
         try:

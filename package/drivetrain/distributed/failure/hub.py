@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.core.messages import logger
 from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Timing, at
 from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence, is_of_job
@@ -24,6 +25,8 @@ from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started
 from drivetrain.distributed.sockets import closed_in_forks
 from drivetrain.distributed.stopping import Poll
+
+_LOG = logger(__name__)
 
 _TOLD = 2
 """Ticks without progress after which every rank has reported its place."""
@@ -344,6 +347,16 @@ class Hub:
             is_hang = self._stillness.add(self._tick, [each.phase for each in here])
             if is_hang and self._still >= _TOLD:
                 self._decide(self._hang(here))
+        elif self._still == round(self._timing.late / self._tick) + _TOLD:
+            self._name_late(here)
+
+    def _name_late(self, here: list[_Peer]) -> None:
+        """Say in the set-up of a run, which does not count its progress, which ranks the others wait for."""
+        behind = self._late_ranks(here)
+        if behind and all(each.progress is None for each in here):
+            others = _places([each for each in self._sorted() if each not in behind])
+            seconds = self._still * self._tick
+            _LOG.warning(f"no progress for {seconds:g} s; {_places(behind, are_behind=True)}; {others}")
 
     def _beat(self) -> dict[str, Any]:
         where = self._peers[0].where if 0 in self._peers else ""

@@ -140,3 +140,17 @@ def activity(pid: int) -> Activity:
         return Activity("gone", 0.0)
     used = int(numbers[10]) + int(numbers[11])  # utime and stime
     return Activity("T" if state == "t" else state, used / os.sysconf("SC_CLK_TCK"))
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether there is certainly no process of this number on this machine."""
+    if sys.platform == "linux":
+        return activity(pid).state == "gone"
+    if sys.platform != "win32":  # on Windows this call would end the process
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+    return False

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.core.messages import logger
+from drivetrain.distributed.failure.silence import is_gone
 from drivetrain.distributed.interfaces import (
     GLOO,
     check_loopback,
@@ -178,7 +179,9 @@ class Meeting:
         self, store: Store, check: Callable[[], None] = lambda: None, limit: float | None = None
     ) -> None:
         """Wait until all processes have reached the store; say after ten seconds which one is missing."""
-        store.set(_HERE.format(self.number), "")
+        if not self.is_hosted:
+            self._claim(store)
+        store.set(_HERE.format(self.number), self._own())
         keys = [_HERE.format(each) for each in range(self.size)]
         patience = Patience(self._say, limit)
         while not store.check([_ALL]):
@@ -192,6 +195,25 @@ class Meeting:
                 more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
                 whom = f"{self.each} {', '.join(map(str, missing[:_SHOWN]))}{more} of {self.size}"
             patience.wait(f"{whom} to come to {self._place()}", self._advice())
+
+    def _claim(self, store: Store) -> None:
+        """Check that no other process has this one's number.
+
+        Raises:
+            StrategyError: One has.
+        """
+        found = store.compare_set(_HERE.format(self.number), "", self._own()).decode()
+        host, _, pid = found.rpartition(" process ")
+        if found == self._own() or (host == socket.gethostname() and is_gone(int(pid))):
+            return
+        option = "--node-rank" if self.each == "machine" else "RANK"
+        raise StrategyError(
+            f"{self.each} {self.number} of {self.size} is there already: {found}, and this is {self._own()}."
+            f" Give each {self.each} a number of its own ({option})"
+        )
+
+    def _own(self) -> str:
+        return f"{socket.gethostname()} process {os.getpid()}"
 
     def _say(self, text: str) -> None:
         if self.says:
