@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 import torch
 from tests.support.messages import warned
+from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import ConfigError, DataError, NonFiniteError, OptimizerConfig, StepOutput, TaskModule
 from drivetrain.data import MicroBatch
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.weighting import StepResult, weigh
+
+WEIGHTS = torch.tensor([1.0, 5.0, 20.0])
+LABELS = torch.tensor([1, 0, 2, 1, 1, 0, 2, 0])
+PIXELS = torch.stack([LABELS, LABELS.roll(1)], dim=1)
 
 
 def factors(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
@@ -228,3 +233,82 @@ def test_nothing_is_warned_of_without_ignored_labels_or_with_a_right_loss_weight
         ({}, 0), (COUNTED, 2), (by_sequence, 0), ({**ALL, **of_classes}, 2), ({**ALL, **summed}, 2)
     ):  # fmt: skip
         quiet(max_epochs=1).fit(tagger(**methods), tagged(ignored))
+
+
+ASSIGNED: dict[str, tuple[nn.Module, Any]] = {  # the loss, and the targets of 3 classes for all samples
+    "weights": (nn.CrossEntropyLoss(WEIGHTS), LABELS),
+    "ignored": (nn.NLLLoss(WEIGHTS, ignore_index=1), LABELS),
+    "smoothed pixels": (nn.CrossEntropyLoss(WEIGHTS, ignore_index=2, label_smoothing=0.2), PIXELS),
+    "probabilities": (nn.CrossEntropyLoss(WEIGHTS), F.one_hot(LABELS, 3) * 0.5 + 0.2),
+    "a sum": (nn.CrossEntropyLoss(WEIGHTS, ignore_index=1, reduction="sum"), LABELS),
+    "a sum of squares": (nn.MSELoss(reduction="sum"), F.one_hot(LABELS, 3).float()),
+}
+
+
+class Assigned(TaskModule):
+    def __init__(self, loss: nn.Module, pixels: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.pixels = nn.Linear(4, 6 if pixels else 3), pixels
+        self.loss = loss  # type: ignore[method-assign, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.net(x)
+        return outputs.view(-1, 3, 2) if self.pixels else outputs
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("sgd", lr=0.1)
+
+
+def assigned(kind: str, size: int, **options: Any) -> tuple[Tensor, float]:
+    """The weights after a step of 8 samples in batches of this size, and the loss of them in such batches."""
+    loss, target = ASSIGNED[kind]
+    task, generator = Assigned(loss, target.shape[1:] == (2,)), torch.Generator().manual_seed(1)
+    samples = TensorDataset(torch.randn(8, 4, generator=generator), target)
+    before = quiet(**options).validate(task, DataLoader(samples, size))["validation/loss"]
+    quiet(max_epochs=1, **options).fit(task, DataLoader(samples, size))
+    return task.net.weight.detach(), before
+
+
+@pytest.mark.parametrize("kind", ASSIGNED)
+def test_an_assigned_loss_of_torch_gives_its_own_gradient_for_any_split(kind: str) -> None:
+    whole, value = assigned(kind, 8)
+    plain = Assigned(*((loss := ASSIGNED[kind][0]), ASSIGNED[kind][1].shape[1:] == (2,)))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    loss(plain(x), ASSIGNED[kind][1]).backward()
+    assert torch.allclose(plain.net.weight - 0.1 * plain.net.weight.grad, whole, atol=1e-6)
+    for size, options in ((2, {"gradient_accumulation_steps": 4}), (8, {"micro_batch": 3})):
+        split, of_parts = assigned(kind, size, **options)
+        assert torch.allclose(split, whole, atol=1e-6)
+        assert of_parts == pytest.approx(value, rel=1e-5)
+
+
+def test_an_assigned_loss_of_torch_gives_its_own_gradient_on_two_ranks() -> None:
+    options = {"strategy": "ddp", "devices": 2, "gradient_accumulation_steps": 2}
+    kinds = ("ignored", "a sum")
+    for ends in on_two_ranks(lambda: [assigned(kind, 2, **options) for kind in kinds]):
+        for kind, (weight, value) in zip(kinds, ends, strict=True):
+            whole, expected = assigned(kind, 8)
+            assert torch.allclose(weight, whole, atol=1e-6)
+            assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_assigned_loss_whose_weight_cannot_be_known_is_refused() -> None:
+    focal = type("Focal", (nn.CrossEntropyLoss,), {"forward": lambda self, *given: given[0].mean()})
+
+    def fit(loss: nn.Module, **methods: Any) -> Any:
+        task = type("Own", (Assigned,), methods)(loss, False)
+        return lambda: quiet(max_epochs=1).fit(task, [(torch.ones(2, 4), LABELS[:2])])
+
+    step = {"training_step": lambda self, batch: self.loss(self(batch[0]), batch[1])}
+    found = {"metric_inputs": lambda self, outputs, batch: (outputs, batch[1])}
+    table = {
+        "none": (fit(nn.MSELoss(reduction="none")), "MSELoss(reduction='none')", "reduction='mean'"),
+        "a step": (fit(nn.MSELoss(reduction="sum"), **step), "with training_step of the task"),
+        "a weight": (fit(nn.MSELoss(reduction="sum"), **COUNTED), "with loss_weight of the task"),
+        "a forward": (fit(focal(WEIGHTS)), "Focal.forward is overridden", "loss_weight(self, batch)"),
+        "a target": (fit(nn.CrossEntropyLoss(WEIGHTS), **found), "Own.metric_inputs is overridden"),
+    }
+    assert_refused(ConfigError, table)
+    fit(focal(WEIGHTS), loss_weight=lambda self, batch: 1)()
+    fit(nn.CrossEntropyLoss(WEIGHTS), **step)()

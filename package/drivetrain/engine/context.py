@@ -34,6 +34,7 @@ class StepContext(Protocol):
         strategy: The strategy.
         ranks: The ranks of the job.
         sharing: The ranks that share the micro-batches of a step; None if there is only one.
+        sums: Whether the gradient of a step is that of the sum of its losses; see `weigh`.
         parameters: The trained parameters.
         updaters: The optimizers by name.
         only_updater: The first of them.
@@ -58,6 +59,7 @@ class StepContext(Protocol):
     strategy: Strategy
     ranks: Ranks
     sharing: Ranks | None
+    sums: bool
     parameters: list[nn.Parameter]
     updaters: dict[str, Updater]
     only_updater: Updater

@@ -46,11 +46,12 @@ from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.sparse import clip_grad_value, refuse_layouts
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
+from drivetrain.task.assigned_loss import is_sum
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.state import start_momenta
 from drivetrain.task.output import Optimized, StepValues, no_loss, read_output, without_other_graphs
-from drivetrain.task.task import StepModule, TaskModule, overrides
+from drivetrain.task.task import StepModule, TaskModule, assigned_loss, overrides
 
 
 @by_name
@@ -131,6 +132,7 @@ class Engine:
         self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
         self._calls_microbatch = type(self.strategy).microbatch is not Strategy.microbatch
         self.placeholders = Placeholders()
+        self.sums = False
         self.order: CollectiveOrder | None = None
         self.passes = 0  # forwards and backwards so far, for watchdogs
         self.begins_again = False  # whether a step may be repeated; that must not update a metric twice
@@ -171,6 +173,7 @@ class Engine:
             ConfigError: The task's optimizers or its `training_step` do not fit together.
         """
         self.task = task
+        self.sums = is_sum(assigned_loss(task))
         self.step_module = StepModule(task)
         self.max_grad_value = max_grad_value
         self.closing.callback(self.precision.restore_module, task)
@@ -264,7 +267,7 @@ class Engine:
         self.streams.seed_step(self.progress.steps)
         if self.gate is not None:
             self.gate.begin()
-        pairs, total = weigh(micro_batches, self.sharing, self.placeholders)
+        pairs, total = weigh(micro_batches, self.sharing, self.placeholders, self.sums)
         if self._optimize is None:
             rows, seen = self.accumulate(pairs)
             applied, norm = self.update(self.only_updater, rows, self.parameters) if pairs else (False, None)

@@ -138,7 +138,7 @@ class MicroBatches:
         engine.streams.seed_step(engine.progress.steps)
         if engine.gate is not None:
             engine.gate.begin()
-        pairs, total = weigh(micro_batches, engine.sharing, engine.placeholders)
+        pairs, total = weigh(micro_batches, engine.sharing, engine.placeholders, engine.sums)
         self._whole = max(self._whole, *(each.samples for each in micro_batches))
         self._unlearned, self._split = [], None
         parts: Weighted = []

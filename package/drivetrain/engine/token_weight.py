@@ -13,12 +13,10 @@ from torch.overrides import TorchFunctionMode
 from drivetrain.core.messages import logger
 from drivetrain.data import MicroBatch
 from drivetrain.engine.engine import Engine
-from drivetrain.task.task import TaskModule, overrides
+from drivetrain.task.assigned_loss import IGNORED
+from drivetrain.task.task import TaskModule, measure_of
 
 _LOG = logger(__name__)
-
-IGNORED = -100
-"""The label that torch's `cross_entropy` ignores by default."""
 
 _LABELS = ("labels", "label", "targets", "target", "y")
 
@@ -33,7 +31,7 @@ def checking_loss_weight(engine: Engine, micro_batches: Sequence[MicroBatch]) ->
     read.
     """
     task = engine.task
-    if not overrides(task, "loss_weight"):
+    if measure_of(task).weight is None:
         _warn_without_weight(task, micro_batches)
     elif not engine.compilation.parts and any(_ignored(each.batch) for each in micro_batches):
         with counted_targets() as counts:

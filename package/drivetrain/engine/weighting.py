@@ -24,7 +24,7 @@ Weighted = list[tuple[MicroBatch, float | Tensor | None]]
 
 
 def weigh(
-    micro_batches: Sequence[MicroBatch], ranks: Ranks | None, placeholders: Placeholders
+    micro_batches: Sequence[MicroBatch], ranks: Ranks | None, placeholders: Placeholders, sums: bool = False
 ) -> tuple[Weighted, Everywhere | None]:
     """Give each micro-batch of a window its factor, its part of the window's weight.
 
@@ -35,17 +35,18 @@ def weigh(
 
     Args:
         ranks: The ranks that make the step together; None for one process.
+        sums: Whether the gradient is that of the window's sum, and not divided by the window's weight.
 
     Returns:
         The micro-batches with their factors, times the number of ranks, because strategies average over
         ranks; and the window's counts on all ranks together, None for one process.
     """
     if ranks is None:
-        if len(micro_batches) == 1:
+        if len(micro_batches) == 1 and not sums:
             weight = micro_batches[0].weight
             return ([(micro_batches[0], None)] if isinstance(weight, Tensor) or weight else []), None
         kept = [each for each in micro_batches if isinstance(each.weight, Tensor) or each.weight]
-        weight = sum(each.weight for each in kept)
+        weight = 1 if sums else sum(each.weight for each in kept)
         return [(each, each.weight / weight) for each in kept], None
     if len(micro_batches) == 1 and micro_batches[0].everywhere is not None:
         total = micro_batches[0].everywhere
@@ -62,6 +63,7 @@ def weigh(
         return [(each, each.weight * size / weight) for each in micro_batches], total
     if not weight:
         return [], total
+    weight = 1 if sums else weight
     pairs: Weighted = []
     for each in micro_batches:
         factor = each.weight * size / weight

@@ -22,6 +22,12 @@ from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size, described
 from drivetrain.data.feed import Measure
 from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.task.assigned_loss import (
+    check_assigned_loss,
+    is_mean_over_labels,
+    is_sum,
+    total_of_labels,
+)
 from drivetrain.task.forward import FORWARDS, call_forward, read_forward
 from drivetrain.task.hparams import construct, parameters_of, record_arguments
 from drivetrain.task.model_info import ModelInfo
@@ -137,7 +143,9 @@ class TaskModule(nn.Module):
         """Return the scalar to minimise, or a mapping: its "loss" is minimised, its other values are logged.
 
         Instead of this method, a constructor may assign a module, `self.loss = nn.CrossEntropyLoss()`, which
-        is called with the outputs and the target that `metric_inputs` finds. Without it the default is for
+        is called with the outputs and the target that `metric_inputs` finds. The result of a loss of torch
+        with `reduction="sum"` is divided by the number of samples here, and the step multiplies its gradient
+        by it: the gradient is that of the sum, and the values are means. Without a module the default is for
         models that compute their loss: it takes `outputs.loss`, `outputs["loss"]`, or the first item of a
         tuple if that is a scalar.
 
@@ -146,9 +154,9 @@ class TaskModule(nn.Module):
             batch: The whole batch, on the device. With a module as the loss, also the target alone.
         """
         if (module := self._modules.get("loss")) is not None:
-            if isinstance(batch, Tensor):
-                return module(outputs, batch)  # type: ignore[no-any-return]
-            return module(*self.metric_inputs(outputs, batch))  # type: ignore[no-any-return]
+            inputs = (outputs, batch) if isinstance(batch, Tensor) else self.metric_inputs(outputs, batch)
+            loss = module(*inputs)
+            return loss / (batch_size(batch) or 1) if is_sum(module) else loss  # type: ignore[no-any-return]
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if _begins_with_loss(outputs):
             loss = outputs[0]
@@ -363,12 +371,16 @@ class TaskModule(nn.Module):
         return f"{stage}/{name}" if loader is None else f"{stage}/{loader}/{name}"
 
     def loss_weight(self, batch: Batch) -> float | Tensor:
-        """Return the number of items that the loss is a mean over. Default: the number of samples.
+        """Return the number of items that the loss is a mean over. Default: the number of samples; for an
+        assigned `nn.CrossEntropyLoss` or `nn.NLLLoss` with class weights or an `ignore_index` other than
+        -100, the sum of the class weights of the labels that are not ignored.
 
         A loss that averages over unmasked tokens returns their number here, so that any split of a batch
         gives the same gradient: sum(weight x loss) / sum(weight). The engine calls it on the host, before it
         moves the batch.
         """
+        if is_mean_over_labels(loss := self._modules.get("loss")):
+            return total_of_labels(loss, self.metric_inputs(None, batch)[1])
         size = batch_size(batch)
         return 1 if size is None else size
 
@@ -503,9 +515,22 @@ def overrides(task: TaskModule, method: str) -> bool:
 
 
 def measure_of(task: TaskModule) -> Measure:
-    """Return how the task counts its batches; methods that it does not override are not called."""
-    weight = task.loss_weight if overrides(task, "loss_weight") else None
-    return Measure(weight, task.tokens if overrides(task, "tokens") else None)
+    """Return how the task counts its batches; methods that would give the default are not called.
+
+    Raises:
+        ConfigError: An assigned loss with settings that allow no exact weight.
+    """
+    weighs, loss = overrides(task, "loss_weight"), assigned_loss(task)
+    if loss is not None:
+        own = {each for each in ("training_step", "loss_weight", "metric_inputs") if overrides(task, each)}
+        check_assigned_loss(task, loss, own)
+        weighs = weighs or is_sum(loss) or is_mean_over_labels(loss)
+    return Measure(task.loss_weight if weighs else None, task.tokens if overrides(task, "tokens") else None)
+
+
+def assigned_loss(task: nn.Module) -> nn.Module | None:
+    """Return the module that a constructor has assigned to `self.loss`, or None."""
+    return task._modules.get("loss") if isinstance(task, TaskModule) else None
 
 
 class StepModule(nn.Module):

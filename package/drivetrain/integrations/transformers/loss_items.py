@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.data.batch import batch_size
-from drivetrain.engine.token_weight import IGNORED
+from drivetrain.task.assigned_loss import IGNORED
 
 Items = Callable[[Mapping[str, Any]], float | Tensor]
 """Counts the items of a batch."""

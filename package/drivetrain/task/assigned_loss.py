@@ -1,0 +1,79 @@
+"""The weight of a batch in a loss of torch that a task was assigned, read from the loss's settings.
+
+torch's classification losses divide by the class weights of the targets that are not ignored. A loss with
+`reduction="sum"` divides by nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from torch import Tensor, nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.task.output import wide_dtype
+
+IGNORED = -100
+"""The label that torch's `cross_entropy` ignores by default."""
+
+_OVER_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def is_sum(loss: nn.Module | None) -> bool:
+    return loss is not None and vars(loss).get("reduction") == "sum"
+
+
+def is_mean_over_labels(loss: nn.Module | None) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
+    """Return whether a loss divides by its labels' class weights, or ignores labels other than -100."""
+    return (
+        isinstance(loss, _OVER_CLASSES)
+        and loss.reduction == "mean"
+        and (loss.weight is not None or loss.ignore_index != IGNORED)
+    )
+
+
+def total_of_labels(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> float | Tensor:
+    """Return what a loss of `is_mean_over_labels` divides by.
+
+    Args:
+        target: Classes of any shape, or probabilities of shape (samples, classes, ...), none of which is
+            ignored and whose mean has no weights.
+    """
+    if target.is_floating_point():
+        return target.numel() / target.shape[min(1, target.ndim - 1)]
+    weight = loss.weight
+    if weight is None:
+        return (target != loss.ignore_index).sum()
+    target = target.to(weight.device, non_blocking=True)  # a copy of the weights to the host would wait
+    counted = target != loss.ignore_index
+    return (weight[target.where(counted, 0)] * counted).sum(dtype=wide_dtype(weight.device))
+
+
+def check_assigned_loss(task: nn.Module, loss: nn.Module, overridden: set[str]) -> None:
+    """Check that the settings of an assigned loss allow the same gradient for any split of a batch.
+
+    Args:
+        overridden: Which of `training_step`, `loss_weight` and `metric_inputs` the task defines itself.
+    """
+    title = f"{type(task).__name__}.loss, {type(loss).__name__}"
+    reduction = vars(loss).get("reduction")
+    if reduction == "none" and "training_step" not in overridden:
+        raise ConfigError(
+            f"{title}(reduction='none'), gives a loss for each sample, and a step needs one number. Use"
+            " reduction='mean', or define loss(self, outputs, batch) and reduce them there"
+        )
+    if reduction == "sum" and (own := overridden & {"training_step", "loss_weight"}):
+        raise ConfigError(
+            f"{title}(reduction='sum'), with {' and '.join(sorted(own))} of the task: the sum of a step's"
+            " losses is exact in the default training_step, weighted by samples. Use reduction='mean', or"
+            " define loss(self, outputs, batch) and loss_weight(self, batch), what that loss is a mean over"
+        )
+    if "loss_weight" in overridden or not is_mean_over_labels(loss):
+        return
+    own_forward = type(loss).forward not in [each.forward for each in _OVER_CLASSES]
+    if own_forward or "metric_inputs" in overridden:
+        which = f"{type(loss).__name__}.forward" if own_forward else f"{type(task).__name__}.metric_inputs"
+        raise ConfigError(
+            f"{title}, has class weights or an ignore_index, and {which} is overridden, so that it is not"
+            " known what the mean divides by. Define loss_weight(self, batch) in the task to return it"
+        )
