@@ -166,8 +166,9 @@ def warns_as_expected(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaks_nothing: None) -> None:
-    """Run in a directory of the test's own, and as a program that has not asked for its rank yet."""
+    """Run in a directory of the test's own, with torch's seed 0, and before the program asks for its rank."""
     monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
     monkeypatch.setattr(processes, "_asked_alone", None)
 
 

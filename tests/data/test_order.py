@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.messages import warned
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SubsetRandomSampler
 
 from drivetrain.data import as_source
 from drivetrain.data.order import Order
@@ -44,6 +44,18 @@ def first(count: int, epoch: int = 0, position: int = 0, **options: Any) -> list
     found = [batch.tolist() for batch, _, _ in itertools.islice(read.batches(epoch, position), count)]
     read.close()
     return found
+
+
+def test_the_generator_of_a_loader_or_sampler_counts_and_keeps_its_seed() -> None:
+    for make in (
+        lambda own: DataLoader(Numbers(), shuffle=True, generator=own),
+        lambda own: DataLoader(Numbers(), sampler=SubsetRandomSampler(range(SIZE), own)),
+    ):
+        loaders = [make(torch.Generator().manual_seed(seed)) for seed in range(5)] * 2
+        read = [as_source(each, "training", 5).batches(1, 0) for each in loaders]
+        orders = [str([each[0].tolist() for each in batches]) for batches in read]
+        assert orders[:5] == orders[5:]
+        assert len(set(orders)) == 5
 
 
 def test_a_sampler_that_gives_more_or_less_than_its_length_is_named_once_in_any_epoch() -> None:

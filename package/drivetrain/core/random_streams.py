@@ -15,7 +15,7 @@ from them, training continues from their state after that batch, even if a worke
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -264,9 +264,14 @@ def shielded() -> Iterator[None]:
 
 
 @contextmanager
-def preserved(device: torch.device | None = None) -> Iterator[None]:
-    """Run the block with every generator restored at its end, so that a run moves no stream of its caller."""
-    generators = (torch.default_generator, *(device_generators(device) if device else ()))
+def preserved(device: torch.device | None = None, others: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Run the block with every generator restored at its end, so that a run moves no stream of its caller.
+
+    Args:
+        device: The device whose generator is restored too.
+        others: More generators to restore.
+    """
+    generators = (torch.default_generator, *(device_generators(device) if device else ()), *others)
     states = [generator.get_state() for generator in generators]
     with shielded():
         try:

@@ -417,6 +417,7 @@ class IndexedSource(Source):
             "the number of samples in its dataset": len(self._dataset),
             "its batch size": self._batch_size if self._plan is None else repr(self._plan.batch_size),
             "its drop_last": self._drop_last,
+            "the seed of its order": self._seed,
             "its sampler": type(getattr(described, "sampler", described)).__name__,
             "its number of samples in an epoch": self._order.length(),
             "its number of batches": self.count() if loader.batch_sampler is not None else None,

@@ -183,12 +183,15 @@ class Order:
     def drawn(self, sampler: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Yield the indices of a user's sampler for an epoch, drawn in pieces from its own random stream."""
         iterator: Iterator[Any] | None = None
-        stream: tuple[torch.Tensor, dict[str, Any]] | None = None
+        stream: tuple[list[torch.Tensor], dict[str, Any]] | None = None
+        own = generators_of(_owners(sampler))
         while True:
-            # A resumed run asks again in the middle of an epoch, which must not move the step's streams.
-            with preserved():
+            # A resumed run asks again in the middle of an epoch, which must not move the step's streams. The
+            # sampler's generators keep the seed that the user gave them; another fit reads it again.
+            with preserved(others=own):
                 if stream is not None:
-                    torch.default_generator.set_state(stream[0])
+                    for generator, state in zip((torch.default_generator, *own), stream[0], strict=True):
+                        generator.set_state(state)
                     load_host_state(stream[1])
                 try:
                     iterator = self._begun(sampler, epoch) if iterator is None else iterator
@@ -198,7 +201,7 @@ class Order:
                         f"the {self._name} data's sampler ({type(sampler).__name__}) raised in epoch"
                         f" {epoch}: {type(error).__name__}: {error}"
                     ) from error
-                stream = torch.default_generator.get_state(), host_state()
+                stream = [each.get_state() for each in (torch.default_generator, *own)], host_state()
             yield from piece
             if len(piece) < _PIECE:
                 return
@@ -207,9 +210,8 @@ class Order:
         value = mix(ORDER, self._seed, epoch)
         for owner in _owners(sampler):
             set_epoch(owner, epoch)
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(value)
+        for generator in generators_of(_owners(sampler)):
+            generator.manual_seed(value)
         seed_host(value)
         return iter(sampler)
 
@@ -255,6 +257,12 @@ def refuse_divided(sampler: Any, name: str) -> None:
                 " that it gives all samples, give a sampler of the whole dataset, or pass"
                 " drivetrain.already_split(loader)"
             )
+
+
+def generators_of(owners: Iterable[Any]) -> list[torch.Generator]:
+    """Return the generators that a user has given to a loader and its samplers, each once."""
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def _owners(sampler: Any) -> tuple[Any, Any]:

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from drivetrain.core.containers import opened
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import logger
+from drivetrain.core.random_streams import mix
 from drivetrain.core.types import Batch
 from drivetrain.data.indexed import IndexedSource
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
+from drivetrain.data.order import generators_of
 from drivetrain.data.sample_stream import SampleStream
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.sources import BatchSource, IterableSource, Source
@@ -48,7 +50,7 @@ def as_source(
         data: A DataLoader, a dataset (see `is_dataset`), a list or tuple of batches, or any other iterable of
             batches.
         name: The data's name ("training", "validation", ...), for messages.
-        seed: The run's seed.
+        seed: The run's seed. The seeds of generators that a DataLoader or its samplers have are added to it.
         batch_size: For a bare Dataset without its own `batch_size`. An IterableDataset without it gives
             ready batches.
         num_workers: Worker processes for a bare Dataset, each with a copy of it.
@@ -96,6 +98,8 @@ def as_source(
             f" {type(data).__name__}. Pass the dataset itself with batch_size=..., or"
             " DataLoader(..., sampler=drivetrain.data.LengthGroupedSampler(lengths, group_size))"
         )
+    for own in _own_seeds(loader):
+        seed = mix(seed, own)
     if _is_indexed(loader):
         _check_samples(loader.dataset, name)
         source: Source = IndexedSource(
@@ -125,10 +129,22 @@ def as_source(
     else:
         source = IterableSource(name, loader, seed, shard)
     if split is None:
-        source.ranks = ranks
+        source.ranks, source.seed = ranks, seed
     elif whole.size > 1:
         return SplitSource(source, whole, ranks, split.divided_for_one)
     return source
+
+
+def _own_seeds(loader: Any) -> list[int]:
+    """Return the seeds that a user gave a loader and its samplers: those of generators, and that of torch's
+    DistributedSampler unless it is 0, the default.
+    """
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found = [
+        each.initial_seed()
+        for each in generators_of((loader, sampler, batches, getattr(batches, "sampler", None)))
+    ]
+    return [*found, sampler.seed] if isinstance(sampler, DistributedSampler) and sampler.seed else found
 
 
 def _is_indexed(loader: object) -> bool:

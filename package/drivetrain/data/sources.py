@@ -58,6 +58,7 @@ class Source(ABC):
         one_shot: Whether it is an iterator, which can be read once.
         shard: The shard of every round that is read here.
         ranks: The processes that read the data.
+        seed: The seed of its order, and of what loading it draws; 0 if each process reads data of its own.
         batch_size: The number of samples of a whole batch of one process, if known.
         knows_samples: Whether the number of samples in a batch is known without a look at its tensors.
         is_split: Whether each process reads data of its own, rather than its part of common data.
@@ -73,6 +74,7 @@ class Source(ABC):
     one_shot: bool = False
     shard: Shard = WHOLE
     ranks: Ranks = ALONE
+    seed: int = 0
     batch_size: int | None = None
     knows_samples: bool = False
     is_split: bool = False

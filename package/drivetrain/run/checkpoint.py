@@ -65,6 +65,7 @@ def _state(run: Run, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **of_ranks[0],
         "ranks": of_ranks[1:],
         "seed": engine.seed,
+        "data_seed": None if feed is None else feed.source.seed,
         "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
         "strategy": engine.strategy.state_dict(),
         "metrics": run.metrics,
@@ -294,6 +295,16 @@ def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
     run.call(run.hooks.on_checkpoint_loaded)
 
 
+def _check_seed_of_data(run: Run, tree: Any) -> None:
+    feed = run.train_feed
+    if feed is not None and tree.get("data_seed", feed.source.seed) != feed.source.seed:
+        raise CheckpointError(
+            "the checkpoint was saved with another data_seed, or the generator of the training data's"
+            " DataLoader or sampler had another seed: the order of the data would change in the middle of an"
+            " epoch. Give the same seed"
+        )
+
+
 def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     engine = run.engine
     lacking = {"seed", "optimizers", "schedules", "buffer", "callbacks", "loggers"} - set(tree)
@@ -306,6 +317,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
             f"the checkpoint was saved with seed={tree['seed']}, this Trainer has seed={engine.seed}: the"
             f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
         )
+    _check_seed_of_data(run, tree)
     with engine.checkpoint_layout(write=True) as optimizers:
         _load_weights(run, snapshot, tree)
         restore_optimizer_state(
