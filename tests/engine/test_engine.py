@@ -1,5 +1,6 @@
 """The engine: what one step costs and does, generator steps, evaluations in another precision."""
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import drivetrain
-from drivetrain import ConfigError, Engine, LambdaCallback, OptimizerConfig, StrategyError
+from drivetrain import ConfigError, DataError, Engine, LambdaCallback, OptimizerConfig, StrategyError
 
 PACKAGE = str(Path(drivetrain.__file__).parent)
 
@@ -177,7 +178,33 @@ def test_refusals_of_the_engine() -> None:
         def training_step(self, batch: Mapping[str, Tensor]) -> Any:
             return self._judged(batch["real"], 1.0)
 
+    def fit(returned: Any = None, tokens: Any = None, verb: str = "fit", **options: Any) -> Any:
+        def step(task: Regression, batch: Any) -> Any:
+            loss = F.mse_loss(task(batch[0]), batch[1])
+            return loss if returned is None else returned(loss)
+
+        own: Any = {"training_step": step, "validation_step": step}
+        task = variant(**own, **({} if tokens is None else {"tokens": lambda self, batch: tokens}))()
+        return lambda: getattr(quiet(max_steps=1, **options), verb)(task, pairs())
+
+    spectral = Regression()
+    spectral.more = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    word, help_ = "the value 'loss' that a step returned is complex", ".abs()"
+    accumulated: Any = {"gradient_accumulation_steps": 2}
     cases: dict[str, tuple[Any, ...]] = {
+        "a complex loss": (fit(lambda loss: loss * 1j), word, help_),
+        "accumulated": (fit(lambda loss: {"loss": loss * 1j, "more": loss}, **accumulated), word, help_),
+        "evaluated": (fit(lambda loss: loss * 1j, verb="validate"), word, help_),
+        "a complex value": (fit(lambda loss: {"loss": loss, "more": loss * 1j}), "'more'", "complex64"),
+        "clipped by value": (
+            lambda: quiet(max_steps=1, max_grad_value=1.0).fit(spectral, pairs()),
+            "max_grad_norm",
+        ),
+        **{
+            f"tokens {each!r}": (fit(tokens=each), f"tokens gave {each!r}")
+            for each in (2.6, -5, math.nan, "7")
+        },
+        "a tensor of tokens": (fit(tokens=torch.ones(2)), "tokens gave a tensor of shape (2,)"),
         "no generator": (lambda: quiet(max_steps=1).fit(Forgetful(), loader()), "2 optimizers"),
         "strategy": (lambda: Engine("cpuu"), "Did you mean 'cpu'"),
         "two devices": (lambda: Engine("single", devices=2), "devices=2"),
@@ -187,7 +214,7 @@ def test_refusals_of_the_engine() -> None:
             "'fsdp'",
         ),
     }
-    assert_refused((ConfigError, StrategyError), cases)
+    assert_refused((ConfigError, DataError, StrategyError), cases)
 
 
 class Seen(Regression):  # notes the dtypes of weights and inputs, and has a buffer that an evaluation changes

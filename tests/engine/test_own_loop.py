@@ -93,6 +93,8 @@ def test_refusals_in_your_own_loop_and_its_precision() -> None:
         "step without a backward": (lambda: engine.step(optimizer), "without engine.backward"),
         "negative weight": (lambda: engine.backward(loss, weight=-1), "weight"),
         "weight of NaN": (lambda: engine.backward(loss, weight=float("nan")), "weight"),
+        "endless weight": (lambda: engine.backward(loss, weight=float("inf")), "weight"),
+        "a complex loss": (lambda: engine.backward(loss * 1j, weight=2), "complex64", ".abs()"),
     }
     assert_refused(ConfigError, cases)
 

@@ -479,7 +479,7 @@ class Feed:
                     weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
                     if weigh is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
                         raise self._bad_weight(weight, epoch, self._number(position, number, is_placeholder))
-                    tokens = 0 if count_tokens is None else int(count_tokens(batch))
+                    tokens = 0 if count_tokens is None else _tokens(count_tokens(batch))
                     everywhere = None
                     if of_round and self.skips_bad_batches:
                         # Even on a device: a process with a bad batch has no tensor there.
@@ -588,6 +588,18 @@ def _whole(limit: float, source: Source) -> int:
             " rank before. Give a number of batches"
         )
     return max(1, int(exact(limit) * count))
+
+
+def _tokens(given: Any) -> int:
+    """Return what `tokens` gave as a whole number."""
+    try:
+        number = given.item() if isinstance(given, Tensor) else given
+        if (whole := int(number)) == number and whole >= 0:
+            return whole
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    shown = f"a tensor of shape {tuple(given.shape)}" if getattr(given, "ndim", 0) else f"{given!r}"
+    raise DataError(f"tokens gave {shown[:80]}; it must return a whole number of tokens, at least 0")
 
 
 def _on_host(weight: Any) -> float | Tensor:

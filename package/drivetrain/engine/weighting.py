@@ -7,6 +7,7 @@ sum. Your own loop does not know them: its window is scaled when it is closed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -119,10 +120,15 @@ class OpenWindow:
 
     def backward(self, strategy: Strategy, loss: Tensor, weight: float | Tensor | None) -> None:
         """Add a micro-batch's gradients, unless its weight is zero: its mean loss is then usually 0 / 0."""
+        if loss.is_complex():
+            raise ConfigError(
+                f"engine.backward(loss): the loss is complex ({loss.dtype}), and only a real number can be"
+                " optimised. Give its .abs() or its .real"
+            )
         weight = self._own(weight)
         if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # reading another would wait for it
             weight = float(weight)
-            if not weight >= 0:
+            if not 0 <= weight < math.inf:
                 raise ConfigError(
                     f"engine.backward(loss, weight): a weight counts samples or tokens, not {weight}"
                 )

@@ -50,7 +50,7 @@ def read_output(output: Any) -> StepValues:
         if extra:
             _check_extra(loss, extra)
     if isinstance(loss, Tensor):
-        if loss.ndim:
+        if loss.ndim or loss.is_complex():
             loss = _scalar("loss", loss)
         if not extra:
             return loss, _LOSS, loss.detach(), outputs
@@ -69,12 +69,16 @@ def read_output(output: Any) -> StepValues:
     elif loss is None:
         return None, tuple(extra or ()), _stacked(extra, None) if extra else None, outputs
     else:
-        given = "" if loss is output else "the loss as "
-        raise ConfigError(
-            f"a step returned {given}a {type(loss).__name__}; allowed are a scalar tensor, a mapping"
-            " with 'loss', or a StepOutput"
-        )
+        raise _no_output(output, loss)
     return loss, tuple(named), _stacked(named, loss), outputs
+
+
+def _no_output(output: Any, loss: Any) -> ConfigError:
+    given = "" if loss is output else "the loss as "
+    return ConfigError(
+        f"a step returned {given}a {type(loss).__name__}; allowed are a scalar tensor, a mapping with 'loss',"
+        " or a StepOutput"
+    )
 
 
 def no_loss(task: object, loss: Tensor | None) -> ConfigError:
@@ -128,7 +132,8 @@ def _stacked(named: Mapping[str, Any], loss: Tensor | None) -> Tensor:
             device = next((each.device for each in tensors), torch.device("cpu"))
             wide = wide_dtype(device)
             return torch.stack([_placed(name, value, device, wide) for name, value in named.items()])
-        if stacked.ndim > 1 or hasattr(stacked, "full_tensor"):  # equal shapes but no scalars, or sharded
+        # Equal shapes but no scalars, sharded, or complex.
+        if stacked.ndim > 1 or stacked.is_complex() or hasattr(stacked, "full_tensor"):
             return torch.stack([_scalar(name, value) for name, value in named.items()])
         return stacked
 
@@ -152,6 +157,11 @@ def _scalar(name: str, value: Any) -> Tensor:
         raise ConfigError(
             f"the value {name!r} that a step returned is a {type(value).__name__}, not a number"
         ) from None
+    if tensor.is_complex():
+        raise ConfigError(
+            f"the value {name!r} that a step returned is complex ({tensor.dtype}); only real numbers can be"
+            " optimised and logged. Return its .abs() or its .real"
+        )
     if hasattr(tensor, "full_tensor"):  # computed from sharded parameters; all ranks run the step together
         tensor = tensor.full_tensor()
     if tensor.numel() != 1:
