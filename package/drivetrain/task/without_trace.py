@@ -66,17 +66,11 @@ class _Kept:
             if id(each) in self._seen or isinstance(each, PLAIN):
                 continue
             self._seen[id(each)] = each
-            if isinstance(each, GENERATORS):
-                if not isinstance(each, random.SystemRandom):
-                    self._undo.append(partial(load_generator_state, each, generator_state(each)))
-            elif isinstance(each, (Tensor, np.ndarray)):
+            if isinstance(each, (Tensor, np.ndarray)):
                 if has_values:
                     self._keep_values(each)
-            elif isinstance(each, tuple):
-                waiting += each[:most]
-            elif type(each) in _CONTAINERS:
-                self._undo.append(partial(_refill, each, each.copy()))
-                waiting += islice(each.values() if isinstance(each, dict) else each, most)
+            elif isinstance(each, tuple) or type(each) in _CONTAINERS:
+                waiting += self._kept_elements(each, most)
             elif isinstance(each, nn.Module):
                 table = vars(each).get("_parameters")
                 self._seen[id(table)] = table  # some strategies replace its tensors in a forward
@@ -87,7 +81,18 @@ class _Kept:
             elif isinstance(each, (Dataset, Sampler)) or id(each) in whole:
                 waiting.append(getattr(each, "__dict__", None))
             else:
-                waiting += [found for _, found in leaves(each, GENERATORS)]
+                for _, generator in leaves(each, GENERATORS):
+                    self._keep_generator(generator)
+
+    def _kept_elements(self, container: Any, most: int) -> list[Any]:
+        """Note the elements of a container, and return those to look into."""
+        if not isinstance(container, tuple):
+            self._undo.append(partial(_refill, container, container.copy()))
+        return [*islice(container.values() if isinstance(container, dict) else container, most)]
+
+    def _keep_generator(self, generator: Any) -> None:
+        if not isinstance(generator, random.SystemRandom):
+            self._undo.append(partial(load_generator_state, generator, generator_state(generator)))
 
     def _keep_values(self, array: Any) -> None:
         if isinstance(array, nn.Parameter):

@@ -105,7 +105,7 @@ def find_batch_size(
         return found is not None and (limit is None or found <= limit)
 
     below, above = 0, upper + 1  # the largest that fits, and the smallest that does not
-    size = min(upper, at_start(settings.batch_size) or _FEWEST)
+    size = _first_size(settings, upper)
     while above - below > 1:
         if fits(size):
             below = size
@@ -119,6 +119,10 @@ def find_batch_size(
             " model"
         )
     return BatchSizeResult(below, limit, dict(sorted(peaks.items())))
+
+
+def _first_size(settings: Settings, upper: int) -> int:
+    return min(upper, at_start(settings.batch_size) or _FEWEST)
 
 
 def _is_indexed(data: Any) -> bool:
