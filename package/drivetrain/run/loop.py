@@ -6,6 +6,7 @@ the same code. Evaluation and prediction are plain passes over their data.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,7 +14,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from torch import nn
+
 from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import shielded
 from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.distributed.failure.last_words import set_training
@@ -25,7 +29,7 @@ from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
 from drivetrain.task.attributes import generators_kept
 from drivetrain.task.output import read_output
-from drivetrain.task.task import overrides
+from drivetrain.task.task import modules_in_evaluation, overrides
 from drivetrain.task.without_trace import without_trace
 
 Feeds = Sequence[tuple[str | None, Feed]]
@@ -33,6 +37,11 @@ Feeds = Sequence[tuple[str | None, Feed]]
 _LEFT = "the loop was left by its caller"
 
 _NOTHING: frozenset[str] = frozenset()
+
+_LOG = logger(__name__)
+
+_NAMED = 8
+"""The most modules that a message names."""
 
 
 def train_steps(run: Run) -> Generator[StepResult, None, None]:
@@ -123,6 +132,7 @@ def _requests(run: Run) -> frozenset[str]:
 
 def _begin(run: Run) -> None:
     run.call(run.hooks.on_fit_start)
+    _report_modes(run.task)
     run.start()
     set_training()
     run.ledger.train()
@@ -130,6 +140,21 @@ def _begin(run: Run) -> None:
         check_validation(run, run.sanity_batches)
     if run.requests or run.stopping.shared or run.stopping.asked is not None:
         _agree(run)
+
+
+def _report_modes(task: nn.Module) -> None:
+    """Log which modules are in evaluation mode; a warning, if parts of the model train that way."""
+    if not (found := modules_in_evaluation(task)):
+        return
+    parts = [each for each in found.values() if next(each.children(), None) is not None]
+    trains = any(each.requires_grad for part in parts for each in part.parameters())
+    names = ["the whole task" if not name else repr(name) for name in [*found][:_NAMED]]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    _LOG.log(
+        logging.WARNING if trains else logging.INFO,
+        f"training starts with {', '.join(names)}{more} in evaluation mode, as eval() sets it: dropout is off"
+        " there, and batch norms keep their statistics. Call train() before the fit to change it",
+    )
 
 
 def _nothing_learned(run: Run) -> DataError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
+from drivetrain.checkpoint.weights.module_state import clean_name, has_extras, load_module_state
 from drivetrain.checkpoint.weights.rename import Rename
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.progress import Progress
@@ -485,6 +485,16 @@ def train_loaded(task: TaskModule) -> None:
     if not any(each.training for each in task.modules()):
         for each in modules:
             each.training = True
+
+
+def modules_in_evaluation(task: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules in evaluation mode by name, without those inside another one of them."""
+    found: dict[str, nn.Module] = {}
+    for given, module in task.named_modules():
+        name = clean_name(given)
+        if not module.training and "" not in found and not name.startswith(tuple(f"{n}." for n in found)):
+            found[name] = module
+    return found
 
 
 @contextmanager

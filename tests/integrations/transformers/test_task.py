@@ -93,6 +93,12 @@ def test_a_model_is_accumulated_weighed_predicted_and_resumed(family: str, tmp_p
     resume_is_bitwise(family, tmp_path)
 
 
+def test_a_model_is_trained_in_training_mode_as_by_transformers() -> None:
+    one = model(BERT).eval()  # as from_pretrained gives it
+    task = hf.TransformersTask(one)
+    assert all(each.training for each in task.modules())
+
+
 def test_a_loss_that_cannot_be_split_is_named() -> None:
     summed = model("wav2vec2")
     summed.config.ctc_loss_reduction = "sum"

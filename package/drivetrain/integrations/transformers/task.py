@@ -106,7 +106,8 @@ class TransformersTask(TaskModule):
     shifted where the model shifts them. Any split of a batch then gives the gradient of the large batch.
 
     Args:
-        model: The model; or its description in a checkpoint, for `from_checkpoint`.
+        model: The model, which is set to training mode, as transformers' Trainer does: call `eval()` on parts
+            of it afterwards. Or its description in a checkpoint, for `from_checkpoint`.
         processing_class: The tokenizer, processor or image processor. Datasets are padded with it.
         optimizer: An `OptimizerConfig`, a `TransformersOptimizer`, or what else `configure_optimizers` may
             return. None: AdamW with lr=5e-5.
@@ -158,6 +159,8 @@ class TransformersTask(TaskModule):
         self.model: Any = (
             build_model(model) if isinstance(model, Mapping) else _checked(model, self.takes_any_module)
         )
+        if not self.takes_any_module:  # whose Trainer sets the mode when it trains
+            self.model.train()
         base = base_of(self.model)
         quantised = quantised_by(self.model)
         if quantised not in ("", "torchao"):
