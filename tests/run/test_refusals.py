@@ -95,13 +95,14 @@ def test_data_that_a_fit_or_an_evaluation_cannot_use_is_refused() -> None:
 
 def test_losses_metrics_and_logged_values_that_cannot_be_are_refused(tmp_path: Path) -> None:
     detached = variant(loss=lambda self, outputs, batch: outputs.detach().mean())
-    measured = variant(metrics=lambda self: {"loss": constant()})
+    named = lambda self, outputs, batch: {"loss": outputs.mean(), "constant": outputs.mean()}  # noqa: E731
+    measured = variant(metrics=lambda self: {"constant": constant()}, loss=named)
     kept = variant(metrics=lambda self: {"constant": constant()})
     skips = variant(training_step=lambda self, batch: None)
     table: dict[str, tuple[Any, ...]] = {
         "no graph": (lambda: fit(detached()), "depends on no parameter"),
         "no loss": (lambda: fit(skips()), "returned no loss"),
-        "name in training": (lambda: fit(measured(), log_every=1), "value 'loss'", "metrics() declares"),
+        "name in training": (lambda: fit(measured(), log_every=1), "value 'constant'", "metrics() declares"),
     }
     assert_refused(ConfigError, table)
     unstorable = (lambda: fit(kept(), run_dir=tmp_path, checkpoint=True), "'constant'", "no state_dict")

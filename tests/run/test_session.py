@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.messages import warned
 from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import DataError, LambdaCallback, TaskModule
@@ -91,6 +92,32 @@ def test_the_note_of_an_error_says_where_the_run_stood() -> None:
 
     with pytest.raises(DataError, match=r"training data raised at batch 2 of epoch 0: OSError: unreadable"):
         quiet(max_epochs=1).fit(Regression(), batches())
+
+
+def test_an_error_in_a_step_names_the_tasks_method_and_the_shapes_of_its_batch() -> None:
+    def loss(self: Any, outputs: Any, batch: Any) -> Any:
+        return batch["label"].sum()
+
+    fit, odd = quiet(max_epochs=1).fit, (torch.ones(2, 3), torch.ones(2, 1))
+    whole, named = next(iter(pairs(8, 8))), {"features": torch.ones(2, 4)}
+    group = ExceptionGroup("both", [ValueError("one"), KeyError("two")])
+    for call, *words in (
+        (partial(fit, Regression(), [odd]), "in Regression.forward, with the batch (float32[2, 3], float32["),
+        (partial(quiet().predict, Regression(), [odd]), "Regression.forward, with", "in predict, batch 0"),
+        (partial(fit, variant(loss=loss)(), [named]), "Variant.loss, with the batch {'features': float32"),
+        (partial(fit, Regression(), [*whole]), "a tensor alone", "TensorDataset(x, y)"),
+        (
+            partial(fit, Regression(), [(whole[0], [1.0] * 8)]),
+            "a list of 8 numbers",
+            "torch.tensor makes one",
+        ),
+        (partial(fit, Failing(group), pairs()), "both", "ValueError: one; KeyError: 'two'", "in training"),
+    ):
+        with pytest.raises(Exception) as caught:
+            call()
+        assert all(each in caught.value.__notes__[0] for each in words), caught.value.__notes__
+    with warned("look like the inputs and the targets"), pytest.raises(DataError):
+        fit(Regression(), (whole[0].numpy(), [1] * 8))
 
 
 def test_an_error_in_a_hook_or_at_its_handling_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import logging
 import random
 import re
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 
 from drivetrain import (
     CheckpointConfig,
+    CheckpointError,
     ConfigError,
     EarlyStopping,
     LambdaCallback,
@@ -33,6 +36,40 @@ def dropping() -> Regression:
 def fitted(**options: Any) -> Any:
     quiet(max_epochs=2, **options).fit(task := dropping(), pairs(10, shuffle=True))
     return weights(task)
+
+
+def test_a_fit_names_the_modules_in_evaluation_mode_as_it_starts_and_keeps_them_so() -> None:
+    for part, level, named in (
+        ("dropout", logging.INFO, "'dropout'"),
+        ("", logging.WARNING, "the whole task"),
+    ):
+        task = Regression(dropout=0.5)
+        task.get_submodule(part).eval()
+        before = [each.training for each in task.modules()]
+        with heard(f"starts with {named} in evaluation mode", level) as texts:
+            quiet(max_steps=1).fit(task, pairs())
+        assert len(texts) == 1
+        assert [each.training for each in task.modules()] == before
+    with heard("evaluation mode", logging.INFO) as texts:
+        quiet(max_steps=1).fit(Regression(), pairs())
+    assert texts == []
+
+
+def test_a_fit_that_ends_early_says_why() -> None:
+    def stop(run: Any) -> None:
+        run.stop("enough")
+
+    for options, expected in (({"callbacks": [LambdaCallback(on_step_end=stop)]}, 1), ({}, 0)):
+        with heard("ended early, after step 1 of 5: enough", logging.INFO) as texts:
+            quiet(max_epochs=1, **options).fit(Regression(), pairs())
+            assert len(list(quiet(max_epochs=1, **options).steps(Regression(), pairs()))) == 5 - 4 * expected
+        assert len(texts) == 2 * expected
+
+
+def test_the_callback_whose_state_cannot_be_taken_is_named(tmp_path: Path) -> None:
+    odd = type("Odd", (LambdaCallback,), {"state_dict": lambda self: 1 / 0, "load_state_dict": print})()
+    with pytest.raises(CheckpointError, match=r"callback Odd could not be taken: .*ZeroDivisionError"):
+        quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path, callbacks=[odd]).fit(Regression(), pairs())
 
 
 def test_a_trainer_never_changes_and_its_fits_are_the_same() -> None:

@@ -76,6 +76,8 @@ def described(batch: Batch) -> str:
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     if (container := opened(batch)) is None:
         return type(batch).__name__
+    if container.entries and all(isinstance(each, (int, float)) for each in container.entries):
+        return f"a {type(batch).__name__} of {len(container.entries)} numbers"
     shown = [described(each) for each in container.entries[:_SHOWN]]
     is_named = not isinstance(container.names, range)
     shown = [f"{n!r}: {each}" if is_named else each for n, each in zip(container.names, shown, strict=False)]

@@ -117,10 +117,7 @@ def as_source(
         _check_batches(loader, name, shard.rank == 0)
         source = BatchSource(name, loader, shard)
     elif isinstance(loader, Tensor):
-        raise DataError(
-            f"the {name} data is a Tensor. Put it and its targets into a dataset,"
-            " torch.utils.data.TensorDataset(x, y), and give the Trainer a batch_size"
-        )
+        raise DataError(f"the {name} data is a Tensor. For inputs x and targets y: {AS_DATASET}")
     elif not _gives_batches(loader):
         raise DataError(
             f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
@@ -152,6 +149,10 @@ def _is_indexed(loader: object) -> bool:
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__")
+
+
+AS_DATASET = "give them as torch.utils.data.TensorDataset(x, y), and the Trainer a batch_size"
+"""How tensors of all samples are given as data."""
 
 
 def is_dataset(data: object) -> bool:
@@ -209,12 +210,28 @@ def _check_batches(batches: Sequence[Batch], name: str, warns: bool) -> None:
             f"the {name} data is a {kind} of loaders. For evaluation on several, give them names:"
             ' {"first": loader, "second": other}; training takes one loader'
         )
+    if warns and _are_columns(batches):
+        _LOG.warning(
+            f"the {name} data is a {kind} of 2 items of {len(batches[0])} rows each, which are read as ready"
+            f" batches, but they look like the inputs and the targets of all samples: {AS_DATASET}"
+        )
     if warns and (label := _label_of_a_sample(batches)) is not None:
         _LOG.warning(
             f"the {name} data is a {kind} of {len(batches)} items, which are read as ready batches, but they"
             f" look like single samples: entry {label!r} of each is one number. If they are samples, pass"
             " DataLoader(data, batch_size=32)"
         )
+
+
+def _are_columns(batches: Sequence[Batch]) -> bool:
+    """Return whether two batches look like the inputs and the targets of all samples."""
+    of_rows = [
+        getattr(each, "ndim", 0) or (isinstance(each, list) and _is_number(each[0])) for each in batches
+    ]
+    if len(batches) != 2 or not all(of_rows) or len(batches[0]) != len(batches[1]):
+        return False
+    kinds = {(getattr(each, "dtype", None), getattr(each, "ndim", None)) for each in batches}
+    return isinstance(batches, tuple) or len(kinds) > 1
 
 
 def _label_of_a_sample(batches: Sequence[Batch]) -> Any:

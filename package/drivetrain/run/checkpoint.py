@@ -70,7 +70,7 @@ def _state(run: Run, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "strategy": engine.strategy.state_dict(),
         "metrics": run.metrics,
         "validated": run.validated,
-        "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
+        "callbacks": _states("callback", run.callbacks),
         "given": {name: updater.given for name, updater in engine.updaters.items()},
         "data": feed.snapshot() if feed is not None else None,
         "data_continues": feed.continuation() if feed is not None else None,
@@ -155,7 +155,7 @@ def _own_state(run: Run) -> dict[str, Any]:
 
 
 def _of_first(run: Run) -> dict[str, Any]:
-    loggers = {name: each.state_dict() for name, each in _stateful(run.loggers).items()}
+    loggers = _states("logger", run.loggers)
     return {"values": run.pending_values(), "timing": run.timing, "loggers": loggers}
 
 
@@ -392,6 +392,20 @@ def _stateful(parts: Iterable[Any]) -> dict[str, Stateful]:
         if isinstance(part, Stateful):
             named[f"{kind}:{number}" if number else kind] = part
     return named
+
+
+def _states(what: str, parts: Iterable[Any]) -> dict[str, Any]:
+    """Return the states of the parts that have one; names the one whose `state_dict` raises."""
+    states = {}
+    for name, part in _stateful(parts).items():
+        try:
+            states[name] = part.state_dict()
+        except Exception as error:
+            raise CheckpointError(
+                f"the state of the {what} {name} could not be taken: its state_dict raised"
+                f" {type(error).__name__}: {error}"
+            ) from error
+    return states
 
 
 def _restore_each(

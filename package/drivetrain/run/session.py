@@ -6,24 +6,29 @@ import atexit
 import inspect
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drivetrain.checkpoint.storage.filesystem import StorageError
+from drivetrain.core.containers import opened
 from drivetrain.core.errors import shown
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import is_out_of_memory
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import duration
+from drivetrain.data.batch import described
+from drivetrain.data.reading import AS_DATASET
 from drivetrain.data.workers.ends import note_on
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.last_words import record
-from drivetrain.distributed.failure.messages import Cause
+from drivetrain.distributed.failure.messages import Cause, summary
 from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_hook
 from drivetrain.distributed.failure.watchdog import Watchdog
 from drivetrain.engine.memory_advice import memory_advice
@@ -33,6 +38,7 @@ from drivetrain.run.preemption import print_end
 from drivetrain.run.run import Run
 from drivetrain.run.save_errors import is_gone
 from drivetrain.run.settings import RunSettings
+from drivetrain.task.task import TaskModule
 
 _LOG = logger(__name__)
 
@@ -112,25 +118,27 @@ def _tell(
         error.add_note(f"drivetrain: {note}")
     is_agreed = error is run.stopping.ending  # raised by all ranks
     if channel is not None and not is_agreed:  # before anything that waits for the others
-        channel.report(error, _checkpoint_note(settings, run, error))
+        channel.report(error, _besides(settings, run, error))
         if isinstance(error, SystemExit) and not error.code:
             error.code = 1  # the others have failed for it
     elif not is_agreed and run.engine.ranks.size == 1:
         place, doing = _place(run), place_of_error(error)
         place = place if doing in place else f"{place}, {doing}"
-        record(Cause.of_error(0, place, error, _checkpoint_note(settings, run, error)).failure())
+        record(Cause.of_error(0, place, error, _besides(settings, run, error)).failure())
     _report(settings, run, error)
     if is_agreed:
         _end_together(settings, run, closing)
 
 
-def _checkpoint_note(settings: RunSettings, run: Run, error: BaseException) -> str:
-    """Return what is left after a failed save, for the last line of the program.
+def _besides(settings: RunSettings, run: Run, error: BaseException) -> str:
+    """Return where in the task an error was raised, or what is left after a failed save, for the last line of
+    the program.
 
     It does not check the storage: one that does not answer would keep the other ranks waiting.
     """
     if not isinstance(error, StorageError) or run.last_checkpoint is None:
-        return ""
+        place = _in_task(run.task, error)
+        return place[:1].upper() + place[1:]
     return f"The last checkpoint that is whole is {as_given(settings, run.last_checkpoint)}"
 
 
@@ -168,7 +176,8 @@ def _restore_task(run: Run) -> None:
 def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
     run.exception = error
     run.ledger.end_training()
-    error.add_note(f"drivetrain: {_where(run)}")
+    group = summary(error) if isinstance(error, BaseExceptionGroup) else ""
+    error.add_note(f"drivetrain: {', '.join(filter(None, (group, _in_task(run.task, error), _where(run))))}")
     if "Expected more than 1 value per channel" in str(error):  # torch.nn.functional.batch_norm
         error.add_note(
             "drivetrain: batch norm cannot train on one sample; the last batch of an epoch may have no more."
@@ -180,6 +189,29 @@ def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
         there = f"drivetrain: the newest checkpoint is {newest}; {what_goes_on(settings, newest)}"
         gone = f"drivetrain: the newest checkpoint, {newest}, is not there any more"
         error.add_note(shown(gone if is_gone(run.last_checkpoint) else there))
+
+
+_OF_BATCH = {"training_step", "validation_step", "test_step", "predict_step", "loss_weight", "tokens"}
+"""The methods of a task that are given a batch first."""
+
+
+def _in_task(task: TaskModule, error: BaseException) -> str:
+    """Return the task's method that raised an error, with the batch of its step; empty for other errors."""
+    calls = [
+        frame
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_locals.get("self") is task and not frame.f_code.co_name.startswith("_")
+    ]
+    first = next((each for each in calls if each.f_code.co_name in _OF_BATCH), None)
+    if first is None:
+        return ""
+    batch = first.f_locals.get(first.f_code.co_varnames[1])
+    place = f"in {type(task).__name__}.{calls[-1].f_code.co_name}, with the batch {described(batch)}"
+    if isinstance(batch, Tensor):
+        return f"{place} (a tensor alone; if the data is inputs x and targets y, {AS_DATASET})"
+    entries = () if (container := opened(batch)) is None else container.entries
+    is_list = any(isinstance(each, list) and each and isinstance(each[0], (int, float)) for each in entries)
+    return f"{place} (a list of numbers is no tensor: torch.tensor makes one)" if is_list else place
 
 
 def _where(run: Run) -> str:

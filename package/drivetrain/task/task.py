@@ -109,9 +109,10 @@ class TaskModule(nn.Module):
         if name in _DESCRIBED and self._take(name, value):
             return
         if name in _RESERVED:
+            instead = "" if overrides(self, name) else _instead(name, value)
             raise ConfigError(
                 f"{type(self).__name__}.{name} is a method of TaskModule, which an attribute would hide."
-                f" Choose another name for the attribute, such as {name + '_function'!r}"
+                f"{instead} Choose another name for another attribute, such as {name + '_function'!r}"
             )
         if name == "hparams":
             raise ConfigError(
@@ -334,8 +335,9 @@ class TaskModule(nn.Module):
                 if name in batch:
                     return outputs, batch[name]
             raise DataError(
-                f"no target for the metrics: the batch's columns are {', '.join(map(repr, batch))}, none of "
-                f"{', '.join(map(repr, TARGETS))}. Override `metric_inputs(outputs, batch)`"
+                "no target for the loss or the metrics: the batch's columns are"
+                f" {', '.join(map(repr, batch))}, none of {', '.join(map(repr, TARGETS))}. Override"
+                " `metric_inputs(outputs, batch)`"
             )
         if isinstance(batch, (tuple, list)):
             forward = FORWARDS.get(type(self))
@@ -343,7 +345,7 @@ class TaskModule(nn.Module):
                 self._check_target(batch, forward.positional)
             return outputs, batch[-1]
         raise DataError(
-            f"no target for the metrics: the batch is a {type(batch).__name__}. Override"
+            f"no target for the loss or the metrics: the batch is a {type(batch).__name__}. Override"
             " `metric_inputs(outputs, batch)`"
         )
 
@@ -460,6 +462,22 @@ def _begins_with_loss(outputs: Any) -> bool:
 
 _DESCRIBED = ("loss", "metrics")
 """The methods in whose place a constructor may assign an object."""
+
+
+def _instead(name: str, value: object) -> str:
+    """Return what to write in place of an object that cannot stand for a method."""
+    if name == "metrics":
+        return " Assign a mapping, `self.metrics = {'accuracy': ...}`."
+    if name != "loss":
+        return ""
+    function = getattr(value, "__name__", "")
+    wanted = function.replace("_", "").removesuffix("loss") + "loss"
+    module = next((each for each in vars(nn) if each.lower() == wanted), "CrossEntropyLoss")
+    return (
+        f" Assign a module, `self.loss = nn.{module}()`, or define `def loss(self, outputs, batch)`, which"
+        f" calls {function.strip('<>') or 'a function'}(outputs, ...) with the target in the batch."
+    )
+
 
 _RESERVED = frozenset(
     name for name, value in vars(TaskModule).items() if inspect.isfunction(value) and not name.startswith("_")

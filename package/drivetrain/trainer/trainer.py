@@ -343,6 +343,7 @@ class Trainer(RunSettings):
         best = {by: as_given(trainer, path) or path for by, path in best.items()}
         if history and directory is not None and (directory / LEDGER).exists() and not is_part():
             _LOG.info("curves: drivetrain runs report %s", as_given(trainer, str(directory)))
+        _report_early_end(run)
         return FitResult(
             dict(run.metrics),
             run.progress,
@@ -388,6 +389,7 @@ class Trainer(RunSettings):
                 yield from observed_loop(run.loop)
             finally:
                 run.loop = None
+        _report_early_end(run)
 
     @contextmanager
     def _begin(
@@ -662,6 +664,17 @@ class Trainer(RunSettings):
         from drivetrain.trainer.find_batch_size import find_batch_size
 
         return find_batch_size(self, task, data, type(self).fit, memory, largest)
+
+
+def _report_early_end(run: Run) -> None:
+    """Log why a fit has ended before its planned length, if it has."""
+    totals, reason = run.totals, run.stop_reason or ""
+    planned = ["max_steps=", "max_epochs="]
+    if totals.max_steps is None and totals.max_epochs is None:
+        planned.append("max_time=")
+    if not reason.startswith(tuple(planned)) and not is_part():
+        of = "" if totals.steps is None else f" of {totals.steps}"
+        _LOG.info(f"the fit ended early, after step {run.progress.steps}{of}: {reason}")
 
 
 def _overrides(given: object, resume: object) -> str:

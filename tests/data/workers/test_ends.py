@@ -70,6 +70,7 @@ def test_a_worker_that_is_gone_lacks_room_or_never_answers_is_named_and_is_no_ba
         (ends_by(signal.SIGKILL), KILLED),
         (ends_by(signal.SIGBUS), r"was killed by signal SIGBUS: the shared memory.*/dev/shm has \d+ of"),
         (lambda: os._exit(3), "ended by itself with exit code 3: "),
+        (lambda: os._exit(0), "ended by itself with exit code 0: "),
     ):
         data = DataLoader(Odd(act), batch_size=2, num_workers=1)
         message = rf"{PLACE} \(samples .* was waited for: worker 0 \(pid.*{expected}"

@@ -319,6 +319,10 @@ def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own() -> None:
     )
     for kind, several in (("consequence", consequences), ("error", errors)):
         assert [Cause.of_error(0, "", raised(each)).kind for each in several] == [kind] * len(several)
+    group = ExceptionGroup("two", [ValueError("one"), ExceptionGroup("more", [KeyError("a")])])
+    assert all(
+        each in Cause.of_error(0, "", group).what for each in ("two", "ValueError: one", "KeyError: 'a'")
+    )
 
 
 def test_another_ranks_failure_is_an_error_that_says_where() -> None:

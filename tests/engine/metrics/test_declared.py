@@ -167,6 +167,7 @@ def test_refusals_of_metrics() -> None:
     cases: dict[str, tuple[Any, ...]] = {
         "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
         "a list": (lambda: declared_by(variant(metrics=lambda _: [one])()), "such as {'accuracy'"),
+        "the loss": (lambda: declared_by(variant(metrics=lambda _: {"loss": one})()), "'mean_loss'"),
         "a property": (lambda: declared_by(variant(metrics=property(lambda _: {}))()), "without @property"),
         "no metric": (declare({"accuracy": nn.Linear(1, 1)}), "['accuracy']", "update, compute, reset"),
         "two names": (declare({"a": one, "b": one}), "'a'", "'b'"),

@@ -48,8 +48,9 @@ def how_ended(iterator: Any, error: Exception) -> str | None:
     """
     if not workers_of(iterator):
         return None
-    deadline = time.monotonic() + (_DYING if isinstance(error, (OSError, EOFError)) else 0.0)
-    while (ended := _ended(iterator)) is None and time.monotonic() < deadline:
+    is_cut_off = isinstance(error, (OSError, EOFError))
+    deadline = time.monotonic() + (_DYING if is_cut_off else 0.0)
+    while (ended := _ended(iterator, is_cut_off)) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return ended
 
@@ -61,12 +62,12 @@ def workers_of(iterator: Any) -> list[BaseProcess]:
     return [each for each in listed if isinstance(each, BaseProcess)]
 
 
-def _ended(iterator: Any) -> str | None:
+def _ended(iterator: Any, is_cut_off: bool) -> str | None:
     for number, process in enumerate(workers_of(iterator)):
         code = process.exitcode
-        if code is None or code == 0:
+        if code is None or (code == 0 and not is_cut_off):  # a worker without samples left ends with 0
             continue
-        if code > 0:
+        if code >= 0:
             return (
                 f"worker {number} (pid {process.pid}) ended by itself with exit code {code}: a library has"
                 " called os._exit or sys.exit, or a batch could not be sent; its message is on standard"

@@ -111,6 +111,13 @@ def at(where: str) -> str:
     return where if where.startswith(("at ", "in ", "after ", "before ")) else f"at {where}"
 
 
+def summary(error: BaseException) -> str:
+    """Return an error's type and message; of a group also those of the errors in it."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    inside = map(summary, error.exceptions) if isinstance(error, BaseExceptionGroup) else ()
+    return ": ".join(filter(None, (text, "; ".join(inside))))
+
+
 @dataclass(frozen=True)
 class Cause:
     """The reason why a job fails.
@@ -143,7 +150,7 @@ class Cause:
     @classmethod
     def of_error(cls, rank: int, where: str, error: BaseException, besides: str = "") -> Cause:
         """Return the cause for an error on this rank; long texts lose their middle."""
-        what = shortened(shown("".join(traceback.format_exception_only(type(error), error)).strip()))
+        what = shortened(shown(summary(error)))
         what = f"{what}. {besides}" if besides else what
         where_raised = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
         kind = "consequence" if is_consequence(error) else "error"

@@ -48,12 +48,17 @@ def declared_by(task: Any) -> Any:
     metrics = task.metrics()
     items: Any = getattr(metrics, "items", None)
     if isinstance(metrics, torch.nn.Module) and callable(items):
-        return dict(items())
+        metrics = dict(items())
     check_no_class("metrics()", metrics)
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(
             "metrics() must return a mapping of names to metrics, such as {'accuracy': Accuracy(...)}, not"
             f" a {type(metrics).__name__}"
+        )
+    if "loss" in (metrics or ()):
+        raise ConfigError(
+            "metrics() has a metric called 'loss', the name of the value that a step minimises. Give it"
+            " another name, such as 'mean_loss'"
         )
     return metrics
 
