@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import sys
 import threading
 import traceback
 import weakref
@@ -27,7 +28,7 @@ from drivetrain.data.batch import described
 from drivetrain.data.reading import AS_DATASET
 from drivetrain.data.workers.ends import note_on
 from drivetrain.distributed.failure.channel import FailureChannel
-from drivetrain.distributed.failure.last_words import record
+from drivetrain.distributed.failure.last_words import record, write_now
 from drivetrain.distributed.failure.messages import Cause, summary
 from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_hook
 from drivetrain.distributed.failure.watchdog import Watchdog
@@ -176,8 +177,11 @@ def _restore_task(run: Run) -> None:
 def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
     run.exception = error
     run.ledger.end_training()
-    group = summary(error) if isinstance(error, BaseExceptionGroup) else ""
-    error.add_note(f"drivetrain: {', '.join(filter(None, (group, _in_task(run.task, error), _where(run))))}")
+    is_group = isinstance(error, BaseExceptionGroup)
+    places = (summary(error) if is_group else "", _in_task(run.task, error), _where(run))
+    error.add_note(note := shown(f"drivetrain: {', '.join(filter(None, places))}"))
+    if is_group:
+        atexit.register(_end_with, note, id(error))
     if "Expected more than 1 value per channel" in str(error):  # torch.nn.functional.batch_norm
         error.add_note(
             "drivetrain: batch norm cannot train on one sample; the last batch of an epoch may have no more."
@@ -212,6 +216,12 @@ def _in_task(task: TaskModule, error: BaseException) -> str:
     entries = () if (container := opened(batch)) is None else container.entries
     is_list = any(isinstance(each, list) and each and isinstance(each[0], (int, float)) for each in entries)
     return f"{place} (a list of numbers is no tensor: torch.tensor makes one)" if is_list else place
+
+
+def _end_with(note: str, group: int) -> None:
+    """Write a note last if this group of errors has ended the program: Python prints its members after it."""
+    if id(getattr(sys, "last_value", None)) == group:
+        write_now(f"{note}\n")
 
 
 def _where(run: Run) -> str:

@@ -19,13 +19,14 @@ ONE = "RankFailure: rank 1 failed first, "
 # As gloo does where ranks make different collectives: no Python code runs any more.
 ABORT = "rank 1 failed first.*by SIGABRT.*; rank 0 was in training, after step 3, in the b"
 START = ONE + ".*in validation, .*, in on_evaluation_start of Acts: ValueError: boom$"
-END = ONE + "in validation, .*after step 10, in on_evaluation_end of Acts"
+GROUP = "raise ExceptionGroup('two', [ValueError('one')])"  # whose traceback ends with its members
+END = "drivetrain: ExceptionGroup: two .*: ValueError: one, in validation, .*in on_evaluation_end of Acts"
 EPOCH = "rank 0 .*, after step 10, in on_epoch_end of Acts: Sys"
 KILLED = "RankFailure: rank 0 failed first.*: it was killed"
 ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
     "save": ({"act": "kill()"}, 1, ONE + "last heard of .*: it was killed by"),
     "evaluation start": ({"strategy": "fsdp", "act": BOOM}, 1, START),
-    "evaluation end": ({"act": BOOM}, 1, END),
+    "evaluation end": ({"act": GROUP, "who": [0]}, 1, END),
     "epoch end": ({"act": "sys.exit(3)", "who": [0]}, 3, EPOCH),
     "forward": ({"act": "kill()", "who": [0]}, -signal.SIGKILL, KILLED),
     "step end": ({"act": "os.abort()"}, 1, ABORT),
@@ -38,7 +39,7 @@ def test_the_first_cause_is_the_last_line_with_its_place() -> None:
         _, code, last = ENDS[where]
         assert (where, ended.code, ended.out) == (where, code, ""), ended.errors
         assert re.search(last, ended.errors[-1]), (where, ended.errors)
-    assert "ValueError: boom" in stacks(found["evaluation end"])["rank1.txt"], "with its traceback"
+    assert "ValueError: boom" in stacks(found["evaluation start"])["rank1.txt"], "with its traceback"
     aborted = found["step end"].errors
     assert any("training.py" in each and "in on_step_end" in each for each in aborted), "where it was"
 

@@ -19,6 +19,7 @@ from drivetrain.data.batch import map_tensors
 from drivetrain.data.reading import is_dataset
 from drivetrain.data.split_source import AlreadySplit
 from drivetrain.engine.updater import is_interleaved
+from drivetrain.run.messages import part_of
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.transforms.compile import Compilation, as_compile
@@ -142,7 +143,8 @@ def turn(
     """Train until the clock has timed enough steps, and return what `measured` returns."""
     probe = Probe(clock)
     trainer = watched(trainer, probe, folder, compared)
-    result = trainer.fit(unwatched(task), data)
+    with part_of("the benchmark begins anew"):
+        result = trainer.fit(unwatched(task), data)
     if not clock.blocks:
         raise DataError(
             f"the fit ended after {result.progress.steps} steps ({result.stop_reason}), before enough of them"
