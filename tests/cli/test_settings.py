@@ -1,14 +1,28 @@
 """The arguments of a run from the command line and from a file; the list of strategies."""
 
+import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 from tests.cli.conftest import settings
+from tests.cli.programs.typed import Policy
 from torch.utils.data import default_collate
 
-from drivetrain import DDPConfig, EarlyStopping, Float8
+from drivetrain import (
+    CheckpointConfig,
+    DDPConfig,
+    EarlyStopping,
+    Float8,
+    MemoryConfig,
+    PreemptionConfig,
+    Trainer,
+)
+from drivetrain.cli.references import importable_here
+from drivetrain.cli.settings import Settings
 from drivetrain.cli.strategies import list_strategies
 from drivetrain.loggers import CSVLogger
 from drivetrain.strategies import STRATEGIES, Hardware
@@ -22,42 +36,106 @@ def trainer(line: str) -> Any:
     return settings(f"{QUIET} {line}").trainer()
 
 
-def test_a_text_becomes_what_the_annotation_asks_for(typed):
+def read(task, *lines):
+    """The differences between what a task of `programs/typed.py` was given by lines, or by the file that they
+    print, and what they mean: pairs of an option's text and its value.
+    """
     wrong = []
-    for line, value in {
-        "whole -2": -2,
-        "number 3": 3.0,
-        "number=-1e-3": -0.001,
-        "flag yes": True,
-        "text 3": "3",
-        "text=": "",
-        "maybe none": None,
-        "either auto": "auto",
-        "kind tanh": "tanh",
-        "sizes 1,2,3": [1, 2, 3],
-        "sizes+=1 --task.sizes+=2": [1, 2],
-        "pair (0.9,0.95)": (0.9, 0.95),
-        'options {"a":1}': {"a": 1},
-        "path a/b": Path("a/b"),
+    for line in lines:
+        words = [word for text in line for word in f"--task.{text}".split(" ", 1)]
+        with importable_here():
+            given = Settings("fit", "train", ["--task", f"typed.{task}", *words])
+        Path("config.yaml").write_text(given.as_file(), encoding="utf-8")
+        for made in (given.make("task"), settings("--config config.yaml").make("task")):
+            for text, value in line.items():
+                found = made.given[re.split(r"[ .+=]", text)[0]]
+                wrong += [] if repr(found) == repr(value) else [(text, found)]
+    return wrong
+
+
+def test_a_text_becomes_what_the_annotation_asks_for(typed):
+    one = {
+        "whole -2": -2, "number 3": 3.0, "flag yes": True, "text 3": "3", "maybe none": None,
+        "either auto": "auto", "kind tanh": "tanh", "sizes 1,2,3": [1, 2, 3],
+        "pair (0.9,-inf)": (0.9, -math.inf), 'options {"a":1}': {"a": 1}, "path a/b": Path("a/b"),
         "rate 1": 1.0,
-    }.items():
-        found = typed(f"--task.{line}")[line.replace("=", " ").replace("+", " ").split()[0]]
-        wrong += [] if (found, type(found)) == (value, type(value)) else [(line, found)]
-    assert not wrong
+    }  # fmt: skip
+    two = {"number=-1e-3": -0.001, "text=": "", "sizes 3": [3], "rate inf": math.inf}
+    three = {"number inf": math.inf, "sizes=": [], "text inf": "inf"}
+    assert read("Typed", one, two, three) == []
+    assert typed("--task.sizes+=1 --task.sizes+=2")["sizes"] == [1, 2]
     assert vars(typed("--task.policy.best 3")["policy"]) == {"every": 1, "best": 3}
     # Arguments that a constructor passes on are known with their types.
     found = settings("--task typed.Inheriting --task.extra 3 --task.whole 4").make("task")
     assert found.given["whole"] == 4
 
 
-def test_spellings_functions_and_columns(here):
+def test_a_default_tells_the_type_that_no_annotation_does_and_is_added_to(typed):
+    one = {
+        "kernel 5,5": (5, 5), "widths+=8": [64, 64, 8], "rates 1,inf": [1.0, math.inf],
+        "names 8,true": ["8", "true"],
+        "sizes.a 5": {"a": 5, "b": 2}, "by_epoch.1 4": {0: 8, 1: 4}, "title a,b": "a,b",
+        "whole 0.5": 0.5, "none 5,6": [5, 6], "policy.best 3": Policy(every=5, best=3),
+    }  # fmt: skip
+    two = {"kernel 5": (5,), "widths 8": [8], 'sizes {"a":5}': {"a": 5}, "title 3": "3", "whole none": None}
+    assert read("InheritingBare", one, two) == []
+    line = '--task typed.Bare --task.widths=8 --task.widths+=9 --task.sizes {"a":5} --task.sizes.c 1'
+    found = settings(line).make("task").given
+    assert (found["widths"], found["sizes"]) == ([8, 9], {"a": 5, "c": 1})
+
+
+RUNS: tuple[dict[str, tuple[Any, str]], ...] = (
+    {
+        "max_epochs": (2.5, "2.5"), "max_time": (1000.0, "1e3"), "min_epochs": (1, "1"),
+        "strategy": ("cpu", "cpu"), "devices": (1, "1"), "num_nodes": (1, "1"), "compile": (True, "true"),
+        "precision": ("bf16-mixed", "bf16-mixed"), "on_bad_batch": ("skip", "skip"),
+        "memory": (MemoryConfig(activation_checkpointing=True), '{"activation_checkpointing":true}'),
+        "evaluation_precision": ("bf16-true", "bf16-true"), "seed": (3, "3"), "data_seed": (None, "none"),
+        "gradient_accumulation_steps": ({0: 8, "4 epochs": 4}, '{0: 8, "4 epochs": 4}'),
+        "batch_size": (8, "8"), "max_grad_norm": (1e-3, "1e-3"), "limit_train_batches": (0.5, "0.5"),
+        "validate_every": ("500 steps", "500 steps"),
+        "sanity_validation": (3, "3"), "checkpoint": ("async", "async"), "assets": (("a.txt",), "a.txt"),
+        "run_name": ("1e3", "1e3"), "loggers": (("tensorboard", "csv", "jsonl"), "+=jsonl"),
+        "log_every": (None, "none"), "progress_bar": ("tqdm", "tqdm"), "hang_timeout": (None, "None"),
+        "preemption": (PreemptionConfig(requeue=("USR1",)), '{"requeue": "USR1,"}'),
+    },
+    {
+        "max_steps": (10, "10"), "min_steps": (2, "2"), "dry_run": ("overfit", "overfit"),
+        "strategy": ("cpu", "cpu"), "on_save_error": ("warn", "warn"),
+        "deterministic": (True, "yes"), "max_grad_value": (0.5, ".5"), "micro_batch": ("auto", "auto"),
+        "num_workers": (2, "2"), "collate": (default_collate, "torch.utils.data.default_collate"),
+        "group_by_length": ("a,b", "a,b"), "validate_every": (7, "7"),
+        "validate_from": ("2 epochs", "2 epochs"),
+        "evaluation_batch_size": (4, "4"), "limit_validation_batches": (3, "3"),
+        "limit_test_batches": (3, "3"), "limit_predict_batches": (0.1, "0.1"),
+        "checkpoint": (CheckpointConfig(every=4, best=0), '{"every":4,"best":0}'),
+        "run_dir": ("a,b", "a,b"), "loggers": ((), "none"), "log_first_step": (True, "true"),
+        "train_metrics": (False, "false"),
+        "callbacks": ([EarlyStopping("validation/loss")], "drivetrain.EarlyStopping"),
+        "on_nonfinite": ("skip", "skip"),
+    },
+)  # fmt: skip
+
+
+def test_python_the_line_and_the_printed_file_make_the_same_trainer(here):
+    assert {*RUNS[0], *RUNS[1]} == {each.name for each in dataclasses.fields(Trainer)}
+    (here / "a.txt").touch()
+    for run in RUNS:
+        python = Trainer(**{name: value for name, (value, _) in run.items()}).to_json()
+        texts = {name: text if text.startswith("+=") else f"={text}" for name, (_, text) in run.items()}
+        words = [f"--trainer.{name}{text}" for name, text in texts.items()]
+        given = Settings("fit", "train", words)
+        Path("given.yaml").write_text(given.as_file(), encoding="utf-8")
+        Path("record.json").write_text(json.dumps({"trainer": python}), encoding="utf-8")
+        files = [settings(f"--config {name}") for name in ("given.yaml", "record.json")]
+        for found in (given, *files):
+            assert found.trainer().to_json() == python
+        assert files[0].as_file() == given.as_file()
+
+
+def test_spellings_and_functions(here):
     found = trainer("--trainer.max-epochs 3 --trainer.seed 1 --trainer.seed=2")
     assert (found.max_epochs, found.seed) == (3, 2)
-    words = f"{QUIET} --trainer.collate torch.utils.data.default_collate --trainer.group_by_length tokens"
-    given = settings(f"{words} --trainer.max_epochs 2.5")
-    assert given.trainer().collate is default_collate
-    shown = yaml.safe_load(given.as_file())["trainer"]
-    assert (shown["group_by_length"], shown["max_epochs"]) == ("tokens", 2.5)
     line = "--task shapes.Shapes --train-data shapes.make_data --train-data.count 3"
     assert settings(line).make("train_data").count == 3
 
@@ -89,7 +167,8 @@ def test_callbacks_and_loggers_are_made_from_class_paths(typed):
     ).trainer()
     stopping, loud = found.callbacks
     assert (type(stopping), stopping.patience, type(loud).__name__) == (EarlyStopping, 3, "Loud")
-    assert isinstance(found.loggers[0], CSVLogger)
+    assert found.loggers[:2] == ["tensorboard", "csv"]  # += adds to the default
+    assert isinstance(found.loggers[2], CSVLogger)
 
 
 def test_print_config_is_what_was_given_and_reads_back_as_the_same(drive, here):
@@ -114,6 +193,8 @@ def test_print_config_is_what_was_given_and_reads_back_as_the_same(drive, here):
         },
         "resume": "auto",
     }
+    printed = yaml.safe_load(drive("predict", f"{FIT} --joined --metrics --print-config")[1])
+    assert (printed["joined"], printed["metrics"]) == (True, True)
     (here / "config.yaml").write_text(out, encoding="utf-8")
     assert drive("fit", "--config config.yaml --print-config")[1] == out
     given = {"checkpoint": [{"every": "3 steps", "best": 0}, {"best": 2, "by": "train/loss"}]}

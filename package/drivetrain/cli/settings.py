@@ -23,15 +23,17 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 import docstring_parser
 import jsonargparse
 import yaml
-from jsonargparse import ArgumentParser, set_loader
+from jsonargparse import set_loader
 
 from drivetrain.callbacks import HOOKS
+from drivetrain.cli.arguments import Arguments
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import load
 from drivetrain.cli.settings_tree import (
     NAMED,
     OBJECTS,
     SEARCH,
+    SWITCHES,
     TEXTS,
     Tree,
     dotted,
@@ -175,7 +177,7 @@ class Settings:
             _full_parser(command, purpose, self._tree, self._found).print_help()
             raise SystemExit(0)
         self._kinds = _given_kinds(self._tree["trainer"])
-        self._parser = ArgumentParser(exit_on_error=False, parser_mode=_MODE, print_config=None)
+        self._parser = Arguments(exit_on_error=False, parser_mode=_MODE, print_config=None)
         _add_arguments(self._parser, self._tree, self._found, self._kinds, leave_out=self._kinds)
         try:
             self._given = self._parser.parse_object(_values(self._tree, self._found), defaults=False)
@@ -218,7 +220,8 @@ class Settings:
         for name in {*NAMED} & {*self._kinds}:
             trainer[name] = {"name": self._tree["trainer"][name]["class_path"], **trainer[name]}
         config |= {"trainer": trainer} if trainer else {}
-        config |= {name: self._options[name] for name in (*TEXTS, *SEARCH) if name in self._options}
+        others = (*TEXTS, *SWITCHES, "over", *SEARCH)
+        config |= {name: self._options[name] for name in others if name in self._options}
         return str(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
     def _section(self, name: str) -> dict[str, Any]:
@@ -336,7 +339,7 @@ def _values(tree: Tree, found: Mapping[str, Any]) -> dict[str, Any]:
                 f"--{name} names a finished {type(each).__name__}, so --{name}.{next(iter(arguments))} has no"
                 " effect; name its class"
             )
-        values |= {name: arguments} if arguments else {}
+        values |= {name: dict(arguments)} if arguments else {}
     for name in NAMED:
         if name in tree["trainer"]:
             named = tree["trainer"][name]
@@ -354,10 +357,12 @@ def _configurations() -> Mapping[str, Any]:
     return {name: each for name, each in found.items() if (each or name in NAMED) and each is not Every}
 
 
-def _given_kinds(trainer: Mapping[str, Any]) -> dict[str, Any]:
+def _given_kinds(trainer: dict[str, Any]) -> dict[str, Any]:
     """Return the class of each Trainer argument that is given by its options."""
     kinds = {}
     for name, kind in _configurations().items():
+        if isinstance(given := trainer.get(name), str) and given.startswith("{"):
+            trainer[name] = read_value(given)  # the same as its parts
         if name in NAMED and trainer.get(name, {}).get("init_args"):
             kinds[name] = _options_of(name, trainer[name])
         elif name not in NAMED and isinstance(trainer.get(name), Mapping):
@@ -376,9 +381,9 @@ def _options_of(argument: str, given: Mapping[str, Any]) -> Any:
 # The parsers of jsonargparse.
 
 
-def _full_parser(command: str, purpose: str, tree: Tree, found: Mapping[str, Any]) -> ArgumentParser:
+def _full_parser(command: str, purpose: str, tree: Tree, found: Mapping[str, Any]) -> Arguments:
     """Return a parser with every possible option, for help and completion."""
-    parser = ArgumentParser(
+    parser = Arguments(
         prog=f"drivetrain {command}",
         description=f"{purpose.capitalize()}.",
         usage=f"drivetrain {command} --task NAME --data NAME [--trainer.NAME VALUE] [OPTION]",
@@ -409,7 +414,7 @@ def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def _add_arguments(
-    parser: ArgumentParser,
+    parser: Arguments,
     tree: Tree,
     found: Mapping[str, Any],
     kinds: Mapping[str, Any],
@@ -424,9 +429,10 @@ def _add_arguments(
     _add_fields(parser, "trainer", Trainer, leave_out)
     for name, kind in kinds.items():
         _add_fields(parser, f"trainer.{name}", kind, ("name",) if name == "precision" else ())
+    parser.take_types_of_defaults()
 
 
-def _add_fields(parser: ArgumentParser, section: str, kind: Any, leave_out: Collection[str]) -> None:
+def _add_fields(parser: Arguments, section: str, kind: Any, leave_out: Collection[str]) -> None:
     """Add the arguments of the Trainer, or of a configuration."""
     types = {name: _writable(hint) for name, hint in get_type_hints(kind).items()}
     if kind is Trainer:

@@ -13,12 +13,16 @@ import yaml
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.files import loads, read_text
+from drivetrain.core.validation import flag
 
 OBJECTS = ("task", "data", "train_data", "validation_data")
 """Settings that name an object to import."""
 
-TEXTS = ("resume", "override", "checkpoint", "save_to")
-"""Settings that are passed to the Trainer's verbs unchanged."""
+TEXTS = ("resume", "override", "checkpoint", "save_to", "depth", "rounds", "seconds", "limit", "figure")
+"""Settings that are texts, of the Trainer's verbs and of single commands; a number in a file is one too."""
+
+SWITCHES = ("joined", "metrics")
+"""Settings that are true or false."""
 
 SEARCH = ("space", "trials", "objective", "direction", "storage", "sampler", "pruner", "parallel")
 """Settings of `drivetrain search` alone."""
@@ -30,6 +34,15 @@ LISTS = ("callbacks", "loggers")
 """The Trainer's arguments that are lists of objects."""
 
 Tree = dict[str, Any]
+
+
+class AddedItems(list[Any]):
+    """The items that `+=` appends to an argument's default, where nothing else is given."""
+
+
+class ChangedEntries(dict[str, Any]):
+    """The entries that dotted options change in an argument's default, where nothing else is given."""
+
 
 _MOST_BRACKETS = 10_000
 """The most lists and mappings in brackets: a YAML parser needs seconds for as many inside each other."""
@@ -94,7 +107,8 @@ def lay_over(tree: Tree, option: str, value: str) -> None:
         is_other = before is None or before.get("class_path", value) not in (None, value)
         node[last] = {**({} if is_other else before), "class_path": value}
     elif option.endswith("+"):
-        node[last] = [*_listed(before), *_listed(value)]
+        kind = list if last in node and type(before) is not AddedItems else AddedItems
+        node[last] = kind([*_listed(before), *_listed(value)])
     else:
         node[last] = _listed(value) if above == ["trainer"] and last in LISTS else value
 
@@ -104,9 +118,11 @@ def _parts(node: Tree, name: str, place: str) -> Tree:
     value = node.get(name)
     items = value if isinstance(value, list) and value else None
     part = value if items is None else items[-1]
+    if isinstance(part, str) and part.startswith("{"):
+        part = read_value(part)
     if not isinstance(part, dict):
-        part = {"class_path": part} if isinstance(part, str) and "." in part else {}
-    node[name] = part if items is None else [*items[:-1], part]
+        part = {"class_path": part} if isinstance(part, str) and "." in part else ChangedEntries()
+    node[name] = part if items is None else type(items)([*items[:-1], part])
     found: Tree = part
     if place in _PLACES or "class_path" in part:
         found = part.setdefault("init_args", {})
@@ -119,6 +135,8 @@ def read_value(text: str) -> Any:
         return None
     if text.lower() in ("true", "yes", "on", "false", "no", "off"):
         return text.lower() in ("true", "yes", "on")
+    if text.lower().lstrip("+-.") in ("inf", "infinity", "nan"):
+        return float(text.replace(".", ""))
     if text[:1] in ("[", "{") or "\n" in text:  # jsonargparse parses the YAML that it has written
         return _parsed(text, yaml.SafeLoader)
     if text in ("", "()"):
@@ -191,13 +209,10 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _tree(content: Any, also: Sequence[str]) -> Tree:
-    _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS, *also))
+    _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS, *SWITCHES, "over", *also))
     tree = {name: value for name, value in content.items() if value is not None}
     for name, value in tree.items():
-        if name in OBJECTS:
-            tree[name] = _object(name, value)
-        elif name in TEXTS and not isinstance(value, str):
-            raise ConfigError(f"{name} must be a text, not {value!r}")
+        tree[name] = _object(name, value) if name in OBJECTS else _checked(name, value)
     trainer = tree.setdefault("trainer", {})
     _check_names("trainer", trainer)
     for name in {*NAMED, *LISTS} & trainer.keys():
@@ -212,6 +227,20 @@ def _tree(content: Any, also: Sequence[str]) -> Tree:
         else:
             trainer[name] = {"class_path": value}
     return tree
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in SWITCHES:
+        return flag(name, value)
+    if name == "over" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        raise ConfigError(f"over must be a list of texts, such as ['batch_size=8,16'], not {value!r}")
+    if name not in TEXTS:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a text, not {value!r}")
+    return value
 
 
 def _object(name: str, value: Any) -> Tree:

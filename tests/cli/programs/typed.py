@@ -31,6 +31,20 @@ class Typed(TaskModule):
         self.given = dict(vars())
 
 
+class Bare(TaskModule):
+    def __init__(
+        self, kernel=(3, 3), widths=[64, 64], rates=[0.1], names=["a"], sizes={"a": 1, "b": 2},
+        by_epoch={0: 8}, title="x", whole=1, none=None, policy: Policy = Policy(every=5),
+    ):  # fmt: skip
+        super().__init__()
+        self.given = dict(vars())
+
+
+class InheritingBare(Bare):
+    def __init__(self, extra=[1], **rest):
+        super().__init__(**rest)
+
+
 class Inheriting(Typed):
     def __init__(self, extra: int = 1, **rest):
         super().__init__(**rest)
