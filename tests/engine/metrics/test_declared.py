@@ -163,6 +163,11 @@ def test_refusals_of_metrics() -> None:
     def declare(metrics: Any) -> Any:
         return lambda: DeclaredMetrics(metrics, CPU)
 
+    def computed(metrics: Any) -> Any:
+        declared = DeclaredMetrics(metrics, CPU)
+        declared.update(())
+        return declared.compute()
+
     broken = {**stored, "metrics": {"it": {"own": {}, "members": []}}}
     cases: dict[str, tuple[Any, ...]] = {
         "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
@@ -172,6 +177,10 @@ def test_refusals_of_metrics() -> None:
         "no metric": (declare({"accuracy": nn.Linear(1, 1)}), "['accuracy']", "update, compute, reset"),
         "two names": (declare({"a": one, "b": one}), "'a'", "'b'"),
         "no state": (DeclaredMetrics({"count": one}, CPU).state_dict, "'count'", "train_metrics=False"),
+        "values of one name": (
+            lambda: computed({"a": Forgetful([1.0, 2.0]), "a/1": Forgetful(3.0)}),
+            "two values called 'a/1'",
+        ),
         "a state": (lambda: make("no library's").load_state_dict(broken), "'it'", "could not be loaded"),
     }
     assert_refused((ConfigError, CheckpointError), cases)

@@ -7,7 +7,7 @@ pay, so nothing here does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ class DeclaredMetrics:
             with joined_states(list(self._added_up.values()), self.updated, self._ranks) as updated:
                 values = self._values() if updated else {}
         if whole and self._of_epoch:
-            values |= self._values_of_epoch()
+            _add(values, self._values_of_epoch().items())
         return values
 
     def _values(self) -> dict[str, float]:
@@ -174,7 +174,7 @@ class DeclaredMetrics:
         for name, metric in self._added_up.items():
             result = self.results[name] = metric.compute()
             if name not in self.drawn or is_flat(result):
-                values.update(_floats(name, result, _labels(metric)))
+                _add(values, _floats(name, result, _labels(metric)))
         return values
 
     def _values_of_epoch(self) -> dict[str, float]:
@@ -187,7 +187,7 @@ class DeclaredMetrics:
             ):
                 if records := [each for of_rank in of_ranks for each in of_rank]:
                     self.results[name] = metric.result(records)
-                    found.update(_floats(name, self.results[name]))
+                    _add(found, _floats(name, self.results[name]))
             return found
 
         return self._ranks.first(values)
@@ -250,20 +250,32 @@ def _labels(metric: Any) -> Sequence[str]:
     return labels if is_texts else ()  # type: ignore[return-value]
 
 
-def _floats(name: str, value: Any, labels: Sequence[str] = ()) -> dict[str, float]:
+def _add(values: dict[str, float], others: Iterable[tuple[str, float]]) -> None:
+    for name, value in others:
+        if name in values:
+            raise ConfigError(
+                f"the metrics compute two values called {name!r}; rename a metric, a key of its result or"
+                " one of its labels"
+            )
+        values[name] = value
+
+
+def _floats(name: str, value: Any, labels: Sequence[str] = ()) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
-        return {
-            k: v for key, each in value.items() for k, v in _floats(f"{name}/{key}", each, labels).items()
-        }
+        for key, each in value.items():
+            yield from _floats(f"{name}/{key}", each, labels)
+        return
     if isinstance(value, Tensor):
         value = value.detach()
     listed = value.tolist() if hasattr(value, "tolist") else value  # tensors, and what is like numpy's arrays
     if isinstance(listed, (list, tuple)):
-        keys = labels if len(labels) == len(listed) else range(len(listed))
-        named = zip(keys, listed, strict=True)
-        return {k: v for key, each in named for k, v in _floats(f"{name}/{key}", each, labels).items()}
+        for key, each in zip(
+            labels if len(labels) == len(listed) else range(len(listed)), listed, strict=True
+        ):
+            yield from _floats(f"{name}/{key}", each, labels)
+        return
     try:
-        return {name: float(listed)}
+        yield name, float(listed)
     except (TypeError, ValueError):
         raise ConfigError(
             f"the metric {name!r} computed a {type(listed).__name__}, which is no number; a metric computes a"
