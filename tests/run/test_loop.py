@@ -1,5 +1,6 @@
 """The loops: the order of the hooks, limits, stopping, and what evaluation leaves alone."""
 
+import copy
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -445,9 +446,17 @@ class Grows(Regression):
             self.grow()
         return super().training_step(batch)
 
+    def forward(self, features: Any) -> Any:
+        used = [each.weight.sum() for each in (self.other, getattr(self, "late", None)) if each is not None]
+        return super().forward(features) + (0.0 if self.how == "copied" else 0.0 * sum(used))
+
     def grow(self) -> None:
+        if hasattr(self, "late") or self.other.weight.requires_grad:
+            return
         if self.how == "unfrozen":
             self.other.requires_grad_(True)
+        elif self.how == "copied":
+            self.late = copy.deepcopy(self.line)
         else:
             late = nn.Linear(1, 1).requires_grad_(self.how != "frozen")
             setattr(self, "other" if self.how == "replaced" else "late", late)
@@ -483,7 +492,8 @@ def test_a_parameter_that_comes_after_the_start_is_refused_by_name(tmp_path: Pat
     assert_refused(ConfigError, wrong)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
     assert steps == [1, 2, 3]
-    grown("frozen", "on_fit_start")  # what is not to be trained may come at any time
+    for how in ("frozen", "copied"):  # what is not trained by any optimizer may come at any time
+        grown(how, "on_epoch_start")
 
 
 def gathers() -> int:

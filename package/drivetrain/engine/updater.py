@@ -431,7 +431,9 @@ def check_watched(updaters: Mapping[str, Updater], validates: bool) -> None:
 
 
 def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], restore: Callable[[], object]) -> None:
-    """Check that every parameter that requires gradients was there when the optimizers were made.
+    """Check that every parameter with a gradient was there when the optimizers were made.
+
+    A copy of weights that the task keeps for itself has none.
 
     Args:
         restore: Restores the parameters' original form, if the strategy changes it in between.
@@ -444,7 +446,8 @@ def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], restore: Cal
         return
     restore()
     named = dict(task.named_parameters())
-    late = next((name for name in strangers if id(named[name]) not in known), None)
+    new = (name for name in strangers if id(named[name]) not in known)
+    late = next((name for name in new if named[name].grad is not None), None)
     if late is not None:
         raise ConfigError(
             f"the parameter {clean_name(late)!r} was added to {type(task).__name__}, replaced or unfrozen"

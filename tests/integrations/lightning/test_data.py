@@ -235,6 +235,14 @@ def test_a_module_with_loaders_of_its_own_is_data() -> None:
     made = lightning.LightningDataModule.from_datasets(TensorDataset(torch.arange(4)), batch_size=2)
     assert quiet(max_epochs=1).fit(Numbers(), as_data(made)).progress.steps == 2
 
+    class Without(lightning.LightningDataModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.val_dataloader = super().val_dataloader  # "none", as in Lightning
+            self.train_dataloader = numbers
+
+    assert "validation/loss" not in quiet(max_epochs=1).fit(Numbers(), as_data(Without())).metrics
+
 
 def test_refusals() -> None:
     class Own(DistributedSampler[Any]):

@@ -132,6 +132,7 @@ def test_what_libraries_read_of_the_trainer_is_lightnings() -> None:
             (at.device_ids, at.node_rank, at.overfit_batches, at.early_stopping_callbacks),
             (type(at.accelerator), type(at.strategy.accelerator), at.accelerator.auto_device_count()),
             at.print("said once"),
+            setattr(at._evaluation_loop, "_print_results", False),
             ([len(each.dataset) for each in feeds if each], at.checkpoint_callback, at.world_size),
         ]
 

@@ -323,12 +323,14 @@ def test_refusals_of_runs(tmp_path: Path) -> None:
     reads = _overriding("on_fit_start", lambda self: self.trainer.predict_loop)
     hides = _overriding("on_fit_start", lambda self: self.found)
     type(hides).found = property(lambda self: self.trainer.strategy.cluster)
+    peeks = _overriding("on_fit_start", lambda self: self.trainer.fit_loop._combined_loader)
     tunes = theirs_callbacks.StochasticWeightAveraging(0.1)
     saver = theirs_callbacks.ModelCheckpoint(tmp_path, monitor="val/acc", mode="max", save_top_k=2)
     policy = ("CheckpointConfig(every='1 epoch", "keep_last=1, best=2, by='val/acc', mode='max', directory=")
     cases: dict[str, Any] = {
         "clipping": (ends(made(modules.GAN), max_grad_norm=1.0), "max_grad_norm", "no effect"),
         "a part of their Trainer": (ends(reads), "has no 'predict_loop' here"),
+        "a private part": (ends(peeks), "has no '_combined_loader' here. It is private to Lightning's loop"),
         "a property that hides it": (ends(hides), "found cannot be read", "has no 'cluster' here"),
         "reduce_fx": (ends(_logging(reduce_fx="median")), "reduce_fx='median'"),
         "a tensor": (ends(_logging(torch.ones(2))), "one number, not a tensor of shape"),

@@ -53,7 +53,10 @@ class TrainerPart:
 
         def __getattr__(self, name: str) -> Any:
             names = sorted(each for each in {*dir(type(self)), *vars(self)} if not each.startswith("_"))
-            raise unknown(self._state, f"{self._path} has no {name!r} here. {nearest(name, names)}")
+            hint = nearest(name, names)
+            if name.startswith("_"):
+                hint = "It is private to Lightning's loop; what needs it is trained by Lightning's Trainer"
+            raise unknown(self._state, f"{self._path} has no {name!r} here. {hint}")
 
 
 def unknown(state: ModuleState, text: str) -> AttributeError:

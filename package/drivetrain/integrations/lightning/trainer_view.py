@@ -24,6 +24,7 @@ from drivetrain.integrations.lightning.trainer_parts import (
     Profiler,
     ResultsPart,
     StrategyPart,
+    TrainerPart,
     accelerator_of,
     limit_of,
     loader_of,
@@ -344,6 +345,11 @@ class TrainerView(ProcessPart):
     def fit_loop(self) -> FitLoop:
         """Where the fit is."""
         return FitLoop(self._state, "self.trainer.fit_loop")
+
+    @property
+    def _evaluation_loop(self) -> TrainerPart:
+        # Libraries set `_print_results` of it to False; no table of results is printed here.
+        return TrainerPart(self._state, "self.trainer._evaluation_loop")
 
     @property
     def profiler(self) -> Profiler:
