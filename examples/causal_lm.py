@@ -55,9 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
-    how = {"strategy": given.strategy, "precision": given.precision}
+    how = {"strategy": given.strategy, "devices": given.devices or "auto", "precision": given.precision}
     texts = docstrings()
     tokenizer = train_tokenizer(texts[20:])
     train, validation = blocks(texts[20:], tokenizer), blocks(texts[:20], tokenizer)

@@ -105,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run-dir", type=Path, default=Path("runs/digits"), help="where files go")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
     run_dir = new_directory(given.run_dir)
@@ -116,6 +117,7 @@ def main() -> None:
         "checkpoint": CheckpointConfig(every="1 epoch", by="validation/accuracy", mode="max"),
         "loggers": ("tensorboard", "csv"),
         "strategy": given.strategy,
+        "devices": given.devices or "auto",
         "precision": given.precision,
     }
     callbacks = [LearningRateMonitor(), Throughput()]

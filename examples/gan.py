@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -103,6 +104,7 @@ def main() -> None:
         loggers=(),
         seed=options.seed,
         strategy=options.strategy,
+        devices=options.devices or "auto",
         precision=options.precision,
     )
 

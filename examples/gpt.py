@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help="the model's width; a multiple of 8")
     parser.add_argument("--sample", type=int, default=400, help="bytes to sample at the end")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     parser.add_argument("--run-dir", default=None, help="where files go; default: a new directory in runs/")
     options = parser.parse_args()
@@ -186,6 +187,7 @@ def main() -> None:
     validation_data = DataLoader(Windows(validation, task.context), batch_size=64)
     how = {
         "strategy": options.strategy,
+        "devices": options.devices or "auto",
         "precision": options.precision,
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 1.0,

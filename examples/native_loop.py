@@ -66,15 +66,21 @@ def evaluate(engine: Engine, model: nn.Module, data) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=60, help="half before and half after the resume")
+    parser.add_argument("--run-dir", type=Path, help="for checkpoints; by default they are deleted")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
-    epochs, how = given.epochs, {"strategy": given.strategy, "precision": given.precision}
+    if (given.devices or 1) > 1 and given.run_dir is None:
+        parser.error("several processes share a folder: give --run-dir")
+    epochs = given.epochs
+    how = {"strategy": given.strategy, "devices": given.devices or "auto", "precision": given.precision}
     if epochs < 2:
         parser.error("--epochs must be at least 2: one before and one after the resume")
-    with tempfile.TemporaryDirectory() as directory:
-        half = train(Path(directory), until=epochs // 2, **how)
-        train(Path(directory), until=epochs, resume=half, **how)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = given.run_dir or Path(temporary)
+        half = train(directory, until=epochs // 2, **how)
+        train(directory, until=epochs, resume=half, **how)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from digits import Digits, DigitsData
-from drivetrain import Callback, CheckpointConfig, Trainer
+from drivetrain import Callback, CheckpointConfig, Trainer, rank
 from drivetrain.checkpoint import export_weights, load_weights
 
 
@@ -70,9 +70,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30, help="epochs of each of the two trainings")
     parser.add_argument("--run-dir", type=Path, help="where the runs go; by default they are deleted")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
-    how = {"strategy": given.strategy, "precision": given.precision}
+    if (given.devices or 1) > 1 and given.run_dir is None:
+        parser.error("several processes share a folder: give --run-dir")
+    how = {"strategy": given.strategy, "devices": given.devices or "auto", "precision": given.precision}
     data = DigitsData()
     steps = 38 * given.epochs
     with tempfile.TemporaryDirectory() as temporary:
@@ -103,12 +106,13 @@ def main() -> None:
         task = Pruned.from_checkpoint(runs / "pruned")
         for layer in task.layers():
             prune.remove(layer, "weight")
-        export_weights(task.state_dict(), runs / "finished.safetensors")
+        file = runs / f"finished-{rank()}.safetensors"  # each process has its own
+        export_weights(task.state_dict(), file)
 
         finished = Digits(hidden=256)
-        finished.load_weights(runs / "finished.safetensors")
+        finished.load_weights(file)
         accuracy = Trainer(progress_bar=False, **how).test(finished, data)["test/accuracy"]
-        weights = load_weights(runs / "finished.safetensors")
+        weights = load_weights(file)
         zeros = sum(int((each == 0).sum()) for name, each in weights.items() if name.endswith("weight"))
         total = sum(each.numel() for name, each in weights.items() if name.endswith("weight"))
         print(f"loaded  {zeros:,} of {total:,} weights are zero, test accuracy {accuracy:.1%}")

@@ -28,9 +28,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30, help="epochs of each of the two trainings")
     parser.add_argument("--run-dir", type=Path, help="where the runs go; by default they are deleted")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
-    how = {"strategy": given.strategy, "precision": given.precision}
+    if (given.devices or 1) > 1 and given.run_dir is None:
+        parser.error("several processes share a folder: give --run-dir")
+    how = {"strategy": given.strategy, "devices": given.devices or "auto", "precision": given.precision}
     data = DigitsData()
     # Weights in integers, one scale for each row of a weight. Activations stay in float32.
     scheme = IntxWeightOnlyConfig(getattr(torch, f"int{given.bits}"), PerAxis(0))

@@ -57,9 +57,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=450, help="optimizer steps")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     given = parser.parse_args()
-    how = {"strategy": given.strategy, "precision": given.precision}
+    how = {"strategy": given.strategy, "devices": given.devices or "auto", "precision": given.precision}
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
         vocab_size=11, pad_token_id=BLANK, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,

@@ -81,10 +81,10 @@ def test_what_the_examples_and_the_readme_state() -> None:
     assert all(1 < float(each) < 4 for each in stated)
 
 
-def test_each_program_takes_a_strategy_and_a_precision() -> None:
+def test_each_program_takes_a_strategy_devices_and_a_precision() -> None:
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text(encoding="utf-8")
-        for name in ("strategy", "precision"):
+        for name in ("strategy", "devices", "precision"):
             assert re.search(rf'add_argument\("--{name}"', text), f"{path.name}: --{name}"
             used = re.search(rf'\b{name}"?[=:] ?(given|options)\.{name}\b', text)
             assert used, f"{path.name} ignores --{name}"
