@@ -25,6 +25,7 @@ from drivetrain.task.task import known_fit
 
 hf = Lazy("drivetrain.integrations.transformers")
 table = Lazy("drivetrain.integrations.transformers.arguments_table")
+values = Lazy("drivetrain.integrations.transformers.arguments_values")
 transformers = Lazy("transformers")
 
 QUIET: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": []}
@@ -134,6 +135,17 @@ def test_refusals(tmp_path: Path) -> None:
     cases = {str(each): (lambda each=each: from_training_arguments(each), *words) for each, *words in rows}
     cases["no cache"] = (lambda: _fit(tmp_path, {"torch_empty_cache_steps": 2}), "EmptyCache on 'cpu'")
     assert_refused(ConfigError, cases)
+
+
+def test_a_release_without_the_newest_options_has_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = values.default_values()
+    assert values.NEWER.items() <= installed.items()
+    for name in values.NEWER:
+        for kind in (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments):
+            monkeypatch.delitem(kind.__dataclass_fields__, name, raising=False)
+    made = from_training_arguments({"gradient_checkpointing": True, "report_to": []})
+    assert made.trainer_options["memory"]["activation_checkpointing"]
+    assert values.default_values() == installed
 
 
 def test_codecarbon_measures_for_the_country_of_its_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,18 @@ _ALIASES = {
 }
 """Former names that version 5 still has."""
 
+NEWER = {
+    "activation_checkpointing": False,
+    "activation_checkpointing_kwargs": None,
+    "dataloader_in_order": True,
+    "dataloader_multiprocessing_context": None,
+    "ddp_static_graph": None,
+    "trackio_bucket_id": None,
+    "trackio_static_space_id": None,
+    "train_sampling_strategy": "random",
+}
+"""The defaults of options that version 5.0 does not have."""
+
 _JSON = (
     "accelerator_config",
     "fsdp_config",
@@ -86,18 +98,18 @@ def read_values(args: Any) -> Values:
         if name in _RENAMED:
             _take_over(values, name, _RENAMED[name](value, values), given)
     for name, now in _ALIASES.items():
-        if values.get(now) in (None, False) and values[name] is not None:
+        if values[now] in (None, False) and values[name] is not None:
             values[now] = values[name]
     return Values(values, given)
 
 
 def default_values() -> dict[str, Any]:
-    """Return the defaults of the installed release, and of older options that have a meaning of their own."""
+    """Return the defaults of the installed release, and of older and newer options with a meaning here."""
     found = {
         each.name: _plain(each.name, _default(each)) for each in dataclasses.fields(Seq2SeqTrainingArguments)
     }
     old = {each.name: each.default for each in ROWS.values() if each.is_old}
-    return {**old, **found}
+    return {**NEWER, **old, **found}
 
 
 def _default(each: dataclasses.Field[Any]) -> Any:
