@@ -1,5 +1,6 @@
 """Loggers from what a user writes, logs of a run that was cut off and resumed, and the history of a fit."""
 
+import json
 import math
 import os
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from tests.support.messages import warned
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, LambdaCallback
+from drivetrain import CheckpointConfig, EarlyStopping, LambdaCallback, LearningRateMonitor
+from drivetrain.callbacks import GradientNorms
 from drivetrain.core.errors import ConfigError
 from drivetrain.loggers import (
     BinCounts,
@@ -100,6 +102,38 @@ def test_logs_of_a_resumed_run_equal_those_of_an_uninterrupted_one(tmp_path):
         for name in ("metrics.csv", "metrics.jsonl"):
             assert (resumed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
         assert scalars(resumed) == scalars(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("ends", ["max_steps", "early stopping"])
+def test_a_finished_run_that_is_started_again_leaves_its_logs_as_they_are(tmp_path, ends):
+    def logged():
+        texts = [(tmp_path / name).read_bytes() for name in ("metrics.csv", "metrics.jsonl")]
+        return texts, scalars(tmp_path)
+
+    def again(dies=False):
+        def die(run):
+            if dies and run.progress.steps == 8:
+                raise KeyboardInterrupt
+
+        stop = EarlyStopping("validation/loss", mode="max", stop_at=-1.0)
+        own = {"validate_every": 8, "callbacks": [stop]} if ends == "early stopping" else {"max_steps": 8}
+        own["callbacks"] = [
+            LearningRateMonitor(),
+            GradientNorms(),
+            *own.get("callbacks", ()),
+        ]
+        own["callbacks"].append(LambdaCallback(on_log=die))
+        options = {"log_every": 3, "on_nonfinite": "skip", "checkpoint": CheckpointConfig(every="3 steps")}
+        trainer = quiet(**{"max_steps": 20, **options, **own}, loggers=NAMES, run_dir=tmp_path)
+        return trainer.fit(Regression(), pairs(), pairs(4), resume="auto").metrics
+
+    with pytest.raises(KeyboardInterrupt):
+        again(dies=True)
+    metrics, before = again(), logged()
+    rows = [row["step"] for row in map(json.loads, before[0][1].splitlines()) if "train/loss" in row]
+    assert (rows, "lr" in metrics) == ([3, 6, 8], True)
+    for _ in range(2):
+        assert (again(), logged()) == (metrics, before)
 
 
 @pytest.mark.parametrize("loggers", ["csv", ("tensorboard", "jsonl"), "instance"])

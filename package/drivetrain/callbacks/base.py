@@ -72,8 +72,9 @@ class Callback(Hooked):
         on_fit_end
         on_exception                              when anything above raises
 
-    Values that are not logged yet when training ends get a last `on_log` before `on_fit_end`. A fit with
-    validation data that has never validated does so after its last step, before `on_save`.
+    Values that are not logged yet when training ends get a last `on_log`: before `on_save` if a limit such as
+    `max_steps` is reached, otherwise before `on_fit_end`. A fit with validation data that has never validated
+    does so after its last step, before `on_save`.
     `validate`, `test` and `predict` outside a fit call the evaluation's hooks alone. Every rank calls hooks,
     with the same `run.metrics`, so that all decide the same. A callback that writes to a screen or a file
     first asks `run.is_main`.

@@ -116,10 +116,10 @@ class EarlyStopping(Callback):
 
     def on_log(self, run: Run) -> None:
         """Judge the metric if this log point has it."""
-        if self._watched.has_new_value(run):
-            self._judge(run, run.metrics[self.metric])
+        if self._watched.has_new_value(run) and self._judge(run, run.metrics[self.metric]):
+            run.log_now()  # what is left is in the checkpoint: a resume of a stopped run logs nothing again
 
-    def _judge(self, run: Run, value: float) -> None:
+    def _judge(self, run: Run, value: float) -> bool:
         if self.check_finite:
             run.nonfinite.judge_values({self.metric: value})
         relative = self.threshold_mode == "rel"
@@ -128,11 +128,12 @@ class EarlyStopping(Callback):
             self.without_improvement = 0
         else:
             self.without_improvement += 1
-        self._decide(run, value)
+        return self._decide(run, value)
 
-    def _decide(self, run: Run, value: float) -> None:
+    def _decide(self, run: Run, value: float) -> bool:
+        """Stop the run if it is time; return whether it is."""
         if run.progress.epoch < self.min_epochs or run.totals.is_early(run.progress):
-            return
+            return False
         if self._reached(value):
             run.stop(f"early stopping: {self.metric} is {value:.6g} and reached {self.stop_at:.6g}")
         elif self._diverged(value):
@@ -142,6 +143,9 @@ class EarlyStopping(Callback):
         elif self.without_improvement >= self.patience:
             of = "evaluation" if run.names.stage_of(self.metric) == "validation" else "log point"
             run.stop(f"early stopping: {self._reason(value, of)}")
+        else:
+            return False
+        return True
 
     def on_fit_end(self, run: Run) -> None:
         """Check that the metric was logged."""

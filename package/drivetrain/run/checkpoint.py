@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -146,17 +147,30 @@ def _own_state(run: Run) -> dict[str, Any]:
     return {
         "host_streams": host_state(),
         "generators": {name: generator_state(each) for name, each in generators_of(run.task).items()},
-        "buffer": run.engine.buffer.state_dict(),
-        "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
+        **_logged_state(run),
+        **({"unlogged": run.unlogged} if run.unlogged is not None else {}),
         **({"postponed": run.postponed} if run.postponed is not None else {}),
         **({"requests": asked} if (asked := _unmet(run)) else {}),
-        **(_of_first(run) if run.engine.ranks.rank == 0 else {}),
+        **({"timing": run.timing} if run.engine.ranks.rank == 0 else {}),
     }
 
 
-def _of_first(run: Run) -> dict[str, Any]:
-    loggers = _states("logger", run.loggers)
-    return {"values": run.pending_values(), "timing": run.timing, "loggers": loggers}
+def _logged_state(run: Run) -> dict[str, Any]:
+    """Return what a log point changes in the state of this rank alone."""
+    state = {
+        "buffer": run.engine.buffer.state_dict(),
+        "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
+    }
+    if run.engine.ranks.rank == 0:
+        state["values"] = run.pending_values()
+        state["loggers"] = _states("logger", run.loggers)
+    return state
+
+
+def log_state(run: Run) -> dict[str, Any]:
+    """Return a copy of all that a log point changes, to go on from as if it had not been made."""
+    callbacks = _states("callback", run.callbacks)
+    return copy.deepcopy({**_logged_state(run), "metrics": run.metrics, "callbacks": callbacks})
 
 
 def _unmet(run: Run) -> list[str]:
@@ -332,6 +346,9 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     # The ranks' states: with fewer ranks now, one rank resumes from several states; with more, some ranks
     # start without a state.
     saved = [tree, *tree.get("ranks", [])]
+    if run.limit_reached() is None:  # the run goes on after its limit
+        saved = [{**each, **each.get("unlogged", {})} for each in saved]
+        tree = saved[0]
     mine = saved[engine.data_ranks.rank :: engine.data_ranks.size]
     asked = frozenset(str(name) for each in saved for name in each.get("requests", ()))
     run.agreed = asked if run.evaluation_feeds else asked - {"validate"}

@@ -77,8 +77,10 @@ class Run(RunState):
         agreed: The requests that all ranks know and have not met yet.
         epoch_begun: The epoch that has begun last; `progress.epoch` counts those that have ended.
         saves_now: Whether the savers of this step must save.
-        is_over: Whether training is over: the last log point, if there is something to log, and `on_fit_end`
-            follow.
+        is_over: Whether training is over: the last log point, if there is something to log, validation, save
+            and `on_fit_end` follow.
+        unlogged: The state before the log point of a limit, from which a resume with a larger limit goes on;
+            None before a limit is reached.
         evaluator: Makes the validations of a fit, and returns their values by name; a callback sets it in
             `on_fit_start`. None passes over the validation data once.
         loop: The steps of a fit whose loop has a body of the program's; None for any other run.
@@ -372,20 +374,25 @@ class Run(RunState):
             self.nonfinite.end(error)
             return
         self.device_wait = perf_counter() - start
-        if self.nonfinite.choice == "skip":
-            means["skipped_steps"] = float(self.progress.skipped)
         self.engine.buffer.reset()
         if self.train_metrics:
             means = joined(means, self.train_metrics.compute())
             self.train_metrics.reset()
-        if self.train_feed is not None and self.train_feed.skips_bad_batches:
-            means["bad_batches"] = float(self.progress.bad_batches)
-        values = self.names.named(means, "train")
-        if means or self._values:
-            self.log_point(values, agreed=True)
+        counts = self.names.named(self._skipped(), "train")
+        if means or self._values or any(self.metrics.get(each, 0.0) != counts[each] for each in counts):
+            self.log_point({**self.names.named(means, "train"), **counts}, agreed=True)
         elif self._pending:  # rank 0 may have some alone, so that no hook is called
             with shielded():
                 self._log_pending()
+
+    def _skipped(self) -> dict[str, float]:
+        """Return the counts of what was left out, as far as the run may leave it out."""
+        counts: dict[str, float] = {}
+        if self.nonfinite.choice == "skip":
+            counts["skipped_steps"] = float(self.progress.skipped)
+        if self.train_feed is not None and self.train_feed.skips_bad_batches:
+            counts["bad_batches"] = float(self.progress.bad_batches)
+        return counts
 
     @named_place("at a log point")
     def log_point(self, values: Mapping[str, float], agreed: bool = False) -> None:
@@ -482,15 +489,19 @@ class Run(RunState):
 
     def due_to_stop(self) -> bool:
         """Whether the run's limits, the same on all ranks, are reached or all stop; notes the reason."""
-        if self.stop_reason is None:
-            totals, progress = self.totals, self.progress
-            if totals.max_steps is not None and progress.steps >= totals.max_steps:
-                self.stop_reason = f"max_steps={totals.max_steps} reached"
-            elif totals.max_seconds is not None and progress.seconds >= totals.max_seconds:
-                self.stop_reason = f"max_time={totals.max_seconds:g} seconds reached"
-            elif totals.end is not None and (progress.epoch, progress.epoch_batches) >= totals.end:
-                self.stop_reason = f"max_epochs={totals.max_epochs} reached"
+        self.stop_reason = self.stop_reason or self.limit_reached()
         return self.stop_reason is not None
+
+    def limit_reached(self) -> str | None:
+        """Return which of the run's limits is reached; None if it may go on."""
+        totals, progress = self.totals, self.progress
+        if totals.max_steps is not None and progress.steps >= totals.max_steps:
+            return f"max_steps={totals.max_steps} reached"
+        if totals.max_seconds is not None and progress.seconds >= totals.max_seconds:
+            return f"max_time={totals.max_seconds:g} seconds reached"
+        if totals.end is not None and (progress.epoch, progress.epoch_batches) >= totals.end:
+            return f"max_epochs={totals.max_epochs} reached"
+        return None
 
     # Checkpoints.
 

@@ -89,6 +89,7 @@ class RunState:
         self.agreed: frozenset[str] = frozenset()
         self.epoch_begun = 0
         self.saves_now = self.is_over = False
+        self.unlogged: dict[str, Any] | None = None
 
     def stop(self, reason: str) -> None:
         """End the run after the current step; the first reason is kept.
