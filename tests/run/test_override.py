@@ -2,18 +2,23 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
+from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CyclicLR,
     ExponentialLR,
+    LambdaLR,
     OneCycleLR,
     SequentialLR,
     StepLR,
@@ -24,6 +29,7 @@ from drivetrain import (
     ConfigError,
     LambdaCallback,
     OptimizerConfig,
+    TaskModule,
     TorchSchedule,
     world_size,
 )
@@ -172,3 +178,61 @@ def test_a_decay_ends_in_a_resume(tmp_path: Path) -> None:
     )
     ends = configured(decay_all=False, weight_decay=1e-30)
     assert fit(tmp_path, ends, resume="auto", override=["optimizer"])["weight_decay"] == 1e-30
+
+
+class Layers(TaskModule):
+    """A model whose layers, and its optimizer's groups, are listed in either order."""
+
+    def __init__(self, optimizer: Any, is_reversed: bool) -> None:
+        super().__init__()
+        self.optimizer, self.is_reversed = optimizer, is_reversed
+        made = {"first": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "last": nn.Linear(4, 1)}
+        for name in self.listed(made):
+            self.add_module(name, made[name])
+
+    def listed(self, of: Any) -> list[Any]:
+        return list(reversed(of)) if self.is_reversed else list(of)
+
+    def training_step(self, batch: Any) -> Any:
+        return (self.last(self.norm(self.first(batch[0]))) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer is None:
+            return OptimizerConfig("adamw", lr=0.1, weight_decay=0.2, schedule="cosine")
+        parts = self.listed([(self.first, 0.05), (self.norm, 0.1), (self.last, 0.2)])
+
+        def make(parameters: Any) -> Any:
+            optimizer = SGD(
+                [{"params": part.parameters(), "lr": lr} for part, lr in parts], lr=1, momentum=0.9
+            )
+            rates = {0.05: 0.5, 0.1: 0.7, 0.2: 0.9}
+            functions = [lambda step, factor=rates[lr]: factor**step for _, lr in parts]
+            made = {
+                "lambda": lambda: LambdaLR(optimizer, functions),
+                "cyclic": lambda: CyclicLR(
+                    optimizer, [lr for _, lr in parts], [2 * lr for _, lr in parts], 2
+                ),
+                "several": lambda: SequentialLR(
+                    optimizer, [StepLR(optimizer, 1), ConstantLR(optimizer)], [2]
+                ),
+            }
+            return optimizer, TorchSchedule(made[self.optimizer]())
+
+        return make
+
+
+@pytest.mark.parametrize("optimizer", [None, "lambda", "cyclic", "several"])
+def test_groups_and_layers_that_are_listed_in_another_order_are_the_same(
+    optimizer: Any, tmp_path: Path
+) -> None:
+    def end(folder: str, is_reversed: bool, **resume: Any) -> Any:
+        task = Layers(optimizer, is_reversed)
+        options: Any = {"checkpoint": True, "run_dir": tmp_path / folder}
+        trainer = quiet(max_steps=6 if resume else 3, max_epochs=None, **options)
+        trainer.fit(task, pairs(12), **resume)
+        return weights(task)
+
+    torch.manual_seed(0)
+    end("run", False)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    assert end("other", True, resume="auto") == end("run", False, resume="auto")

@@ -147,7 +147,8 @@ class Feed:
             self.plan = self._make_plan(accumulation, batch_sizes)
 
     @property
-    def _limit(self) -> int | None:
+    def limit(self) -> int | None:
+        """The maximum number of micro-batches in an epoch; None for all."""
         return None if self._given_limit is None else _whole(self._given_limit, self.source)
 
     def _length_now(self) -> int | None:
@@ -185,7 +186,7 @@ class Feed:
             samples=samples,
             rounds=None if samples is not None else source.count(),
             shards=source.shard.size,
-            limit=self._limit,
+            limit=self.limit,
         )
         if batch_sizes is not None:
             source.follow(plan)
@@ -226,9 +227,9 @@ class Feed:
         if self.plan is not None and len(self.plan.batch_size) > 1:
             return self.plan.rounds_in(self._progress.epoch)
         count = self.source.count()
-        if self._limit is None or count is None:
+        if self.limit is None or count is None:
             return count
-        return min(count, self._limit)
+        return min(count, self.limit)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -250,7 +251,7 @@ class Feed:
         if self.plan is not None:
             self.plan.begin(self._place(epoch, position, done))
         if limit is None or limit > 0:
-            self.source.begin(epoch, position, limit, LookAhead(until, self._limit))
+            self.source.begin(epoch, position, limit, LookAhead(until, self.limit))
 
     def _place(self, epoch: int, position: int, done: int) -> Place:
         """Return a position of an epoch as a place in the plan."""
@@ -262,7 +263,7 @@ class Feed:
         return Place(epoch, position, done, progress.steps + progress.skipped, progress.samples)
 
     def _left(self, done: int) -> int | None:
-        return None if self._limit is None else self._limit - done
+        return None if self.limit is None else self.limit - done
 
     def close(self) -> None:
         """End the workers, if there are any; reading again starts new ones."""
@@ -278,7 +279,7 @@ class Feed:
         move: bool = True,
     ) -> Iterator[MicroBatch]:
         """Return the counted micro-batches of an epoch from a position on, on the device if they `move`."""
-        limit = self._limit if limit is None else limit
+        limit = self.limit if limit is None else limit
         self._begin(epoch, position, limit, until, done)
         counted = self._counted(epoch, position, limit)
         early = self.source.made_ahead and not self.source.stateful

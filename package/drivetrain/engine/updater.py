@@ -35,6 +35,7 @@ from drivetrain.task.optim.given import (
     fresh_values,
     given_settings,
     is_restored,
+    reordered_settings,
 )
 from drivetrain.task.optim.groups import group_titles
 from drivetrain.task.optim.low_precision import WeightUpdates
@@ -99,13 +100,14 @@ class Updater:
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
-    def take_given(self, before: Mapping[str, str], override: str) -> tuple[str, str]:
+    def take_given(self, before: Mapping[str, str], override: str, order: Sequence[int]) -> tuple[str, str]:
         """Reconcile what the user gives now with what they gave to the run that a checkpoint is of.
 
         Args:
             before: `given` of that run.
             override: "optimizer" for the settings of now, "keep-optimizer" for those of the checkpoint,
                 "" for neither.
+            order: The number in the checkpoint of each group here.
 
         Returns:
             A text of the changes that the run keeps out, and one of those that it goes on with; empty if
@@ -114,7 +116,7 @@ class Updater:
         Raises:
             ConfigError: There are some, and `override` is empty.
         """
-        changed = changes(before, self.given)
+        changed = changes(reordered_settings(before, self._fresh, order), self.given)
         if override == KEEP:  # loading the state has restored them
             self.kept = {name: old for name, (old, _) in changed.items() if is_restored(name)}
             self.given |= self.kept

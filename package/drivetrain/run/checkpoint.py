@@ -14,7 +14,7 @@ from drivetrain.checkpoint.format.tree import pack, unpack, well_formed
 from drivetrain.checkpoint.formats import origin_of
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
-from drivetrain.checkpoint.weights.module_state import load_module_state, module_state
+from drivetrain.checkpoint.weights.module_state import load_module_state, module_state, parameter_names
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import generator_state, host_state, load_generator_state
@@ -25,7 +25,8 @@ from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, 
 from drivetrain.run.run import Run
 from drivetrain.task.attributes import generators_of
 from drivetrain.task.model_info import info_of
-from drivetrain.task.optim.state import TRAINED, take_averages
+from drivetrain.task.optim.given import reordered_state
+from drivetrain.task.optim.state import TRAINED, order_of_groups, take_averages
 from drivetrain.task.stored import pack_hparams
 
 _LOG = logger(__name__)
@@ -202,10 +203,10 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
                 " use from_checkpoint(path) or load_weights(path)"
             )
         _check_frozen(run, snapshot)
-        _take_over(run, snapshot, tree)
+        orders = _take_over(run, snapshot, tree)
         for name, before in tree["given"].items():
             try:
-                kept_out, taken = run.engine.updaters[name].take_given(before, override)
+                kept_out, taken = run.engine.updaters[name].take_given(before, override, orders[name])
             except ConfigError as error:
                 was, size = len(tree.get("ranks", ())) + 1, run.engine.data_ranks.size
                 if was != size:
@@ -319,7 +320,10 @@ def _check_seed_of_data(run: Run, tree: Any) -> None:
         )
 
 
-def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
+def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
+    """Restore the state; return the numbers in the checkpoint of each optimizer's groups, which may be listed
+    in another order here.
+    """
     engine = run.engine
     lacking = {"seed", "optimizers", "schedules", "buffer", "callbacks", "loggers"} - set(tree)
     if lacking:
@@ -337,8 +341,12 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
         restore_optimizer_state(
             run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"]
         )
+        names = parameter_names(run.task)
+        orders = {
+            name: order_of_groups(each, names, tree["optimizers"][name]) for name, each in optimizers.items()
+        }
     for name, updater in engine.updaters.items():
-        updater.load_state_dict(tree["schedules"][name])
+        updater.load_state_dict(reordered_state(tree["schedules"][name], orders[name]))
     engine.strategy.load_state_dict(tree["strategy"])
     if engine.splitter is not None:
         engine.splitter.load_state_dict(tree.get("micro_batch"))
@@ -367,6 +375,12 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.latest_at = -1
     run.validated = bool(tree["validated"])
     run.timing.update(_numbers(tree, "timing"))
+    _restore_parts(run, tree)
+    return orders
+
+
+def _restore_parts(run: Run, tree: Any) -> None:
+    """Restore the callbacks and the loggers."""
 
     def load(part: Any, state: Any) -> None:
         part.load_state_dict(state)

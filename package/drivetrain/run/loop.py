@@ -24,7 +24,6 @@ from drivetrain.distributed.failure.last_words import set_training
 from drivetrain.engine.token_weight import checking_loss_weight
 from drivetrain.engine.updater import Updater, checking_gradients
 from drivetrain.engine.weighting import StepResult
-from drivetrain.run.checkpoint import log_state
 from drivetrain.run.evaluation_pass import EvaluationPass
 from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
@@ -206,9 +205,8 @@ def _end_step(run: Run, epoch_ended: bool) -> bool:
         progress.position = progress.epoch_steps = progress.epoch_batches = 0
     stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
     if run.stop_reason is not None:
-        if run.limit_reached() is not None:  # a resume finds nothing to train, and logs nothing again
-            run.unlogged, run.is_over = log_state(run), True
-            run.log_training()
+        if run.limit_reached() is not None:
+            _log_at_limit(run)
         _validate_at_end(run)
     if run.hooks.on_save:
         run.saves_now = "save" in done
@@ -220,6 +218,14 @@ def _end_step(run: Run, epoch_ended: bool) -> bool:
         _validate_at_end(run)
         run.call(run.hooks.on_save)
     return epoch_ended
+
+
+def _log_at_limit(run: Run) -> None:
+    """Log before the last save: a resume finds nothing to train, and logs nothing again."""
+    from drivetrain.run.checkpoint import log_state
+
+    run.unlogged, run.is_over = log_state(run), True
+    run.log_training()
 
 
 def _log_and_validate(run: Run, asked: frozenset[str]) -> None:

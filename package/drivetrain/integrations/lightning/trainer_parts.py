@@ -368,5 +368,5 @@ def loader_of(feed: Any) -> Any:
 
 def limit_of(feed: Any) -> int | float:
     """Return the number of batches that an epoch of a feed may have; 1.0 for all."""
-    limit: int | None = vars(feed)["_limit"]
+    limit: int | None = feed.limit
     return 1.0 if limit is None else limit

@@ -148,6 +148,21 @@ def load_state_by_name(
     start_momenta(optimizer)
 
 
+def order_of_groups(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], meta: Mapping[str, Any]
+) -> list[int]:
+    """Return for each group of an optimizer the number that the group of its parameters has in a checkpoint.
+
+    Args:
+        meta: What `state_by_name` returned with the checkpoint's tensors, and was loaded.
+    """
+    numbers = {name: number for number, group in enumerate(meta["groups"]) for name in group["parameters"]}
+    return [
+        numbers[names[group["params"][0]]] if group["params"] else number
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
 def start_momenta(optimizer: Optimizer) -> None:
     """Give every trained parameter of torch's fused SGD a momentum, which is zero at first.
 
