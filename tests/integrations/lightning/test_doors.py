@@ -289,6 +289,11 @@ def test_a_modules_hooks_of_checkpoints_have_the_epoch_and_the_step_of_lightning
     assert ours.seen - {(0, 0)} == theirs.seen  # ours is tried out before the first step
     under_ours(resumed, max_epochs=3, resume="auto", **options)
     assert resumed.loaded == max(theirs.seen)
+    alone, options["run_dir"] = _kind(modules.Classifier, on_load_checkpoint=load), tmp_path / "alone"
+    under_ours(made(alone), max_epochs=2, **options)
+    resumed = made(alone)
+    under_ours(resumed, max_epochs=3, resume="auto", **options)
+    assert resumed.loaded == max(theirs.seen)
 
 
 def test_a_module_without_an_optimizer_runs_its_epochs(tmp_path: Path) -> None:

@@ -721,12 +721,14 @@ class ModuleHooks(ModuleState, Callback):
         of_callbacks = {each.state_key: kept for each in self.callbacks if (kept := each.state_dict())}
         if of_callbacks:
             state["callbacks"] = of_callbacks
-        if (save := self.hook("on_save_checkpoint")) is not None:
+        save = self.hook("on_save_checkpoint")
+        if save is not None or self.hook("on_load_checkpoint") is not None:
             # A save at the end of an epoch is part of it, as in Lightning; it is counted already.
             progress = run.progress
             epoch = progress.epoch - (progress.epoch > 0 and progress.epoch_batches == 0)
             given = _Checkpoint(epoch=epoch, global_step=self.steps)
-            save(given)
+            if save is not None:
+                save(given)
             state["of_module"] = dict(given)
         return state
 
@@ -818,9 +820,9 @@ class _Checkpoint(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise ConfigError(
-            f"the checkpoint of on_save_checkpoint and on_load_checkpoint has no {name!r} here: it has"
-            " 'epoch', 'global_step', and what on_save_checkpoint adds. Weights, optimizers and"
-            " schedules are stored without it"
+            f"the checkpoint of on_save_checkpoint and on_load_checkpoint has no {name!r} here. When it"
+            f" was saved it got {', '.join(map(repr, self)) or 'nothing'}: 'epoch', 'global_step' and what"
+            " on_save_checkpoint adds. Weights, optimizers and schedules are stored without it"
         )
 
 
