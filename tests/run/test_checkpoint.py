@@ -14,7 +14,15 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError
 
-from drivetrain import Callback, CheckpointConfig, EarlyStopping, LambdaCallback, OptimizerConfig, Trainer
+from drivetrain import (
+    Callback,
+    CheckpointConfig,
+    CheckpointError,
+    EarlyStopping,
+    LambdaCallback,
+    OptimizerConfig,
+    Trainer,
+)
 
 
 def first_run(run_dir: Path, task: Any = None, **options: Any) -> None:
@@ -228,3 +236,32 @@ def test_a_fit_that_early_stopping_ended_stays_so_when_it_is_resumed(tmp_path: P
         assert result.stop_reason.startswith("early stopping")
         assert weights(resumed) == weights(task)
     assert trainer(patience=4).fit(Regression(), pairs(), pairs(), resume="auto").progress.epoch == 5
+
+
+class Buffered(Regression):
+    """Two buffers that get another shape in the second step, one of which is None at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("late", None)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def training_step(self, batch: Any) -> Any:
+        if len(self.seen) or self.late is not None:
+            self.seen = torch.cat([self.seen, batch[0].mean()[None]])
+        self.late = batch[0].mean(0) if self.late is None else self.late.lerp(batch[0].mean(0), 0.1)
+        return super().training_step((batch[0] - self.late + self.seen.sum(), batch[1]))
+
+
+def test_a_buffer_of_another_shape_is_resumed_and_is_an_error_in_a_warm_start(tmp_path: Path) -> None:
+    def end(steps: int, folder: str) -> Any:
+        task = Buffered()
+        options: Any = {"checkpoint": True, "run_dir": tmp_path / folder}
+        quiet(max_steps=steps, max_epochs=None, **options).fit(task, pairs(12), resume="auto")
+        return weights(task)
+
+    end(3, "parts")
+    assert end(6, "parts") == end(6, "whole")
+    assert weights(Buffered.from_checkpoint(tmp_path / "whole")) == end(6, "whole")
+    with pytest.raises(CheckpointError, match="'seen'"):
+        Buffered().load_weights(tmp_path / "whole")

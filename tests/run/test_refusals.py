@@ -40,6 +40,21 @@ def constant() -> Any:  # make a metric that no checkpoint can hold
     return with_methods("Constant", update=nothing, reset=nothing, compute=lambda self: 7.0)
 
 
+def test_a_tensor_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    def trained(persistent: bool, made: list[Any], **options: Any) -> Any:
+        task = Regression()
+        task.register_buffer("phases", torch.ones(3, dtype=torch.complex128), persistent=persistent)
+        fit(task, **hook("on_step_end", made.append), **options)
+
+    steps: list[Any] = []
+    saves: dict[str, Any] = {"checkpoint": True, "run_dir": tmp_path}
+    words = "cannot hold 'phases'", "complex128", "view_as_real", "persistent=False", "checkpoint=False"
+    assert_refused(ConfigError, {"complex128": (lambda: trained(True, steps, **saves), *words)})
+    assert not steps
+    trained(True, steps, checkpoint=False)
+    assert steps
+
+
 def test_callbacks_that_are_none_are_refused() -> None:
     def of(callback: Any) -> Any:
         return lambda: Trainer(max_epochs=1, callbacks=[callback])

@@ -171,7 +171,8 @@ def _take_over(
         )
     if module is not None:
         with strategy.checkpoint_layout(_by_name(optimizer), write=True) as taken:
-            load_module_state(module, snapshot.tensors["model"], tree["module_extras"], where=str(path))
+            weights, extras = snapshot.tensors["model"], tree["module_extras"]
+            load_module_state(module, weights, extras, where=str(path), resize_buffers=True)
             if optimizer is not None:
                 restore_optimizer_state(module, taken, snapshot.tensors["optimizer"], tree["optimizers"])
     strategy.load_state_dict(tree["strategy"])

@@ -421,7 +421,9 @@ class TaskModule(nn.Module):
         task = construct(cls, stored.arguments(cls, overrides), stored.path)
         extras = read_extras(stored.path) if has_extras(task) else {}
         kept = read_frozen(stored.path, task)
-        load_module_state(task, stored.tensors, extras, where=stored.path, adopt_dtypes=True, kept=kept)
+        load_module_state(
+            task, stored.tensors, extras, where=stored.path, adopt_dtypes=True, kept=kept, resize_buffers=True
+        )
         object.__setattr__(task, _LOADED, [each for each in task.modules() if each.training])
         task.eval()
         return task

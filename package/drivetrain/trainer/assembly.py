@@ -591,7 +591,9 @@ def _evaluation_run(
         tensors = load_weights(path)
         extras = read_extras(path) if has_extras(task) else {}
         kept = read_frozen(path, task)
-        load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
+        load_module_state(
+            task, tensors, extras, where=path, adopt_dtypes=True, kept=kept, resize_buffers=True
+        )
     data = pick_data(data, stage)
     if stage == "predict" and isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")

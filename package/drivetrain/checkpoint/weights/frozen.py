@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.format.records import as_object
-from drivetrain.checkpoint.format.tensors import bytes_of, has_plain_bytes
-from drivetrain.checkpoint.weights.module_state import SHOWN, clean_name
+from drivetrain.checkpoint.format.tensors import bytes_of, check_tensor, has_plain_bytes
+from drivetrain.checkpoint.weights.module_state import SHOWN, clean_name, module_state
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import Json
 
@@ -61,10 +61,11 @@ def _fingerprint(parameter: nn.Parameter) -> Json:
 
 
 def check_storable(module: nn.Module) -> None:
-    """Check that a file can hold each parameter.
+    """Check that a file can hold each parameter and persistent buffer.
 
     Raises:
-        ConfigError: A parameter is a tensor without plain bytes, such as a quantised one; names it.
+        ConfigError: A parameter is a tensor without plain bytes, such as a quantised one, or a tensor has a
+            dtype or layout that no file can hold; names it.
     """
     for name, parameter in module.named_parameters():
         if is_lazy(parameter) or has_plain_bytes(parameter):
@@ -75,6 +76,16 @@ def check_storable(module: nn.Module) -> None:
             " frozen, leave it out: CheckpointConfig(parameters='trainable'). Or save nothing:"
             " checkpoint=False"
         )
+    for name, tensor in module_state(module)[0].items():
+        if is_lazy(tensor) or tensor.is_meta or not has_plain_bytes(tensor):
+            continue
+        try:
+            check_tensor(tensor, f"checkpoints cannot hold {name!r}")
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{error}. Keep it in another dtype (torch.view_as_real makes a complex128 a float64),"
+                " register a buffer with persistent=False, or save nothing: checkpoint=False"
+            ) from None
 
 
 def has_unknown(found: Fingerprints) -> bool:

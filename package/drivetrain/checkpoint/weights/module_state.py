@@ -10,6 +10,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -96,6 +97,7 @@ def load_module_state(
     where: str,
     adopt_dtypes: bool = False,
     kept: Collection[str] = (),
+    resize_buffers: bool = False,
 ) -> None:
     """Copy named tensors into a module, all or none.
 
@@ -106,22 +108,24 @@ def load_module_state(
         where: The source of the tensors, for messages.
         adopt_dtypes: Give the module's parameters the stored dtypes; otherwise a different dtype raises.
         kept: Names that need not be given; those keep the module's values.
+        resize_buffers: Give buffers that are None or of another shape the given one; otherwise they raise.
 
     Raises:
         CheckpointError: Names are missing or unexpected, or a shape or dtype differs; lists them.
     """
     own = full_state(module)
     given = {**(extras or {}), **tensors}
+    buffers = _persistent_buffers(module) if resize_buffers else {}
     lacking = sorted(own.keys() - given.keys() - set(kept))
     problems = [f"missing {name!r}" for name in lacking if not is_extra(name)]
-    strangers = sorted(given.keys() - own.keys())
+    strangers = sorted(given.keys() - own.keys() - buffers.keys())
     problems += [f"unexpected {name!r}{hint(name, own)}" for name in strangers[:SHOWN]]
     problems += [f"unexpected {name!r}" for name in strangers[SHOWN:]]
     for name in sorted(own.keys() & given.keys()):
         if is_extra(name):  # the module checks it itself; it may have any size and type
             continue
         mine, stored = own[name], given[name]
-        if not is_lazy(mine) and mine.shape != stored.shape:
+        if name not in buffers and not is_lazy(mine) and mine.shape != stored.shape:
             problems.append(f"{name!r} has shape {tuple(stored.shape)} there, {tuple(mine.shape)} here")
         elif mine.dtype != stored.dtype and not adopt_dtypes:
             problems.append(f"{name!r} is {stored.dtype} there, {mine.dtype} here (another precision?)")
@@ -131,7 +135,23 @@ def load_module_state(
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         shown = "; ".join(problems[:SHOWN])
         raise CheckpointError(f"the weights of {where} do not fit {type(module).__name__}: {shown}{more}")
+    for name in buffers.keys() & tensors.keys():
+        owner, key = buffers[name]
+        mine, stored = owner._buffers[key], tensors[name]
+        if mine is None or (mine.shape != stored.shape and not is_lazy(mine)):
+            near = mine if mine is not None else next(module.parameters(), stored)
+            owner._buffers[key] = torch.empty(stored.shape, dtype=stored.dtype, device=near.device)
     put_state(module, given, adopt_dtypes=adopt_dtypes)
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module and the name there of each persistent buffer, those that are None included."""
+    return {
+        clean_name(f"{path}.{key}" if path else key): (owner, key)
+        for path, owner in module.named_modules()
+        for key in owner._buffers
+        if key not in owner._non_persistent_buffers_set
+    }
 
 
 SHOWN = 10
