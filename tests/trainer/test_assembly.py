@@ -6,14 +6,24 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
-from drivetrain import CheckpointConfig, LambdaCallback
+from drivetrain import (
+    CheckpointConfig,
+    ConfigError,
+    EarlyStopping,
+    LambdaCallback,
+    OptimizerConfig,
+    TorchSchedule,
+)
 from drivetrain.core.progress import Progress
 from drivetrain.core.totals import Totals
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
@@ -265,3 +275,30 @@ def prepared(path: Path) -> tuple[int, bool]:
 def test_data_begins_when_the_ranks_are_connected_and_is_prepared_once(tmp_path: Path) -> None:
     assert on_two_ranks(prepared, tmp_path / "prepared") == [(2, True), (2, True)]
     assert (tmp_path / "prepared").read_text(encoding="utf-8") == "0\n"
+
+
+def test_schedules_whose_values_never_come_are_refused_and_late_ones_told() -> None:
+    def fit(options: dict[str, Any], validation: Any = None, **settings: Any) -> Any:
+        def make(parameters: list[Any]) -> Any:
+            optimizer = torch.optim.SGD(parameters, lr=0.8)
+            return optimizer, TorchSchedule(ReduceLROnPlateau(optimizer, patience=0, threshold=9), **options)
+
+        named = OptimizerConfig("sgd", lr=0.1, schedule="reduce_on_plateau")
+        task, trainer = Regression(make if options else named), quiet(**{"max_epochs": 4, **settings})
+        return lambda: (trainer.fit(task, pairs(), validation), task)[1]
+
+    by_epoch = {"every": "1 epoch"}
+    table: dict[str, tuple[Any, ...]] = {
+        "named": (fit({}, pairs(4), validate_every=None), "never validates", "`validate_every`"),
+        "torch's": (fit({"metric": "validation/loss"}, pairs(4), validate_every=None), "never validates"),
+        "no data": (fit({"metric": "validation/loss", **by_epoch}), "never validates"),
+        "of training": (fit({"metric": "train/loss"}, pairs(4)), "which no validation", "every='1 epoch'"),
+        "of a test": (fit({"metric": "test/loss", **by_epoch}), "which a fit does not give"),
+    }
+    assert_refused(ConfigError, table)
+    fit({"metric": "train/loss", **by_epoch}, log_every=100)()  # which logs each epoch in time for it
+    fit({}, pairs(4), validate_every="4 epochs")()  # without a warning
+    late: Any = [{"validate_every": "5 epochs"}, {"validate_from": "21 steps"}, {"max_steps": 3}]
+    for settings in (*late, {"validate_every": 30, "callbacks": [EarlyStopping()]}):
+        with warned("longer than this fit, which validates only after its last step"):
+            fit({}, pairs(4), **settings)()

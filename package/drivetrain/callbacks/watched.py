@@ -28,10 +28,14 @@ class Watched:
         who: The subject and verb of an error message, such as "early stopping watches".
         otherwise: A sentence that ends an error message.
         required: Whether a missing value is an error.
+        of_validations: Whether only a validation may give the value.
     """
 
-    def __init__(self, name: str, who: str, otherwise: str = "", required: bool = True) -> None:
+    def __init__(
+        self, name: str, who: str, otherwise: str = "", required: bool = True, of_validations: bool = False
+    ) -> None:
         self.name = name
+        self._of_validations = of_validations
         self._who = f"{who} {name!r}"
         self._otherwise = f" {otherwise}" if otherwise else ""
         self._required = required
@@ -50,16 +54,18 @@ class Watched:
         stage, validates = run.names.stage_of(self.name), run.triggers.validate.every is not None
         if stage in ("test", "predict"):
             raise self._error("which a fit does not give", self._possible(run))
+        if not validates and (stage == "validation" or self._of_validations):
+            instead = "" if self._of_validations else ", or name a value of training such as 'train/loss'"
+            raise ConfigError(
+                f"{self._who} at each validation, but this fit never validates. Give `fit` validation_data,"
+                f" and the Trainer a `validate_every`{instead}.{self._otherwise}"
+            )
         if stage is None and validates and (self._user_callbacks_log or run.names.are_own):
             return  # it may come with a validation
         if stage != "validation":
+            if self._of_validations:
+                raise self._error("which no validation gives", self._possible(run))
             self._begin_logging(run)
-        elif not validates:
-            raise ConfigError(
-                f"{self._who} at each validation, but this fit never validates. Give `fit` validation_data,"
-                " and the Trainer a `validate_every`, or name a value of training such as 'train/loss'."
-                f"{self._otherwise}"
-            )
         else:
             loaders = [loader for loader, _ in run.evaluation_feeds if loader is not None]
             if (
@@ -84,7 +90,8 @@ class Watched:
         last = self.name.rpartition("/")[2]
         feeds = run.evaluation_feeds if run.triggers.validate.every is not None else ()
         validations = [run.task.metric_name("validation", loader, last) for loader, _ in feeds]
-        names = [run.task.metric_name("train", None, last), *validations]
+        train = None if self._of_validations else run.task.metric_name("train", None, last)
+        names = [train, *validations]
         return [name for name in names if name is not None] or [*run.metrics]
 
     def has_new_value(self, run: Run) -> bool:

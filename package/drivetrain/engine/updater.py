@@ -145,12 +145,16 @@ class Updater:
         timed = self.torch_schedule
         return self.schedule is not None or (timed is not None and timed.unit == "steps")
 
-    def watched(self) -> str | None:
-        """Return the name of the value of validations that the schedule depends on, or None."""
+    def watched(self) -> tuple[str, str] | None:
+        """Return the name of the value that the schedule depends on, and what its steps follow:
+        "validations", "epochs" or "steps"; None if it needs none.
+        """
         if isinstance(self.schedule, PlateauSchedule):
-            return self.schedule.metric
+            return self.schedule.metric, "validations"
         timed = self.torch_schedule
-        return timed.metric if timed is not None and timed.unit == "validations" else None
+        if timed is None or timed.metric is None or not (timed.required or timed.unit == "validations"):
+            return None
+        return timed.metric, timed.unit
 
     def resolve_direction(self, direction: Callable[[str], str | None]) -> None:
         """Let a schedule that watches a value take over whether less or more of it is better."""
@@ -419,17 +423,6 @@ def warn_of_long_warmup(updaters: Mapping[str, Updater], steps: int | None) -> N
                 f"the warm-up takes {each.warmup_steps:,} steps and this fit {steps:,}, so the learning rate"
                 " never reaches the given one. Give fewer warmup_steps, or warmup_ratio"
             )
-
-
-def check_watched(updaters: Mapping[str, Updater], validates: bool) -> None:
-    """Check that a schedule that follows the validations has some to follow."""
-    name = next((name for each in updaters.values() if (name := each.watched()) is not None), None)
-    if name is not None and not validates:
-        raise ConfigError(
-            f"a schedule watches {name!r} at each validation, and this fit has no validation data. Give it to"
-            " trainer.fit, or watch a value of training: TorchSchedule(scheduler, every='1 epoch',"
-            " metric='train/loss')"
-        )
 
 
 def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], restore: Callable[[], object]) -> None:

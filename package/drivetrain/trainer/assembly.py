@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import callbacks as built_in
+from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import odd_kind
 from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, PerEpoch, Trigger, exact
+from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
@@ -37,7 +39,7 @@ from drivetrain.engine.engine import Engine
 from drivetrain.engine.gpu_advice import advise
 from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
-from drivetrain.engine.updater import check_watched, warn_of_long_warmup
+from drivetrain.engine.updater import warn_of_long_warmup
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
@@ -63,6 +65,7 @@ from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_d
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
 
+_LOG = logger(__name__)
 
 _TAKES = {
     "loss": ("outputs", "batch"),
@@ -339,7 +342,6 @@ def _fit_run(
     if engine.strategy.rank == 0:
         advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
     check_same_optimizers(task, engine.updaters, totals.steps, engine.ranks)
-    check_watched(engine.updaters, bool(feeds))
     if engine.strategy.rank == 0 and not settings.dry_run:
         warn_of_long_warmup(engine.updaters, totals.steps)
     for updater in engine.updaters.values():
@@ -370,6 +372,7 @@ def _fit_run(
         on_save_error=settings.on_save_error,
         frozen=frozen,
     )
+    _check_watched(settings, run)
     for updater in engine.updaters.values():
         updater.resolve_direction(run.names.direction)
         if run.is_main and updater.torch_schedule is not None:
@@ -385,6 +388,42 @@ def _fit_run(
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
     return run, saver
+
+
+def _check_watched(settings: RunSettings, run: Run) -> None:
+    """Check that the values that schedules depend on can come, and warn if validations come too late."""
+    by_epoch = "One by epochs may follow training: TorchSchedule(..., every='1 epoch', metric='train/loss')"
+    names = run.names
+    follows = any(
+        isinstance(each, built_in.EarlyStopping) and names.stage_of(each.metric) == "validation"
+        for each in settings.callbacks
+    )
+    for name, unit in filter(None, (each.watched() for each in run.engine.updaters.values())):
+        if unit == "validations":
+            follows = True
+            Watched(name, "a schedule watches", by_epoch, of_validations=True).begin(run)
+        elif names.stage_of(name) is not None:
+            Watched(name, "a schedule watches").begin(run)
+    late = _validates_late(settings, run.totals) if follows and run.evaluation_feeds else None
+    if late is not None and run.is_main and settings.dry_run is None:
+        _LOG.warning(
+            f"{late} is longer than this fit, which validates only after its last step: a schedule or"
+            " EarlyStopping that follows the validations has no effect. Give a shorter interval"
+        )
+
+
+def _validates_late(settings: RunSettings, totals: Totals) -> str | None:
+    """Return the argument that is longer than a fit, which then validates at its end alone; else None."""
+    for name in ("validate_every", "validate_from"):
+        given = every(getattr(settings, name))
+        if given is None or given.unit not in ("steps", "epochs"):
+            continue
+        by_steps = given.unit == "steps" or totals.steps_per_epoch is not None
+        per = totals.steps_per_epoch if given.unit == "epochs" and by_steps else 1
+        length = totals.steps if by_steps else totals.epochs
+        if length is not None and given.amount * (per or 1) > length:
+            return f"{name}={str(given)!r}"
+    return None
 
 
 def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[str, Any]) -> DeclaredMetrics:
@@ -490,9 +529,9 @@ def start_from(
     from drivetrain.run.checkpoint import restore, snapshot_run
     from drivetrain.trainer.checkpoints import find_checkpoint, report_start
 
-    for logger in run.loggers if run.is_main else ():
-        if isinstance(logger, RunLogger):
-            logger.begin(run)
+    for each in run.loggers if run.is_main else ():
+        if isinstance(each, RunLogger):
+            each.begin(run)
     with run.timed("restore"):
         asks = resume is not None or may_start_again()
         found = find_checkpoint(settings, run, saver, resume) if asks else None
@@ -519,9 +558,9 @@ def start_from(
         config["kept_of_checkpoint"] = kept
     if found is not None:
         config = with_resumes(config, run, override)
-    for logger in run.loggers:
-        with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at step"):
-            logger.log_config(config)
+    for each in run.loggers:
+        with run.logging_to(each, f"the configuration that {type(each).__name__} writes at step"):
+            each.log_config(config)
 
 
 _SANITY_BATCHES = 2

@@ -168,7 +168,7 @@ def test_refusals_of_torch_schedule(tmp_path: Path) -> None:
         "a metric": (lambda: TorchSchedule(step, metric="validation/loss"), "StepLR.step takes none"),
         "Lightning's": (lambda: TorchSchedule(StepLR, monitor="validation/loss"), "'metric'"),
         "another's": (lambda: rates(task(lambda _: step)), "another optimizer"),
-        "no validation": (lambda: rates(task(PLATEAU, metric="validation/loss")), "no validation data"),
+        "no validation": (lambda: rates(task(PLATEAU, metric="validation/loss")), "never validates"),
         "not logged": (lambda: rates(misspelt, pairs(4), **saved), "'validation/los'"),
     }
     assert_refused(ConfigError, cases)

@@ -119,7 +119,7 @@ def validation_conflicts(
     for who, name in watched:
         if name is not None and names.stage_of(name) == "validation":
             yield f"{who} decides by {name!r}, which never comes, for there is no validation. {fix}"
-    if any(each.watched() for each in built.updaters.values()):
+    if any("validations" in (each.watched() or ()) for each in built.updaters.values()):
         yield f"a schedule that follows the validations never acts, for there is no validation. {fix}"
 
 
