@@ -174,10 +174,6 @@ def test_evaluation_draws_by_the_number_of_its_batch_and_not_by_what_ran_before(
 
 
 def test_refusals_of_the_engine() -> None:
-    class Forgetful(Duel):
-        def training_step(self, batch: Mapping[str, Tensor]) -> Any:
-            return self._judged(batch["real"], 1.0)
-
     def fit(returned: Any = None, tokens: Any = None, verb: str = "fit", **options: Any) -> Any:
         def step(task: Regression, batch: Any) -> Any:
             loss = F.mse_loss(task(batch[0]), batch[1])
@@ -205,7 +201,6 @@ def test_refusals_of_the_engine() -> None:
             for each in (2.6, -5, math.nan, "7")
         },
         "a tensor of tokens": (fit(tokens=torch.ones(2)), "tokens gave a tensor of shape (2,)"),
-        "no generator": (lambda: quiet(max_steps=1).fit(Forgetful(), loader()), "2 optimizers"),
         "strategy": (lambda: Engine("cpuu"), "Did you mean 'cpu'"),
         "two devices": (lambda: Engine("single", devices=2), "devices=2"),
         "meta": (

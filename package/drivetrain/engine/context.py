@@ -37,7 +37,7 @@ class StepContext(Protocol):
         sums: Whether the gradient of a step is that of the sum of its losses; see `weigh`.
         parameters: The trained parameters.
         updaters: The optimizers by name.
-        only_updater: The first of them.
+        only_updater: The only one of them, or all as one.
         interleaved: Whether the training step is a generator that names its optimizers.
         order: A check that the ranks' generator steps name them in one order; None without such a step, and
             on one rank.

@@ -32,6 +32,7 @@ from drivetrain.distributed.launch.programs import join_job
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine.evaluation_precision import stored_in
 from drivetrain.engine.generator_step import advance, generator_step, optimizer_order
+from drivetrain.engine.joint import JointOptimizer, check_joint, joint_updater
 from drivetrain.engine.memory import MemoryConfig, MemoryInUse
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import MetricBuffer, Row, refuse_nonfinite
@@ -206,9 +207,12 @@ class Engine:
         for parameter in self.parameters:  # an old gradient would count into the first step
             parameter.grad = None
         self._moving = [each for each in self.updaters.values() if each.follows_steps]
-        self.only_updater = next(iter(self.updaters.values()))
+        self._max_grad_norm = max_grad_norm
+        self.only_updater = joint_updater([*self.updaters.values()], max_grad_norm)
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._optimize = self._chosen_optimize()
+        if self._optimize is None and len(self.updaters) > 1:
+            check_joint(task, [*self.updaters.values()], max_grad_norm)
         self._choose_step()
 
     def _chosen_optimize(self) -> Callable[[Engine, Weighted], Optimized] | None:
@@ -254,6 +258,7 @@ class Engine:
         self.parameters = [each for each in self.trainable if each.requires_grad]
         for updater in self.updaters.values():
             updater.leave_out_frozen()
+        self.only_updater = joint_updater([*self.updaters.values()], self._max_grad_norm)
         self.model = self.strategy.retrain(self.model)
         self._choose_step()
 
@@ -359,8 +364,10 @@ class Engine:
         try:
             applied = not refused and strategy.optimizer_step(updater.optimizer)
         except RuntimeError as error:
-            names = {each: clean_name(name) for name, each in self.task.named_parameters()}
-            refuse_layouts(updater.optimizer, names, error)
+            named = self.task.named_parameters() if hasattr(self, "task") else ()
+            names = {each: clean_name(name) for name, each in named}
+            for each in getattr(updater.optimizer, "optimizers", (updater.optimizer,)):
+                refuse_layouts(each, names, error)
             raise
         # As Optimizer.zero_grad does, without its profiling range (6 us).
         for parameter in parameters:
@@ -476,6 +483,7 @@ class Engine:
         self.closing.callback(self.precision.restore_module, model)
         prepared = prepare_module(self.strategy, model, make_optimizer, self.precision, self.weight_updates)
         self.memory.attach(prepared.model)
+        self._window.optimizers += prepared.optimizers.values()
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 
     def prepare_data(self, data: Any, *, training: bool = True) -> EngineData:
@@ -504,18 +512,26 @@ class Engine:
         """
         self._window.backward(self.strategy, loss, weight)
 
-    def step(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> StepResult:
+    def step(
+        self, optimizer: Optimizer | Sequence[Optimizer], max_grad_norm: float | None = None
+    ) -> StepResult:
         """Make a step from the gradients added since the last one, and clear them.
 
+        After a step of one optimizer, another may make a step from the same backwards. The next backward
+        begins anew: it drops the gradients that a loss has left in the parameters of other optimizers.
+
         Args:
-            optimizer: The optimizer from `prepare`.
+            optimizer: The optimizer from `prepare`, or several that step together.
             max_grad_norm: The limit of the gradient's global norm; None disables clipping.
 
         Raises:
-            ConfigError: No backward came before.
+            ConfigError: No backward came before, or the optimizer has made its step from them already.
         """
-        progress, updater = self.progress, Updater(DEFAULT, optimizer, max_grad_norm=max_grad_norm)
-        self._window.close(self.strategy, updater.parameters)
+        progress = self.progress
+        if not isinstance(optimizer, Optimizer):
+            optimizer = JointOptimizer(optimizer)
+        self._window.close(self.strategy, optimizer, apart=not self._scaled)
+        updater = Updater(DEFAULT, optimizer, max_grad_norm=max_grad_norm)
         applied, norm = self.update(updater, (), updater.parameters)
         result = StepResult([], applied, norm, progress.steps)
         progress.steps += applied

@@ -42,7 +42,7 @@ from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
 from drivetrain.task.optim.state import start_momenta
 from drivetrain.task.optim.torch_schedule import TorchSchedule, kind_of
-from drivetrain.task.task import TaskModule, overrides
+from drivetrain.task.task import TaskModule
 
 _LOG = logger(__name__)
 
@@ -296,11 +296,10 @@ def configured_specs(
         )
     configured = strategy.configured_optimizer(task, total_steps)
     specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)
-    if len(specs) > 1 and not is_interleaved(task) and not overrides(task, "optimize"):
-        raise ConfigError(
-            f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))})"
-            " but its training_step is no generator. Write `yield name, loss` for each, or configure one"
-            " optimizer"
+    if len(specs) > 1 and (reason := strategy.refuses("generators")):
+        raise StrategyError(
+            f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))}), which"
+            f" strategy {strategy.name!r} cannot run: {reason}. Use 'ddp' or 'fsdp'"
         )
     return specs
 

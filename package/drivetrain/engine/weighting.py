@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.data import Everywhere, MicroBatch
@@ -99,14 +100,30 @@ class OpenWindow:
 
     Gradients are kept relative to the first weight, so that a window of one backward, the usual one, is never
     rescaled. With several ranks it is rescaled, because each has other weights.
+
+    Attributes:
+        handed: The current batch of the training data, or None.
+        optimizers: The optimizers of the loop. Each may make one step from a window.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
         self.handed: MicroBatch | None = None
-        self._open = False
+        self.optimizers: list[Optimizer] = []
+        self._open = False  # whether backwards wait for a step
         self._first: float | Tensor | None = None
         self._total: float | Tensor = 0.0
+        self._factor: float | Tensor | None = None
+        self._done: list[Optimizer] = []  # those that have made their step from the last window
+        self._is_over = True  # whether no other one may
+
+    def _begin(self) -> None:
+        """Open a window, without the gradients that the last one has left in the parameters of others."""
+        self._open, self._first, self._total = True, None, 0.0
+        self._done, self._is_over = [], False
+        if len(self.optimizers) > 1:
+            for each in self.optimizers:
+                each.zero_grad()
 
     def _own(self, weight: float | Tensor | None) -> float | Tensor:
         """Return the given weight, or the weight of the current batch; a placeholder for a batch that this
@@ -132,7 +149,8 @@ class OpenWindow:
                 raise ConfigError(
                     f"engine.backward(loss, weight): a weight counts samples or tokens, not {weight}"
                 )
-        self._open = True
+        if not self._open:
+            self._begin()
         if self._ranks.size > 1:
             self._first = 1.0
             self._total = self._total + weight
@@ -164,28 +182,50 @@ class OpenWindow:
         return self._ranks.add(torch.full((), total, dtype=torch.float64, device=device))
 
     def check_closed(self) -> None:
-        """Check that the window is closed, so that the state can be saved."""
+        """Check that the window is closed, so that the state can be saved; no other optimizer may step."""
         if self._open:
             raise ConfigError(
                 "engine.save() between engine.backward() and engine.step(): make the step first"
             )
+        self._is_over = True
 
-    def close(self, strategy: Strategy, parameters: Sequence[Tensor]) -> None:
-        """Divide the gradients by the window's weight; the next backward opens a new window.
+    def close(self, strategy: Strategy, optimizer: Optimizer, apart: bool = True) -> None:
+        """Divide the gradients of an optimizer by the window's weight; the next backward opens a new window.
 
         If every weight was zero, there are no gradients; optimizers skip parameters without a gradient.
+
+        Args:
+            apart: Whether optimizers may make their steps from one window one after another.
         """
-        if not self._open:
-            raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")
-        if self._first is not None and self._total is not self._first:
-            total = self._total
-            if self._ranks.size > 1:  # strategies average over the processes
-                total = self._of_all(total, strategy.device) / self._ranks.size
-            if isinstance(total, Tensor):  # to compare it here would wait for the device
-                strategy.scale_gradients(parameters, torch.where(total != 0, self._first / total, 1.0))
-            elif total != 0:
-                strategy.scale_gradients(parameters, self._first / total)
-        self._open, self._first, self._total = False, None, 0.0
+        stepping = getattr(optimizer, "optimizers", (optimizer,))
+        if not self._open and (self._is_over or any(each in self._done for each in stepping)):
+            raise ConfigError(
+                "engine.step() without engine.backward(loss) before it: there is no gradient. Each optimizer"
+                " makes one step from a loss, before engine.save()"
+            )
+        if not self._open and not apart:
+            raise ConfigError(
+                "engine.step() of a second optimizer from one loss: with a loss scale, as of '16-mixed', they"
+                " step together. Write engine.step([a, b])"
+            )
+        if self._open:
+            self._open, self._factor = False, self._weight(strategy)
+        self._done += stepping
+        self.optimizers += (each for each in stepping if each not in self.optimizers)
+        if self._factor is not None:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            strategy.scale_gradients(parameters, self._factor)
+
+    def _weight(self, strategy: Strategy) -> float | Tensor | None:
+        """Return the factor that makes the gradients a mean, on all ranks together; None for 1."""
+        if self._first is None or self._total is self._first:
+            return None
+        total = self._total
+        if self._ranks.size > 1:  # strategies average over the processes
+            total = self._of_all(total, strategy.device) / self._ranks.size
+        if isinstance(total, Tensor):  # to compare it here would wait for the device
+            return torch.where(total != 0, self._first / total, 1.0)
+        return self._first / total if total != 0 else None
 
 
 class StepResult:

@@ -141,6 +141,7 @@ class DDP(Strategy):
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._sparse: list[nn.Parameter] = []
+        self._wrapped_parts: list[tuple[list[str], list[nn.Parameter]]] = []  # of each wrapped module
         self._names: list[str] = []
         self._synchronized = True
         self._has_earlier = False  # whether the window has had another micro-batch
@@ -166,6 +167,7 @@ class DDP(Strategy):
         import torch._dynamo  # noqa: F401
 
         self._join(self.config.timeout)
+        self._wrapped_parts, self._sparse = [], []
 
     def teardown(self) -> None:
         """Leave the process group."""
@@ -210,6 +212,7 @@ class DDP(Strategy):
         if wrapped is None:
             return model
         wrapped.reducer._remove_autograd_hooks()  # else a second wrapper's gradients would go to it too
+        self._wrapped_parts, self._sparse = [], []
         self._note(wrapped.module)
         self._unlearned = self.config.static_graph
         return self._wrap(wrapped.module, init_sync=False)
@@ -218,7 +221,7 @@ class DDP(Strategy):
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         self._names = [name.removeprefix("task.") for name, _ in trained]
         self._parameters = [each for _, each in trained]
-        self._sparse = trained_sparsely(module.task)
+        self._sparse += trained_sparsely(module.task)
 
     def _wrap(self, module: StepModule, init_sync: bool = True) -> DistributedDataParallel:
         config = self.config
@@ -234,6 +237,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **buffers,
         )
+        self._wrapped_parts.append((self._names, self._parameters))
         self._synchronized = True
         if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
             fix_buckets(wrapped, self._parameters)
@@ -280,7 +284,9 @@ class DDP(Strategy):
         before = gradients_now(self._parameters) if checks and self._has_earlier else None
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
         if checks:
-            check_used(self._names, self._parameters, "DDPConfig(find_unused_parameters=True)", before)
+            only = len(self._wrapped_parts) == 1  # of several modules a loss may leave out some
+            for names, parameters in self._wrapped_parts:
+                check_used(names, parameters, "DDPConfig(find_unused_parameters=True)", before, only)
         if self._synchronized:
             self._has_earlier = False
 

@@ -44,7 +44,7 @@ def refuse_layouts(optimizer: Optimizer, names: Mapping[Any, str], error: Runtim
         return
     listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
     kind = type(optimizer).__name__
-    several = "a mapping of several optimizers, with a training_step that yields to each"
+    several = "a mapping of several optimizers, each with its parameters="
     if sparse_only:
         raise ConfigError(
             f"the optimizer {kind} takes sparse gradients only, and these are dense: {listed}. Use another,"

@@ -50,7 +50,11 @@ def gradients_now(parameters: Sequence[nn.Parameter]) -> Gradients:
 
 
 def check_used(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], allow: str, before: Gradients | None = None
+    names: Sequence[str],
+    parameters: Sequence[nn.Parameter],
+    allow: str,
+    before: Gradients | None = None,
+    needs_any: bool = True,
 ) -> None:
     """Check that a synchronised backward has given every parameter a gradient.
 
@@ -59,6 +63,7 @@ def check_used(
 
     Args:
         before: The gradients of the window's earlier micro-batches; None if there were none.
+        needs_any: Whether the backward must have used some of them.
     """
     if before is None:
         without = [index for index, each in enumerate(parameters) if each.grad is None]
@@ -66,7 +71,7 @@ def check_used(
         now = gradients_now(parameters)
         pairs = enumerate(zip(before, now, strict=True))
         without = [at for at, (old, new) in pairs if old[0] is new[0] and old[1] == new[1]]
-    if not without:
+    if not without or (len(without) == len(names) and not needs_any):
         return
     frozen = [names[index] for index in without if not parameters[index].requires_grad]
     if frozen:

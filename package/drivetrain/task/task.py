@@ -205,9 +205,10 @@ class TaskModule(nn.Module):
 
         Returns:
             An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
-            optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers. The
-            schedule is a `torch.optim.lr_scheduler.LRScheduler` whose `step()` is called after each step, or
-            a `TorchSchedule`, for one that follows epochs or a metric.
+            optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers,
+            which step together from one loss, or in turns by a generator `training_step`. The schedule is a
+            `torch.optim.lr_scheduler.LRScheduler` whose `step()` is called after each step, or a
+            `TorchSchedule`, for one that follows epochs or a metric.
         """
         return OptimizerConfig("adamw")
 
@@ -231,7 +232,8 @@ class TaskModule(nn.Module):
 
         Args:
             engine: The `Engine`: `accumulate(pairs)` runs forward and backward, and `update(updater, rows,
-                parameters)` clips, steps and clears the gradients of one of `engine.updaters`.
+                parameters)` clips, steps and clears the gradients of one of `engine.updaters`, or of all by
+                `engine.only_updater`.
             pairs: The micro-batches, each with the factor of its loss; none if there is
                 nothing to learn from.
         """

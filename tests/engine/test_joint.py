@@ -1,0 +1,201 @@
+"""Several optimizers, from one loss or in turns: as in torch's loops."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from drivetrain import CheckpointConfig, ConfigError, Engine, OptimizerConfig, TaskModule
+
+Optimizers = dict[str, OptimizerConfig]
+
+
+class Ranking(TaskModule):  # an embedding with sparse gradients if asked for, and a dense head
+    def __init__(self, sparse: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
+        self.options = options
+
+    def forward(self, i: Tensor) -> Tensor:
+        return self.head(self.table(i).tanh())[:, 0]
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(outputs, batch["y"])
+
+    def configure_optimizers(self) -> Optimizers:
+        table = OptimizerConfig("sparseadam" if self.table.sparse else "adam", lr=0.05)
+        return {"table": table, "head": OptimizerConfig("sgd", lr=0.1, momentum=0.9, **self.options)}
+
+
+class OwnStep(Ranking):  # the default, which the engine calls now
+    def optimize(self, engine: Any, pairs: Any) -> Any:
+        return super().optimize(engine, pairs)
+
+
+def rows(batch_size: int = 8) -> DataLoader[Any]:
+    g = torch.Generator().manual_seed(1)
+    samples = [
+        {"i": torch.randint(10, (), generator=g), "y": torch.randn((), generator=g)} for _ in range(40)
+    ]
+    return DataLoader(samples, batch_size=batch_size)
+
+
+def by_hand(clip: float, sparse: bool = False) -> Tensor:
+    task = Ranking(sparse)
+    table = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(task.table.parameters(), lr=0.05)
+    head = torch.optim.SGD(task.head.parameters(), lr=0.1, momentum=0.9)
+    for batch in rows():
+        table.zero_grad()
+        head.zero_grad()
+        task.loss(task(batch["i"]), batch).backward()
+        if not sparse:
+            nn.utils.clip_grad_norm_(task.parameters(), clip)
+        table.step()
+        head.step()
+    return nn.utils.parameters_to_vector(task.parameters()).detach()
+
+
+def fit(task: TaskModule, batch_size: int = 8, resume: str | None = None, **options: Any) -> Tensor:
+    quiet(**{"max_epochs": 1, "max_grad_norm": 0.1, **options}).fit(task, rows(batch_size), resume=resume)
+    return nn.utils.parameters_to_vector(task.parameters()).detach()
+
+
+def test_one_loss_trains_by_several_optimizers_together(tmp_path: Path) -> None:
+    want = by_hand(0.1)
+    assert (want - by_hand(1e9)).abs().max() > 0.01  # so the norm of all gradients matters
+    halves: dict[str, Any] = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    for task, options in (
+        (Ranking(), {}),
+        (Ranking(), halves),
+        (Ranking(), {"micro_batch": 3}),
+        (OwnStep(), {}),
+    ):
+        torch.testing.assert_close(fit(task, **options), want, rtol=0, atol=1e-6)
+    sparse = fit(Ranking(sparse=True), max_grad_norm=1e9)
+    torch.testing.assert_close(sparse, by_hand(1e9, sparse=True), rtol=0, atol=1e-6)
+    saved: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": CheckpointConfig(best=0)}
+    fit(Ranking(), max_steps=2, **saved)
+    assert torch.equal(fit(Ranking(), resume="auto", **saved), fit(Ranking()))
+
+
+def on_a_rank() -> list[Tensor]:
+    return [fit(Ranking(), 4, strategy=each) for each in ("ddp", "fsdp")]
+
+
+def test_one_loss_for_several_optimizers_is_the_same_on_ranks() -> None:
+    for found in on_two_ranks(on_a_rank):
+        for each in found:
+            torch.testing.assert_close(each, by_hand(0.1), rtol=0, atol=1e-6)
+
+
+def test_refusals_of_one_loss_for_several_optimizers() -> None:
+    twice = {"head": OptimizerConfig("sgd"), "all": OptimizerConfig("sgd", parameters="*")}
+    both = type("Both", (Ranking,), {"configure_optimizers": lambda self: twice})
+    cases: dict[str, tuple[Any, ...]] = {
+        "its own norm": (lambda: fit(Ranking(max_grad_norm=1.0)), "'head'", "give the limit to the Trainer"),
+        "a parameter twice": (lambda: fit(both()), "'head.weight'", "updated twice"),
+    }
+    assert_refused(ConfigError, cases)
+
+
+# Loops of one's own.
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def networks() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2)), nn.Linear(2, 1)
+
+
+def of_discriminator(g: nn.Module, d: nn.Module, x: Tensor) -> Tensor:
+    fake, real = d(torch.cat([g(x).detach(), x])).chunk(2)
+    return F.softplus(fake - real).mean()
+
+
+def of_generator(g: nn.Module, d: nn.Module, x: Tensor) -> Tensor:
+    return F.softplus(-d(g(x))).mean()
+
+
+def noise(batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(torch.randn(24, 2, generator=torch.Generator().manual_seed(1)), batch_size=batch_size)
+
+
+def torchs(how: str) -> list[Tensor]:
+    g, d = networks()
+    both = [sgd(g.parameters()), sgd(d.parameters())]
+    turns = [(of_discriminator, both[1:]), (of_generator, both[:1])]
+    for x in noise():
+        for loss, optimizers in turns if how == "in turns" else [(of_generator, both)]:
+            for each in optimizers:
+                each.zero_grad()
+            loss(g, d, x).backward()
+            if how == "together":
+                nn.utils.clip_grad_norm_([*g.parameters(), *d.parameters()], 0.05)
+            for each in optimizers:
+                each.step()
+    return [each.detach() for each in (*g.parameters(), *d.parameters())]
+
+
+def ours(how: str, parts: int = 1, strategy: str = "cpu") -> list[Tensor]:
+    (g, d), devices = networks(), 1 if strategy == "cpu" else 2
+    with Engine(strategy, devices=devices) as engine:
+        (discriminator, b), (generator, a) = engine.prepare(d, sgd), engine.prepare(g, sgd)
+        turns = [(of_discriminator, [b]), (of_generator, [a])]
+        for x in engine.prepare_data(noise(4 // devices)):
+            for loss, optimizers in turns if how == "in turns" else [(of_generator, [a, b])]:
+                for part in range(parts):
+                    engine.backward(loss(generator, discriminator, x[part::parts]), len(x) / parts)
+                if how == "together":
+                    engine.step(optimizers, max_grad_norm=0.05)
+                else:
+                    for each in optimizers:
+                        engine.step(each)
+        trained = [*g.parameters(), *d.parameters()]
+        return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in trained]
+
+
+HOW = ("in turns", "together", "one after another")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_your_own_loop_with_two_optimizers_equals_torchs(how: str) -> None:
+    for parts in (1, 2):
+        torch.testing.assert_close(ours(how, parts), torchs(how), rtol=0, atol=1e-6)
+
+
+def on_ranks() -> list[list[Tensor]]:
+    return [ours(how, 1, strategy) for how in HOW for strategy in ("ddp", "fsdp")]
+
+
+def test_two_modules_of_your_own_loop_on_ranks_may_leave_out_one_another() -> None:
+    want = [torchs(how) for how in HOW for _ in range(2)]
+    for found in on_two_ranks(on_ranks):
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
+
+
+def test_steps_of_several_optimizers_are_refused_where_they_cannot_be_made(tmp_path: Path) -> None:
+    def begun(precision: str) -> tuple[Any, ...]:
+        engine = Engine("cpu", precision)
+        (g, a), (d, b) = (engine.prepare(module, sgd) for module in networks())
+        engine.backward(d(g(torch.ones(4, 2))).mean())
+        engine.step(a)
+        return engine, a, b
+
+    (engine, a, b), (scaled, _, second) = begun("32"), begun("16-mixed")
+    cases: dict[str, tuple[Any, ...]] = {
+        "twice": (lambda: engine.step(a), "Each optimizer makes one step from a loss"),
+        "a loss scale": (lambda: scaled.step(second), "engine.step([a, b])"),
+        "saved": (lambda: (engine.save(tmp_path / "saved"), engine.step(b)), "before engine.save()"),
+    }
+    assert_refused(ConfigError, cases)
