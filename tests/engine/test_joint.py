@@ -199,3 +199,20 @@ def test_steps_of_several_optimizers_are_refused_where_they_cannot_be_made(tmp_p
         "saved": (lambda: (engine.save(tmp_path / "saved"), engine.step(b)), "before engine.save()"),
     }
     assert_refused(ConfigError, cases)
+
+
+def test_a_pass_that_is_left_ends_its_epoch_unless_it_is_loaded(tmp_path: Path) -> None:
+    engine = Engine("cpu")
+    data, path = engine.prepare_data(noise()), str(tmp_path / "saved")
+    next(iter(data))
+    passes = [len([*data]), len([*data])]
+    for number, _ in enumerate(data):
+        if number == 1:
+            break
+    engine.save(path)
+    assert (passes, len([*data]), engine.progress.epoch) == ([6, 6], 6, 5)
+    other = Engine("cpu")
+    left = other.prepare_data(noise())
+    for each, rest in ((other, left), (engine, data)):
+        each.load(path)
+        assert (len([*rest]), each.progress.epoch) == (4, 4)

@@ -568,4 +568,5 @@ class Engine:
         """
         from drivetrain.engine.own_loop_checkpoint import load_own_loop
 
+        self._window.handed = None
         return load_own_loop(self.strategy, self.progress, self.streams, path, model, optimizer, state)

@@ -11,7 +11,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Batch
-from drivetrain.data import Feed
+from drivetrain.data import Feed, MicroBatch
 from drivetrain.engine.rank_consistency import check_same_module, check_same_optimizer
 from drivetrain.engine.updater import DEFAULT, made_by
 from drivetrain.engine.weighting import OpenWindow
@@ -75,8 +75,9 @@ class _SharedBuffers:
 class EngineData:
     """Batches on the device, one pass per iteration.
 
-    Training data counts into the engine's progress: each iteration is the next epoch, and the first one after
-    `Engine.load` continues from the checkpoint's position, without fetching used batches again.
+    Training data counts into the engine's progress: each `for` is the next epoch, also after a `break`. The
+    first one after `Engine.load` continues from the checkpoint's position, without fetching used batches
+    again.
 
     Args:
         progress: The engine's progress.
@@ -91,6 +92,7 @@ class EngineData:
         self, progress: Progress, feed: Feed, training: bool, streams: Streams, window: OpenWindow
     ) -> None:
         self._window = window
+        self._last: MicroBatch | None = None  # handed out in a pass that has not ended
         self._progress = progress
         self._feed = feed
         self._training = training
@@ -108,6 +110,8 @@ class EngineData:
             # Evaluation data: each sample once, on one of the ranks.
             yield from (each.batch for each in self._feed.micro_batches() if not each.is_placeholder)
             return
+        if self._last is not None and self._window.handed is self._last:  # no checkpoint was loaded meanwhile
+            self._end(progress)
         step, number = -1, 0
         for micro_batch in self._feed.micro_batches(progress.epoch, progress.position):
             step, number = progress.steps, number + 1 if progress.steps == step else 0
@@ -117,8 +121,12 @@ class EngineData:
             progress.micro_batches += 1
             everywhere = micro_batch.everywhere
             progress.samples += micro_batch.samples if everywhere is None else everywhere.samples
-            self._window.handed = micro_batch
+            self._window.handed = self._last = micro_batch
             yield micro_batch.batch
-        self._window.handed = None
+        self._end(progress)
+
+    def _end(self, progress: Progress) -> None:
+        """End a pass: the next one is another epoch."""
+        self._window.handed = self._last = None
         progress.epoch += 1
         progress.position = 0
