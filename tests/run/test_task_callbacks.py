@@ -1,10 +1,12 @@
 """A task's own callbacks, and values that it leaves out."""
 
+from types import SimpleNamespace
 from typing import Any
 
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import LambdaCallback
+from drivetrain import ConfigError, LambdaCallback, LossSpike, StrategyError, WeightAverage
 
 
 class Own(Regression):
@@ -26,3 +28,25 @@ def test_a_task_configures_callbacks_of_its_own_and_leaves_values_out() -> None:
     options = {"max_epochs": 1, "log_every": 2, "callbacks": [note]}
     result = quiet(**options).fit(task := Own(), pairs(12, 2))
     assert (task.stages, points, result.metrics) == (["train"], [2, 4, 6], {"own": 1.0})
+
+
+def test_callbacks_of_a_task_are_refused_as_those_of_the_trainer_are() -> None:
+    def fit(own: Any, verb: str = "fit", **options: Any) -> Any:
+        task = variant(configure_callbacks=lambda self, stage: own)()
+        return lambda: getattr(quiet(max_steps=1, **options), verb)(task, pairs())
+
+    average = (WeightAverage(), "Variant.configure_callbacks", "2 WeightAverage")
+    both: Any = {"evaluation_precision": "bf16-true"}
+    table: dict[str, tuple[Any, ...]] = {
+        "two": (fit([average[0], WeightAverage()]), *average[1:]),
+        "two in a plan": (fit([average[0]], "plan", callbacks=[WeightAverage()]), *average[1:]),
+        "average and precision": (fit([average[0]], **both), "configure_callbacks", "evaluation_precision"),
+        "rollback": (fit([LossSpike("rollback")]), "configure_callbacks", "checkpoint=False"),
+        "one, no list": (fit(average[0]), "configure_callbacks('train') must be a sequence"),
+        "none": (fit(None, "validate"), "configure_callbacks('validation') must be a sequence"),
+        "a class": (fit([WeightAverage]), "configure_callbacks('train') has the class", "WeightAverage(...)"),
+        "another object": (fit([SimpleNamespace()]), "must have the base drivetrain.Callback"),
+    }
+    assert_refused((ConfigError, StrategyError), table)
+    fit([LossSpike("rollback")], "validate")()  # which rolls nothing back
+    fit([LossSpike("rollback")], dry_run=True)()  # left out, as the Trainer's is

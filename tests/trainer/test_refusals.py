@@ -24,14 +24,12 @@ from drivetrain import (
     Float8,
     FSDPConfig,
     LambdaCallback,
-    LossSpike,
     MemoryConfig,
     OptimizerConfig,
     PreemptionConfig,
     TaskModule,
     TorchSchedule,
     Trainer,
-    WeightAverage,
 )
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError, StrategyError
 
@@ -297,25 +295,3 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
         "verb": (lambda: quiet(max_steps=1).fit(kept, pairs(), batch_size=3), "Trainer(batch_size=...)"),
     }
     assert_refused((ConfigError, CheckpointError), table)
-
-
-def test_callbacks_of_a_task_are_refused_as_those_of_the_trainer_are() -> None:
-    def fit(own: Any, verb: str = "fit", **options: Any) -> Any:
-        task = variant(configure_callbacks=lambda self, stage: own)()
-        return lambda: getattr(quiet(max_steps=1, **options), verb)(task, pairs())
-
-    average = (WeightAverage(), "Variant.configure_callbacks", "2 WeightAverage")
-    both: Any = {"evaluation_precision": "bf16-true"}
-    table: dict[str, tuple[Any, ...]] = {
-        "two": (fit([average[0], WeightAverage()]), *average[1:]),
-        "two in a plan": (fit([average[0]], "plan", callbacks=[WeightAverage()]), *average[1:]),
-        "average and precision": (fit([average[0]], **both), "configure_callbacks", "evaluation_precision"),
-        "rollback": (fit([LossSpike("rollback")]), "configure_callbacks", "checkpoint=False"),
-        "one, no list": (fit(average[0]), "configure_callbacks('train') must be a sequence"),
-        "none": (fit(None, "validate"), "configure_callbacks('validation') must be a sequence"),
-        "a class": (fit([WeightAverage]), "configure_callbacks('train') has the class", "WeightAverage(...)"),
-        "another object": (fit([SimpleNamespace()]), "must have the base drivetrain.Callback"),
-    }
-    assert_refused((ConfigError, StrategyError), table)
-    fit([LossSpike("rollback")], "validate")()  # which rolls nothing back
-    fit([LossSpike("rollback")], dry_run=True)()  # left out, as the Trainer's is
