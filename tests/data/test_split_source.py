@@ -63,8 +63,11 @@ def part(kind: str) -> Any:
     if kind == "buckets":
         own, buckets = TensorDataset(*NUMBERED[rank::2]), [[0, 1, 2], [3], [4, 5, 6, 7], [8, 9], [10, 11]]
         return DataLoader(own, batch_sampler=buckets)
-    if kind == "dataset":
-        return DataLoader(TensorDataset(*NUMBERED[rank::2]), batch_size=4, shuffle=True)
+    if kind in ("dataset", "no dataset"):
+        own = TensorDataset(*NUMBERED[rank : 0 if rank and kind == "no dataset" else None : 2])
+        return DataLoader(own, batch_size=4, shuffle=len(own) > 0)
+    if kind == "no list" and rank:
+        return []
     return list(DataLoader(TensorDataset(*NUMBERED[rank:8:2] if rank else NUMBERED[0::2]), batch_size=4))
 
 
@@ -96,6 +99,8 @@ OWN = {
     "short": [1, 3, 5, 7, 9],
     "nothing": [],
     "list": [1, 3, 5, 7],
+    "no list": [],
+    "no dataset": [],
 }
 
 

@@ -70,6 +70,7 @@ def as_source(
         DataError: The data is of a kind that cannot be read, is empty, or is a Dataset without a batch size.
     """
     split, whole, reader = None, shard, 0
+    may_be_empty = isinstance(data, AlreadySplit) and shard.size > 1  # if another rank's part is not
     if isinstance(data, AlreadySplit):
         split, data, shard, reader = data, data.data, WHOLE, shard.rank
     loader, bare = data, is_dataset(data)
@@ -86,7 +87,7 @@ def as_source(
             loader = DataLoader(
                 data,
                 batch_size=size,
-                shuffle=shuffle and sampler is None,
+                shuffle=shuffle and sampler is None and len(data) > 0,
                 sampler=sampler,
                 collate_fn=collate,
                 num_workers=num_workers,
@@ -101,7 +102,8 @@ def as_source(
     for own in _own_seeds(loader):
         seed = mix(seed, own)
     if _is_indexed(loader):
-        _check_samples(loader.dataset, name)
+        if not may_be_empty:
+            _check_samples(loader.dataset, name)
         source: Source = IndexedSource(
             name,
             loader,
@@ -114,7 +116,8 @@ def as_source(
             bare=bare,
         )
     elif isinstance(loader, (list, tuple)):
-        _check_batches(loader, name, shard.rank == 0)
+        if loader or not may_be_empty:
+            _check_batches(loader, name, shard.rank == 0)
         source = BatchSource(name, loader, shard)
     elif isinstance(loader, Tensor):
         raise DataError(f"the {name} data is a Tensor. For inputs x and targets y: {AS_DATASET}")
@@ -188,7 +191,6 @@ def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | Non
             f"the {name} data is a Dataset ({kind}) without a length. Give it __len__, pass"
             " DataLoader(dataset, sampler=...), or make it an IterableDataset"
         )
-    _check_samples(dataset, name)
     return size
 
 
