@@ -211,7 +211,7 @@ class Engine:
         self.only_updater = joint_updater([*self.updaters.values()], max_grad_norm)
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._optimize = self._chosen_optimize()
-        if self._optimize is None and len(self.updaters) > 1:
+        if self._optimize is None:
             check_joint(task, [*self.updaters.values()], max_grad_norm)
         self._choose_step()
 

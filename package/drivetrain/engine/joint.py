@@ -64,7 +64,7 @@ def check_joint(task: nn.Module, updaters: Sequence[Updater], max_grad_norm: flo
     """
     owners: dict[Tensor, str] = {}
     names: dict[Any, str] = parameter_names(task)
-    for each in updaters:
+    for each in updaters if len(updaters) > 1 else ():
         if each.max_grad_norm != max_grad_norm:
             raise ConfigError(
                 f"optimizer {each.name!r} has max_grad_norm={each.max_grad_norm}, and one loss trains by all"
