@@ -26,6 +26,8 @@ KNOWN = {
     "distributed/secret.py": ["pickle"],  # objects between ranks, read once their signature is right
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
+    # by `weights_only=True` alone; the error that it raises
+    "checkpoint/weights/torch_files.py": ["pickle", "torch.load"],
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
     # One integration of ours, for the command `push`; and on request, for programs that read no other format.
     "cli/checkpoint/actions.py": ["importlib", "torch.save"],
@@ -84,5 +86,8 @@ def forbidden(nodes):  # what in a source could run, or import, what a file says
 
 
 def test_the_source_has_no_way_to_run_a_file():
+    for node in NODES["checkpoint/weights/torch_files.py"]:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            assert "weights_only=True" in map(ast.unparse, node.keywords)
     found = {name: sorted(set(forbidden(nodes))) for name, nodes in NODES.items()}
     assert {name: ways for name, ways in found.items() if ways} == KNOWN

@@ -58,14 +58,13 @@ def trained(path: Path, module: Any, *more: Any) -> Any:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_checkpoint_of_lightning_is_read_into_an_unchanged_module(tmp_path: Path, compiled: bool) -> None:
     path = tmp_path / "last.ckpt"
-    module = made(criterion=nn.MSELoss(), where=Path("/data"))
+    module = made(criterion=torch.ones(2), where=[torch.ones(1)])
     if compiled:
         module.net.compile(backend="eager")
         module.net = torch.compile(module.net, backend="eager")
     before = trained(path, module)
-    content = torch.load(path, weights_only=False)
-    content["teacher"] = Boom()
-    content["hyper_parameters"]["danger"] = {"inside": [Boom()]}
+    content = torch.load(path, weights_only=True)
+    content["teacher"] = [torch.ones(3)]
     torch.save(content, path)
     after = made()
     loaded = load_checkpoint(path, after)
@@ -75,8 +74,7 @@ def test_a_checkpoint_of_lightning_is_read_into_an_unchanged_module(tmp_path: Pa
     text = str(loaded)
     assert "loaded 2 of 2 tensors: the weights of a checkpoint of Lightning" in text
     assert "hyper-parameter criterion" in text
-    assert "torch.nn.modules.loss.MSELoss" in text
-    left_out = {"hyper-parameter where", "hyper-parameter danger", "optimizer_states", "loops", "teacher"}
+    left_out = {"hyper-parameter where", "optimizer_states", "loops", "teacher"}
     assert left_out <= set(loaded.left_out)
 
 
@@ -90,7 +88,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
     torch.save(content, evil)
     cases: dict[str, Any] = {
         "another shape": (lambda: load_checkpoint(path, other), "last.ckpt", "2 of another shape"),
-        "code": (lambda: load_checkpoint(evil, made()), "'danger' among its weights"),
+        "code": (lambda: load_checkpoint(evil, made()), "it has an object of exec"),
         "a folder": (lambda: load_checkpoint(tmp_path, other), "no checkpoint file of Lightning"),
         "nothing": (lambda: load_checkpoint(tmp_path / "x.ckpt", other), "there is no", "x.ckpt"),
         "no path": (lambda: load_checkpoint(None, other), "the path of a '.ckpt' file, not a NoneType"),  # type: ignore[arg-type]
