@@ -107,7 +107,7 @@ def check_dtypes(
 
 
 def check_dimensions(task: nn.Module, otherwise: str = "") -> None:
-    """Check that every parameter has at least one dimension.
+    """Check that every parameter has at least one dimension, and each trained one an element.
 
     Args:
         otherwise: The end of the message: another way to deal with the parameter `{name}`.
@@ -117,6 +117,12 @@ def check_dimensions(task: nn.Module, otherwise: str = "") -> None:
             raise StrategyError(
                 f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
                 f"{otherwise.format(name=name)}"
+            )
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # that of a parameter which ZeRO has divided
+        if 0 in shape and parameter.requires_grad:
+            raise StrategyError(
+                f"the parameter {name!r} of shape {tuple(shape)} has no elements, which cannot be sharded."
+                " Make it a buffer, leave it out, or use the strategy 'ddp'"
             )
 
 

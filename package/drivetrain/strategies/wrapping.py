@@ -128,10 +128,10 @@ def ignored_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     return frozenset().union(*(names_matching(model, each, f"ignored={each!r}") for each in patterns))
 
 
-def scalar_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters without a dimension to shard."""
+def indivisible_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that have nothing to shard: scalars, and those without elements."""
     named = model.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, parameter in named if parameter.ndim == 0)
+    return frozenset(name for name, parameter in named if parameter.ndim == 0 or 0 in parameter.shape)
 
 
 def parameters_named(model: nn.Module, names: frozenset[str]) -> set[nn.Parameter]:

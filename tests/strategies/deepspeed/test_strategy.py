@@ -207,6 +207,7 @@ def _refused() -> None:
             for stage in (0, 1, 2)
         },
         "scalar": (of(extended(scale=nn.Parameter(torch.tensor(1.0))), 3), "'scale' is a scalar"),
+        "empty": (of(extended(none=nn.Parameter(torch.zeros(0, 3))), 2), "'none' of shape (0, 3) has no"),
         "frozen": (of(Regression().requires_grad_(False), 1), "nothing to train: none of its 2"),
         "both": (of(extended(sgd), 1, optimizer={"type": "AdamW"}), "both choose an optimizer"),
         "unfrozen": (frozen(Freeze("line", until=3)), "DeepSpeed updates", "flat tensor", "until=None"),

@@ -243,9 +243,10 @@ class Scaled(Regression):
     def __init__(self) -> None:
         super().__init__(OptimizerConfig("adamw", lr=0.1))
         self.scale = nn.Parameter(torch.tensor(2.0))
+        self.none = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.scale * super().forward(features)
+        return self.scale * super().forward(features) + self.none.sum()
 
 
 def kept(*ignored: str) -> tuple[dict[str, str], float]:
@@ -260,11 +261,12 @@ def kept(*ignored: str) -> tuple[dict[str, str], float]:
     return kinds, task.scale.item()
 
 
-def test_scalars_and_ignored_parameters_are_plain_and_the_same_on_all_ranks() -> None:
+def test_scalars_empty_and_ignored_parameters_are_plain_and_the_same_on_all_ranks() -> None:
     first, second = on_two_ranks(lambda: [kept(), kept("line.bias")])
     assert first == second
     for (kinds, scale), bias in zip(first, ("DTensor", "Parameter"), strict=True):
-        assert kinds == {"line.weight": "DTensor", "line.bias": bias, "scale": "Parameter"}
+        whole = {"scale": "Parameter", "none": "Parameter"}
+        assert kinds == {"line.weight": "DTensor", "line.bias": bias, **whole}
         assert scale != 2.0
 
 

@@ -8,7 +8,13 @@ from drivetrain.strategies.base import Held
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.tensor_parallel import planned
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.wrapping import batch_norms, ignored_names, parameters_named, scalar_names, units
+from drivetrain.strategies.wrapping import (
+    batch_norms,
+    ignored_names,
+    indivisible_names,
+    parameters_named,
+    units,
+)
 
 
 def held_shards(
@@ -29,7 +35,7 @@ def held_shards(
     split = config.tensor_parallel
     parallel = planned(task) if split > 1 else []
     divided = {each for part in parallel for each in part.module.parameters(recurse=False)}
-    kept = parameters_named(task, ignored_names(task, config.ignored) | scalar_names(task))
+    kept = parameters_named(task, ignored_names(task, config.ignored) | indivisible_names(task))
     fractions: dict[Tensor, float] = {}
     for each in task.parameters():
         if each not in kept and each.numel():

@@ -53,7 +53,13 @@ from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.float8 import Float8
 from drivetrain.strategies.sparse import refuse_sparse
 from drivetrain.strategies.transforms.recompute import checkpoint_blocks
-from drivetrain.strategies.wrapping import batch_norms, ignored_names, parameters_named, scalar_names, units
+from drivetrain.strategies.wrapping import (
+    batch_norms,
+    ignored_names,
+    indivisible_names,
+    parameters_named,
+    units,
+)
 from drivetrain.task.task import StepModule
 
 
@@ -178,7 +184,7 @@ class FSDP(Strategy):
         whole = ignored_names(task, self.config.ignored)
         plan = planned(task) if self.config.tensor_parallel > 1 else []
         _check(whole, plan)
-        whole |= scalar_names(task)
+        whole |= indivisible_names(task)
         precision.convert_module(module)
         if self.config.gather_at_end:
             check_gathering(task)
