@@ -49,6 +49,16 @@ class Totals:
         """The steps of an epoch for a `Trigger`: a number, a function of the epoch, or None."""
         return self.steps_per_epoch if self.steps_in is None else self.steps_in
 
+    def limit_reached(self, progress: Progress) -> str | None:
+        """Return which of the limits, the same on all ranks, is reached; None if the fit may go on."""
+        if self.max_steps is not None and progress.steps >= self.max_steps:
+            return f"max_steps={self.max_steps} reached"
+        if self.max_seconds is not None and progress.seconds >= self.max_seconds:
+            return f"max_time={self.max_seconds:g} seconds reached"
+        if self.end is not None and (progress.epoch, progress.epoch_batches) >= self.end:
+            return f"max_epochs={self.max_epochs} reached"
+        return None
+
     def is_early(self, progress: Progress) -> bool:
         """Return whether callbacks may not stop the fit yet."""
         return progress.steps < self.min_steps or progress.epoch < self.min_epochs

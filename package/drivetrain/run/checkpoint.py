@@ -354,7 +354,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
     # The ranks' states: with fewer ranks now, one rank resumes from several states; with more, some ranks
     # start without a state.
     saved = [tree, *tree.get("ranks", [])]
-    if run.limit_reached() is None:  # the run goes on after its limit
+    if run.totals.limit_reached(run.progress) is None:  # the run goes on after its limit
         saved = [{**each, **each.get("unlogged", {})} for each in saved]
         tree = saved[0]
     mine = saved[engine.data_ranks.rank :: engine.data_ranks.size]

@@ -60,7 +60,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     skips_bad_batches = feed.skips_bad_batches
     left = False
     _begin(run)
-    while not run.due_to_stop():
+    while run.stop_reason is None:
         run.epoch_begun = progress.epoch
         with shielded():
             run.call(hooks.on_epoch_start)
@@ -140,6 +140,8 @@ def _begin(run: Run) -> None:
         check_validation(run, run.sanity_batches)
     if run.requests or run.stopping.shared or run.stopping.asked is not None:
         _agree(run)
+    if run.stop_reason is None:
+        run.stop_reason = run.totals.limit_reached(run.progress)
 
 
 def _report_modes(task: nn.Module) -> None:
@@ -203,10 +205,13 @@ def _end_step(run: Run, epoch_ended: bool) -> bool:
     if epoch_ended:
         _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
         progress.position = progress.epoch_steps = progress.epoch_batches = 0
-    stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
-    if run.stop_reason is not None:
-        if run.limit_reached() is not None:
-            _log_at_limit(run)
+    limit = run.totals.limit_reached(progress)
+    if run.stop_reason is None:  # after the answer: a reason of the program's own comes before a limit
+        run.stop_reason = limit
+    stops = run.stop_reason is not None
+    if limit is not None:
+        _log_at_limit(run)
+    if stops:
         _validate_at_end(run)
     if run.hooks.on_save:
         run.saves_now = "save" in done

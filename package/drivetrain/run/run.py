@@ -487,22 +487,6 @@ class Run(RunState):
             reason, self.postponed = self.postponed, None
             self.stop_now(reason)
 
-    def due_to_stop(self) -> bool:
-        """Whether the run's limits, the same on all ranks, are reached or all stop; notes the reason."""
-        self.stop_reason = self.stop_reason or self.limit_reached()
-        return self.stop_reason is not None
-
-    def limit_reached(self) -> str | None:
-        """Return which of the run's limits is reached; None if it may go on."""
-        totals, progress = self.totals, self.progress
-        if totals.max_steps is not None and progress.steps >= totals.max_steps:
-            return f"max_steps={totals.max_steps} reached"
-        if totals.max_seconds is not None and progress.seconds >= totals.max_seconds:
-            return f"max_time={totals.max_seconds:g} seconds reached"
-        if totals.end is not None and (progress.epoch, progress.epoch_batches) >= totals.end:
-            return f"max_epochs={totals.max_epochs} reached"
-        return None
-
     # Checkpoints.
 
     def checkpoint_saved(self, address: str) -> None:
