@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -58,10 +59,12 @@ class Window(NamedTuple):
     Attributes:
         micro_batches: On the host, in order; `Transfer.moving` moves them to the device.
         last: Whether it is the last window of its epoch.
+        waited: The seconds that reading for `last` took.
     """
 
     micro_batches: list[MicroBatch]
     last: bool
+    waited: float = 0.0
 
 
 class StreamWindow:
@@ -72,13 +75,15 @@ class StreamWindow:
 
     Attributes:
         micro_batches: As those of `Window`.
+        waited: As that of `Window`.
     """
 
-    __slots__ = ("_ends", "_last", "micro_batches")
+    __slots__ = ("_ends", "_last", "micro_batches", "waited")
 
     def __init__(self, micro_batches: list[MicroBatch], ends: Callable[[], bool]) -> None:
         self.micro_batches, self._ends = micro_batches, ends
         self._last: bool | None = None
+        self.waited = 0.0
 
     @property
     def last(self) -> bool:
@@ -86,7 +91,9 @@ class StreamWindow:
         is then: ask once the step is made, on all ranks together.
         """
         if self._last is None:
+            start = perf_counter()
             self._last = self._ends()
+            self.waited = perf_counter() - start
         return self._last
 
 

@@ -101,9 +101,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                     # loop goes on may be in the next step already, which they cannot make alone.
                     run.stop_now(_LEFT)
                     left = True
-            start = perf_counter()
             last = window.last  # of data without a length, this reads the next batch
-            timing["data"] += perf_counter() - start
+            timing["data"] += window.waited
             if idle and last and not left:
                 raise _nothing_learned(run)
             if _end_step(run, last) or run.stop_reason is not None:
