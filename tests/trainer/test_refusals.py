@@ -234,7 +234,7 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
     def optimizer(**options: Any) -> Any:
         return fit(Regression(**options))
 
-    metrics = (variant(metrics=lambda self: {"loss": SimpleNamespace}), variant(metrics=lambda self: dict))
+    metrics = (variant(metrics=lambda self: {"score": SimpleNamespace}), variant(metrics=lambda self: dict))
     arguments = {
         "callbacks": EarlyStopping,
         "loggers": CSVLogger,

@@ -59,6 +59,7 @@ def assert_loads_as(folder: Path, right: Any, name: str) -> None:
     given = padded(rows(data_of(name), 3))
     with torch.no_grad():
         outputs, expected = found.eval()(**given), right.eval()(**given)
+    right.train()
     for one, other in zip(outputs.to_tuple(), expected.to_tuple(), strict=True):
         assert not isinstance(one, torch.Tensor) or torch.equal(one, other)
 

@@ -564,7 +564,9 @@ def test_steps_rates_and_bests_of_the_log_are_transformers(name: str, tmp_path: 
         made.append(each)
     assert found[0] == found[1]
     if "load_best_model_at_end" in OPTIONS[name]:
-        equal(*made, tolerance=1e-5)
+        # Attention does not depend on the bias of its keys: the gradients of that bias are rounding errors,
+        # which Adam makes into whole steps.
+        equal(*made, tolerance=1e-4 if name == "a rate that watches" else 1e-5)
     if name == "shares":
         saved = (tmp_path / hf.Trainer.__module__ / "checkpoints").glob("step-*")
         assert sorted(path.name for path in saved) == [f"step-000000{each}" for each in ("07", "14", "16")]
