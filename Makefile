@@ -1,7 +1,8 @@
 # `make demo`, `make test` and the other targets set up what they need first: in .venv, for XLA's strategies in .venv-xla,
 # for the documentation alone in .venv-docs, for experiment trackers and Ray in .venv-trackers, for the libraries built on
-# Lightning in the folders of .venv-libraries, and for the libraries that ours is measured beside in .venv-bench. `make gpu`
-# installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
+# Lightning in the folders of .venv-libraries, for the lowest versions of an extra's packages in the folders of .venv-lowest,
+# and for the libraries that ours is measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of
+# a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -21,6 +22,12 @@ READY_TRACKERS := $(VENV_TRACKERS)/.ready
 VENV_LIBRARIES := .venv-libraries
 # Those that go into one environment: a file of tests/integrations/lightning/libraries each.
 LIBRARIES ?= audio images projects science series tables
+VENV_LOWEST := .venv-lowest
+# Extras whose lowest versions are tested, an environment each, for together they do not resolve; and their tests, less
+# those of what newer releases brought: weight averages, and the command line, which needs jsonargparse 4.53.
+LOWEST ?= lightning search
+LOWEST_TESTS_lightning := $(addprefix tests/integrations/lightning/test_,callbacks.py data.py doors.py task.py) -k "not average"
+LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
@@ -43,7 +50,7 @@ TIMES ?= 1
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing trackers libraries gpu \
+.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing trackers libraries lowest gpu \
 	bench docs docs-serve docs-version clean
 
 demo: $(READY)
@@ -73,7 +80,7 @@ test-landing: $(READY) $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 	$(call pytest,landing)
 
 # Matrices, all families of models, notebooks, XLA whole, campaigns at a tenth of their length.
-test-nightly: $(READY) xla trackers libraries
+test-nightly: $(READY) xla trackers libraries lowest
 	$(call pytest,nightly)
 
 # Campaigns at their full length, for an hour or so.
@@ -111,6 +118,12 @@ libraries: $(LIBRARIES:%=libraries-%)
 libraries-%: $(VENV_LIBRARIES)/%/.ready
 	$(VENV_LIBRARIES)/$*/bin/python -m pytest -n0 -rs -m nightly \
 		tests/integrations/lightning/test_libraries.py tests/integrations/lightning/test_projects.py
+
+# The tests of some extras with the lowest versions that setup.cfg allows; make lowest LOWEST=search tests one extra.
+lowest: $(LOWEST:%=lowest-%)
+
+lowest-%: $(VENV_LOWEST)/%/.ready
+	$(VENV_LOWEST)/$*/bin/python -m pytest -n0 -rs -m "not (landing or nightly or extended)" $(LOWEST_TESTS_$*)
 
 # On a machine with an NVIDIA GPU: its tests and benchmarks/gpu; the report is in the folder OUT. PYTHONPATH may bring
 # packages, and GPU="--size small" tries the program out on a CPU.
@@ -180,6 +193,15 @@ $(VENV_LIBRARIES)/%/.ready: setup.cfg Makefile tests/integrations/lightning/libr
 	rm -f $(@D)/lib/python*/site-packages/torchaudio/lib/*.so
 	touch $@
 
+.PRECIOUS: $(VENV_LOWEST)/%/.ready
+$(VENV_LOWEST)/%/.ready: setup.cfg setup.py Makefile tests/support/lowest.py
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(PYTHON) tests/support/lowest.py $* > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e '.[$*]' \
+		cloudpickle hypothesis pytest pytest-rerunfailures pytest-xdist
+	touch $@
+
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
 # had, the others are measured.
 $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmarks/composer.txt
@@ -192,4 +214,4 @@ $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmark
 	touch $(READY_BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_DOCS) $(VENV_TRACKERS) $(VENV_LIBRARIES) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_DOCS) $(VENV_TRACKERS) $(VENV_LIBRARIES) $(VENV_LOWEST) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

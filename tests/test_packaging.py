@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from tests.support.lowest import lowest
 
 import drivetrain
 
@@ -124,3 +126,13 @@ def test_the_workflows_call_targets_of_the_makefile_and_name_the_torch_that_it_n
                 assert named.startswith((torch[1], "--pre torch ")), named
         if path.parent.name == "ISSUE_TEMPLATE" and path.stem != "config":
             assert "drivetrain env" in path.read_text(encoding="utf-8")
+
+
+def test_the_lowest_versions_are_the_bounds_of_the_package_and_of_each_extra() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    for extra, text in {"": "", **setup["options.extras_require"]}.items():
+        found = lowest(extra) if extra else lowest()
+        rows = [Requirement(row) for row in (setup["options"]["install_requires"] + text).split()]
+        bounds = {(row.name, each.version) for row in rows for each in row.specifier if each.operator == ">="}
+        assert found == sorted(f"{name}=={version}.*" for name, version in bounds if name != "torch"), extra
