@@ -70,9 +70,6 @@ def _state(run: Run, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "data_seed": None if feed is None else feed.source.seed,
         "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
         "strategy": engine.strategy.state_dict(),
-        "metrics": run.metrics,
-        "validated": run.validated,
-        "callbacks": _states("callback", run.callbacks),
         "given": {name: updater.given for name, updater in engine.updaters.items()},
         "data": feed.snapshot() if feed is not None else None,
         "data_continues": feed.continuation() if feed is not None else None,
@@ -145,11 +142,11 @@ def _refuse_past_end(run: Run, address: str) -> None:
 
 def _own_state(run: Run) -> dict[str, Any]:
     """Return the state of this rank; rank 0's serves for all where they only write or report the same."""
+    logged = _logged_state(run)
     return {
         "host_streams": host_state(),
         "generators": {name: generator_state(each) for name, each in generators_of(run.task).items()},
-        **_logged_state(run),
-        **({"unlogged": run.unlogged} if run.unlogged is not None else {}),
+        **(logged if run.unlogged is None else {**run.unlogged, "at_limit": logged}),
         **({"postponed": run.postponed} if run.postponed is not None else {}),
         **({"requests": asked} if (asked := _unmet(run)) else {}),
         **({"timing": run.timing} if run.engine.ranks.rank == 0 else {}),
@@ -157,21 +154,21 @@ def _own_state(run: Run) -> dict[str, Any]:
 
 
 def _logged_state(run: Run) -> dict[str, Any]:
-    """Return what a log point changes in the state of this rank alone."""
-    state = {
+    """Return what a log point and a validation change, beside the schedules."""
+    callbacks = _states("callback", run.callbacks)  # on all ranks: they may gather it
+    state: dict[str, Any] = {
         "buffer": run.engine.buffer.state_dict(),
         "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
     }
     if run.engine.ranks.rank == 0:
-        state["values"] = run.pending_values()
-        state["loggers"] = _states("logger", run.loggers)
+        state |= {"values": run.pending_values(), "metrics": run.metrics, "validated": run.validated}
+        state |= {"callbacks": callbacks, "loggers": _states("logger", run.loggers)}
     return state
 
 
-def log_state(run: Run) -> dict[str, Any]:
+def unlogged_state(run: Run) -> dict[str, Any]:
     """Return a copy of all that a log point changes, to go on from as if it had not been made."""
-    callbacks = _states("callback", run.callbacks)
-    return copy.deepcopy({**_logged_state(run), "metrics": run.metrics, "callbacks": callbacks})
+    return copy.deepcopy(_logged_state(run))
 
 
 def _unmet(run: Run) -> list[str]:
@@ -354,22 +351,14 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
     # The ranks' states: with fewer ranks now, one rank resumes from several states; with more, some ranks
     # start without a state.
     saved = [tree, *tree.get("ranks", [])]
-    if run.totals.limit_reached(run.progress) is None:  # the run goes on after its limit
-        saved = [{**each, **each.get("unlogged", {})} for each in saved]
+    if run.totals.limit_reached(run.progress) is not None:  # nothing is left to train: it has logged its end
+        saved = [{**each, **each.get("at_limit", {})} for each in saved]
         tree = saved[0]
     mine = saved[engine.data_ranks.rank :: engine.data_ranks.size]
     asked = frozenset(str(name) for each in saved for name in each.get("requests", ()))
     run.agreed = asked if run.evaluation_feeds else asked - {"validate"}
     if mine:
-        run.host_streams = mine[0]["host_streams"]
-        _restore_each(
-            generators_of(run.task), mine[0]["generators"], "random generator", load_generator_state
-        )
-        engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)
-        run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
-        metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]
-        if run.train_metrics and metrics:
-            run.train_metrics.load_states(metrics)
+        _restore_own(run, mine)
     run.set_pending_values(_numbers(tree, "values"))
     run.metrics.update(_numbers(tree, "metrics"))
     run.latest_at = -1
@@ -377,6 +366,17 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
     run.timing.update(_numbers(tree, "timing"))
     _restore_parts(run, tree)
     return orders
+
+
+def _restore_own(run: Run, mine: Sequence[Mapping[str, Any]]) -> None:
+    """Restore what is this rank's own, from the states of one or more ranks."""
+    run.host_streams = mine[0]["host_streams"]
+    _restore_each(generators_of(run.task), mine[0]["generators"], "random generator", load_generator_state)
+    run.engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), run.engine.device)
+    run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
+    metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]
+    if run.train_metrics and metrics:
+        run.train_metrics.load_states(metrics)
 
 
 def _restore_parts(run: Run, tree: Any) -> None:

@@ -226,10 +226,11 @@ def _end_step(run: Run, epoch_ended: bool) -> bool:
 
 def _log_at_limit(run: Run) -> None:
     """Log before the last save: a resume finds nothing to train, and logs nothing again."""
-    from drivetrain.run.checkpoint import log_state
+    from drivetrain.run.checkpoint import unlogged_state
 
-    run.unlogged, run.is_over = log_state(run), True
+    run.unlogged, run.is_over = unlogged_state(run), True
     run.log_training()
+    run.is_over = False  # the hooks of a validation and of savers may ask for more
 
 
 def _log_and_validate(run: Run, asked: frozenset[str]) -> None:

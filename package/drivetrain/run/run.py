@@ -77,9 +77,9 @@ class Run(RunState):
         agreed: The requests that all ranks know and have not met yet.
         epoch_begun: The epoch that has begun last; `progress.epoch` counts those that have ended.
         saves_now: Whether the savers of this step must save.
-        is_over: Whether training is over: the last log point, if there is something to log, validation, save
-            and `on_fit_end` follow.
-        unlogged: The state before the log point of a limit, from which a resume with a larger limit goes on;
+        is_over: Whether training is over: the last log point, if there is something to log, and `on_fit_end`
+            follow. So it is during the log point of a limit, too, which comes before the last save.
+        unlogged: The state before the log point of a limit; a resume with a larger limit goes on from it.
             None before a limit is reached.
         evaluator: Makes the validations of a fit, and returns their values by name; a callback sets it in
             `on_fit_start`. None passes over the validation data once.

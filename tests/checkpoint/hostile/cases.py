@@ -72,8 +72,8 @@ def checkpoint_of(directory):
     return directory / "run" / "checkpoints" / "step-00000005"
 
 
-def resume(directory):
-    trainer = quiet(max_epochs=2, run_dir=directory / "other", checkpoint=CheckpointConfig(by=None))
+def resume(directory, epochs=2):
+    trainer = quiet(max_epochs=epochs, run_dir=directory / "other", checkpoint=CheckpointConfig(by=None))
     return lambda: trainer.fit(Regression(), pairs(), resume=str(checkpoint_of(directory)))
 
 

@@ -94,8 +94,8 @@ def change_state(checkpoint, place, value):  # put a value, or with KeyError not
     replace(checkpoint, "state.json", encoded(state))
 
 
-def with_changed_state(place, value):
-    return lambda d: change_state(checkpoint_of(d), place, value) or resume(d)
+def with_changed_state(place, value, epochs=2):
+    return lambda d: change_state(checkpoint_of(d), place, value) or resume(d, epochs)
 
 
 OPTIMIZER = ("optimizers", "default")
@@ -143,6 +143,8 @@ for place, values in {
     for number, value in enumerate(values):
         name = f"a_run_with_another_{'.'.join(map(str, place))}_{number}"
         enter(name, with_changed_state(place, value), "runs")
+for number, value in enumerate([3, *({each: 3} for each in ("buffer", "metrics", "callbacks", "values"))]):
+    enter(f"a_finished_run_with_another_end_{number}", with_changed_state(("at_limit",), value, 1), "runs")
 
 
 def with_progress(change):
