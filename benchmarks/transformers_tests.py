@@ -24,10 +24,17 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any, cast
 from xml.etree import ElementTree
 
 NAMES = Path(__file__).with_suffix(".txt")
 TESTS = "tests/trainer"
+
+_OLD = ("GlueDataset", "GlueDataTrainingArguments", "DataCollatorForWholeWordMask")
+"""Names of earlier versions, which test files import and hardly use."""
+
+_MODULE = ("-m", "drivetrain.integrations.transformers")
+"""Runs a script with our Trainer."""
 
 
 def named() -> dict[str, str]:
@@ -36,15 +43,45 @@ def named() -> dict[str, str]:
     return {name: reason for name, _, reason in lines}
 
 
-class _OldNames:
-    """Gives transformers names of version 4, which test files import and hardly use."""
+def _same(test: Any) -> Any:
+    return test
 
-    def pytest_collectstart(self) -> None:
-        """Set them, before each file is imported: imports make transformers' module anew."""
+
+_IN_SEVERAL = {
+    "slow": _same,
+    "require_torch_multi_accelerator": _same,
+    "backend_device_count": lambda device: 2,
+}
+"""What lets tests of several processes run here, instead of the names of `transformers.testing_utils`."""
+
+
+class _Collecting:
+    """Lets the files be imported: gives old names, and two processes on CPUs for tests that want two GPUs.
+
+    Args:
+        whose: "theirs" or "ours".
+    """
+
+    def __init__(self, whose: str) -> None:
+        self.utils = cast(Any, importlib.import_module("transformers.testing_utils"))
+        self.guards = {name: getattr(self.utils, name) for name in _IN_SEVERAL}
+        own = self.utils.execute_subprocess_async
+
+        def execute(command: list[str], **options: Any) -> Any:
+            script = next(index for index, each in enumerate(command) if each.endswith(".py"))
+            return own([*command[:script], *_MODULE, *command[script:]], **options)
+
+        if whose == "ours":
+            self.utils.execute_subprocess_async = execute
+
+    def pytest_collectstart(self, collector: Any) -> None:
+        """Set the names before each file is imported: imports make transformers' module anew."""
         package = importlib.import_module("transformers")
-        for name in ("GlueDataset", "GlueDataTrainingArguments"):
+        for name in _OLD:
             if not hasattr(package, name):
                 setattr(package, name, object)
+        for name, guard in self.guards.items():
+            setattr(self.utils, name, _IN_SEVERAL[name] if "distributed" in str(collector.nodeid) else guard)
 
 
 def _child(whose: str, report: str) -> None:
@@ -57,7 +94,11 @@ def _child(whose: str, report: str) -> None:
         replace_trainer()
     files = sorted({f"{TESTS}/{name.partition('::')[0]}" for name in named()})
     options = ["-q", "-n0", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
-    sys.exit(pytest.main([*files, *options, "--continue-on-collection-errors", *sys.argv[4:]], [_OldNames()]))
+    sys.exit(
+        pytest.main(
+            [*files, *options, "--continue-on-collection-errors", *sys.argv[4:]], [_Collecting(whose)]
+        )
+    )
 
 
 def outcomes(whose: str, folder: str, options: list[str]) -> dict[str, bool]:
@@ -76,10 +117,11 @@ def outcomes(whose: str, folder: str, options: list[str]) -> dict[str, bool]:
         command = [sys.executable, str(Path(__file__).resolve()), "--run", whose, report, *options]
         subprocess.run(command, cwd=folder, env={**environment, "HF_HOME": made}, check=False)
         for case in ElementTree.parse(report).getroot().iter("testcase"):
-            module, _, kind = case.get("classname", "").removeprefix("tests.trainer.").partition(".")
+            module, _, kind = case.get("classname", "").removeprefix("tests.trainer.").rpartition(".")
             kinds = {each.tag for each in case}
             if "skipped" not in kinds:
-                found[f"{module}.py::{kind}::{case.get('name')}"] = not kinds & {"failure", "error"}
+                path = module.replace(".", "/")
+                found[f"{path}.py::{kind}::{case.get('name')}"] = not kinds & {"failure", "error"}
     return found
 
 

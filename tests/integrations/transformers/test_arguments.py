@@ -124,7 +124,16 @@ def test_refusals(tmp_path: Path) -> None:
         ({"report_to": ["flyte"]}, "no logger here"),
         ({"report_to": "codecarbon"}, "CODECARBON_COUNTRY_ISO_CODE=DEU", "callbacks=[CodeCarbon("),
         ({"load_best_model_at_end": True}, "validations"),
-        ({"lr_scheduler_type": "greedy"}, "optimizers=(optimizer, GreedyLR", "min_lr=1e-3"),
+        ({"lr_scheduler_type": "greedy"}, "between min_lr=0.001 and max_lr=1", "learning_rate=5e-05"),
+        ({"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"pace": 1}}, "'pace': 1} with 'greedy'"),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 10}},
+            },
+            "`num_steps` is set but is 10",
+            "gradient_accumulation_steps=2",
+        ),
         ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_steps="),
         ({"deepspeed": adamw}, "lr=1.0"),
         ({"fsdp": True, "deepspeed": {}, "fsdp_config": {"wrapp": 1}}, "wrapp"),

@@ -18,7 +18,6 @@ from tests.integrations.transformers.test_trainer import (
     padded,
     trainer,
 )
-from tests.support.messages import warned
 
 from drivetrain.core.errors import ConfigError
 
@@ -151,18 +150,22 @@ def test_schedules_that_watch_a_metric_or_the_optimizer_give_their_rates(tmp_pat
         else:
             optimizer = torch.optim.SGD(bert.parameters(), lr=0.1)
             schedule = transformers.optimization.GreedyLR(optimizer, factor=0.5, patience=0, smooth=False)
-        args = arguments(
-            tmp_path / kind.__module__, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"
-        )
-        return kind(bert, args, padded, data, data, optimizers=(optimizer, schedule))
+        options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+        given = (optimizer, schedule)
+        if name == "greedy by its name":
+            options |= {"learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "greedy"}
+            options["lr_scheduler_kwargs"] = {"factor": 0.5, "patience": 0, "max_lr": 0.3}
+            given = (None, None)
+        args = arguments(tmp_path / kind.__module__, **options)
+        return kind(bert, args, padded, data, data, optimizers=given)
 
-    for name in ("adafactor", "greedy"):
+    for name in ("greedy by its name", "adafactor", "greedy"):
         made = []
         for kind in (transformers.Trainer, hf.Trainer):
             made.append(scheduled(kind, name))
             made[-1].train()
         assert losses(made[1]) == pytest.approx(losses(made[0]), rel=1e-5)
-        if name == "adafactor":
+        if name != "greedy":
             rates = [losses(each, "learning_rate") for each in made]
             assert rates[1] == pytest.approx(rates[0], rel=1e-5)
             assert rates[1][-1] > 0
@@ -190,6 +193,13 @@ def test_items_are_tensors_loaders_are_new_and_what_cannot_be_meant_is_said(tmp_
         trainer(tmp_path, **best)
     several = model(CLASSES)
     several.config.problem_type = "multi_label_classification"
-    with warned("label smoothing is not for multi-label"):
+    with pytest.warns(UserWarning, match="Label smoothing is not compatible with multi-label"):
         left = hf.Trainer(several, arguments(tmp_path, label_smoothing_factor=0.1), padded, rows(CLASSES, 4))
     assert left.label_smoother is None
+    given = {"num_steps": 2, "sync_each_batch": True}
+    args = arguments(tmp_path, accelerator_config={"gradient_accumulation_kwargs": given})
+    accumulates = hf.Trainer(model(CLASSES), args, padded, rows(CLASSES, 4))
+    assert (args.gradient_accumulation_steps, accumulates._settings().gradient_accumulation_steps) == (2, 2)
+    assert accumulates.accelerator.gradient_state.plugin_kwargs == given
+    with pytest.raises(AttributeError, match="no 'sync_gradients' here, only plugin_kwargs"):
+        accumulates.accelerator.gradient_state.sync_gradients  # noqa: B018

@@ -223,14 +223,15 @@ def test_a_generation_config_is_for_one_evaluation(tmp_path: Path) -> None:
     given = {"decoder_start_token_id": 0, "pad_token_id": 1, "num_beams": 2, "max_new_tokens": 3}
     config = transformers.GenerationConfig(num_return_sequences=2, **given)
     args = arguments(tmp_path, transformers.Seq2SeqTrainingArguments, predict_with_generate=True)
-    counts = lambda prediction: {"rows": len(prediction.predictions)}  # noqa: E731
+    counts = lambda prediction: {"rows": len(prediction.predictions), "all": torch.tensor(True)}  # noqa: E731
     made = hf.Seq2SeqTrainer(model("t5"), args, eval_dataset=rows("t5", 3)[:1] * 5, compute_metrics=counts)
     assert made.evaluate(generation_config=config)["eval_rows"] == 10
     assert made.predict(rows("t5", 3)[:1] * 5, generation_config=config, num_beams=3).predictions.shape == (
         10,
         4,
     )
-    assert made.evaluate(max_new_tokens=3)["eval_rows"] == 5
+    found = made.evaluate(max_new_tokens=3)
+    assert repr([found[f"eval_{each}"] for each in ("rows", "all")]) == "[5, True]"
 
 
 def test_accelerates_state_is_there_and_late_changes_are_said(tmp_path: Path) -> None:

@@ -93,8 +93,14 @@ def test_what_could_not_be_loaded_again_is_named_before_the_first_step(tmp_path:
     saved = trainer(tmp_path, max_steps=2, **SAVING)
     saved.train()
     missing = str(tmp_path / "checkpoint-9")
-    with pytest.raises(CheckpointError, match=f"{re.escape(missing)}.*no checkpoint-9. .*has checkpoint-2"):
-        trainer(tmp_path, **SAVING).train(resume_from_checkpoint=missing)
+    found = f"find a valid checkpoint at {re.escape(missing)}: there is no checkpoint-9. .*has checkpoint-2"
+    for given, folder, words in (
+        (missing, tmp_path, found),
+        (True, tmp_path / "new", "No valid checkpoint found in output directory"),
+    ):
+        with pytest.raises(CheckpointError, match=words) as refused:
+            trainer(folder, **SAVING).train(resume_from_checkpoint=given)
+        assert isinstance(refused.value, ValueError)  # as scripts expect that begin anew then
     script = trainer(tmp_path / "shared", **SAVING)
     layers = script.model.bert.encoder.layer
     layers[1] = layers[0]

@@ -452,6 +452,7 @@ def test_num_train_epochs_max_steps_and_streams_give_the_length_of_a_training(tm
     loader = made.get_train_dataloader()
     assert (len(loader), type(loader.sampler).__name__) == (5, "LengthGroupedSampler")
     assert made.accelerator.prepare(loader) is loader
+    assert loader.total_batch_size == 3
     found = []
     for data in (Stream(), rows(CLASSES, 7)):
         made = trainer(tmp_path, data=data, eval_dataset=data, max_steps=6, compute_metrics=accuracy)

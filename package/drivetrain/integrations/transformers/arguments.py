@@ -25,7 +25,7 @@ from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.integrations.transformers.arguments_strategy import strategy_options
 from drivetrain.integrations.transformers.arguments_table import ROWS, SECRETS
-from drivetrain.integrations.transformers.arguments_values import Values, read_values
+from drivetrain.integrations.transformers.arguments_values import Values, accumulation, read_values
 from drivetrain.integrations.transformers.last_step import LastStep
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.loggers import LOGGERS, TensorBoardLogger
@@ -245,7 +245,7 @@ def _every(values: Values, what: str) -> Every | None:
 
 def _step(values: Values) -> dict[str, Any]:
     made: dict[str, Any] = {
-        "gradient_accumulation_steps": values["gradient_accumulation_steps"],
+        "gradient_accumulation_steps": accumulation(values),
         "max_grad_norm": values["max_grad_norm"] or None,
         "seed": values["seed"],
         "data_seed": values["data_seed"],

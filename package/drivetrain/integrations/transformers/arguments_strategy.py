@@ -110,10 +110,6 @@ def _check_accelerator(values: Values) -> None:
             "accelerator_config={'use_configured_state': True}: give your Accelerator to the Trainer,"
             " from_training_arguments(args, strategy=AccelerateConfig(accelerator=...))"
         )
-    if (values.accelerator("gradient_accumulation_kwargs") or {}).get("num_steps", 1) != 1:
-        raise ConfigError(
-            "accelerator_config={'gradient_accumulation_kwargs': ...}: give gradient_accumulation_steps"
-        )
 
 
 def _timeout(values: Values) -> float | None:

@@ -369,7 +369,8 @@ _PLACES = (
     _mapped("deepspeed", "`DeepSpeedConfig(config=)`", {"zero_optimization": {"stage": 1}}),
     _of_several(
         "accelerator_config",
-        "`split_batches` divides the batch sizes; the others are as here or refused",
+        "`split_batches` divides the batch sizes, `num_steps` is `gradient_accumulation_steps`; the others"
+        " are as here or refused",
         {"split_batches": True},
     ),
     _mapped(

@@ -72,6 +72,22 @@ class Values:
         return (self.all["accelerator_config"] or {}).get(name)
 
 
+def accumulation(values: Values) -> int:
+    """Return the number of micro-batches of a step, by either of its names.
+
+    Raises:
+        ConfigError: The two names have different numbers.
+    """
+    steps: int = values["gradient_accumulation_steps"]
+    by_plugin: int = (values.accelerator("gradient_accumulation_kwargs") or {}).get("num_steps", steps)
+    if steps not in (1, by_plugin):
+        raise ConfigError(
+            f"The `AcceleratorConfig`'s `num_steps` is set but is {by_plugin}, and"
+            f" gradient_accumulation_steps={steps}. Give gradient_accumulation_steps alone"
+        )
+    return by_plugin
+
+
 def read_values(args: Any) -> Values:
     """Return the values of `TrainingArguments`, or of a mapping.
 

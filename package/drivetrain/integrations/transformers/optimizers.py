@@ -14,6 +14,7 @@ from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.integrations.transformers.arguments_table import OPTIMIZERS
 from drivetrain.integrations.transformers.schedules import (
+    GREEDY,
     PLATEAU,
     check_schedule,
     plateau_options,
@@ -75,8 +76,14 @@ class TransformersOptimizer:
         """Return the configuration for a task whose fit begins.
 
         Raises:
-            ConfigError: The schedule needs the length of the run, which is unknown.
+            ConfigError: The schedule needs the length of the run, which is unknown, or is for scripts alone.
         """
+        if self.schedule == GREEDY:
+            raise ConfigError(
+                "the schedule 'greedy' is for scripts of transformers' Trainer. In a task, let"
+                " configure_optimizers return a function of the parameters that returns (optimizer,"
+                " TorchSchedule(GreedyLR(optimizer, ...), metric='validation/loss'))"
+            )
         return self._configured(decayed=decayed_parameters(task), total=task.totals.steps)
 
     def _configured(self, decayed: tuple[str, ...] | None, total: int | None) -> OptimizerConfig:
@@ -85,6 +92,8 @@ class TransformersOptimizer:
         if self.schedule == PLATEAU:
             found = plateau_options(self.learning_rate, self.schedule_options, self.metric, self.mode)
             rates = {"schedule": "reduce_on_plateau", "schedule_options": found}
+        elif self.schedule == GREEDY:
+            rates = {}
         else:
             rates = {
                 "schedule": schedule_function(

@@ -14,7 +14,7 @@ from transformers.trainer_utils import SchedulerType
 from drivetrain.core.errors import ConfigError, nearest
 
 PLATEAU = "reduce_lr_on_plateau"
-_GREEDY = "greedy"
+GREEDY = "greedy"
 
 _OF_PLATEAU = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown")
 _PRINTED = "verbose"
@@ -29,19 +29,29 @@ def check_schedule(name: str, lr: float, options: Mapping[str, Any]) -> None:
     names = [each.value for each in SchedulerType]
     if name not in names:
         raise ConfigError(f"lr_scheduler_type={name!r} is unknown. {nearest(name, names)}")
-    if name == _GREEDY:
-        raise ConfigError(
-            "lr_scheduler_type='greedy' moves the rate between bounds of its own (by default min_lr=1e-3 and"
-            " max_lr=1.0), whatever learning_rate says, and so is not made by its name. Leave the name out"
-            " and give bounds that suit the model: Trainer(optimizers=(optimizer, GreedyLR(optimizer,"
-            " min_lr=..., max_lr=...))) in a script, or from configure_optimizers of a task"
-            " TorchSchedule(GreedyLR(...), metric='validation/loss'). 'reduce_lr_on_plateau' begins at"
-            " learning_rate and lowers it"
-        )
-    if name == PLATEAU:
+    if name == GREEDY:
+        _check_greedy(lr, options)
+    elif name == PLATEAU:
         plateau_options(lr, options, metric="validation/loss", mode="min")
     else:
         schedule_function(name, lr, 1, 1000, options)
+
+
+def _check_greedy(lr: float, options: Mapping[str, Any]) -> None:
+    groups = max((len(each) for each in options.values() if isinstance(each, (list, tuple))), default=1)
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(()))]} for _ in range(groups)], lr=lr)
+    try:
+        made: Any = get_scheduler(GREEDY, optimizer, scheduler_specific_kwargs=dict(options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lr_scheduler_kwargs={dict(options)!r} with {GREEDY!r}: {error}") from error
+    lowest, highest = max(made.min_lrs), min(made.max_lrs)
+    if not lowest <= lr <= highest:
+        raise ConfigError(
+            f"lr_scheduler_type='greedy' moves the rate between min_lr={lowest:g} and max_lr={highest:g}, and"
+            f" learning_rate={lr:g} is not between them, so that its first move would replace it. Give"
+            " lr_scheduler_kwargs={'min_lr': ..., 'max_lr': ...} around it. 'reduce_lr_on_plateau' begins at"
+            " learning_rate and lowers it"
+        )
 
 
 def schedule_function(

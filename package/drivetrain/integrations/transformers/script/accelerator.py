@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -30,6 +31,19 @@ _OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_s
 """Options of `accelerator_config`, which scripts also set; the data is read in the same way with any."""
 
 
+@dataclass
+class GradientState:
+    """What a script's `accelerator.gradient_state` has: the options of accumulation that it was given."""
+
+    plugin_kwargs: dict[str, Any]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"trainer.accelerator.gradient_state has no {name!r} here, only plugin_kwargs: the engine"
+            " accumulates. trainer.state.global_step rises with each step of the optimizer"
+        )
+
+
 class ScriptAccelerator:
     """The `trainer.accelerator` of a script: `backward` for a training step, and facts of this process.
 
@@ -53,6 +67,11 @@ class ScriptAccelerator:
         for name in _OPTIONS:
             setattr(self, name, getattr(args.accelerator_config, name))
         self._args = args
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The options of accumulation; the engine accumulates, and whether it has stepped is not here."""
+        return GradientState(dict(self._args.accelerator_config.gradient_accumulation_kwargs or {}))
 
     @property
     def state(self) -> Any:

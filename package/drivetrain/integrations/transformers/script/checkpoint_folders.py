@@ -51,6 +51,10 @@ _STEP = re.compile(r"step-(\d+)")
 _EARLIER = "earlier"
 
 
+class MissingCheckpointError(CheckpointError, ValueError):
+    """There is no checkpoint to resume from: a ValueError too, as in transformers, which scripts catch."""
+
+
 class CheckpointFolders:
     """The folders `checkpoint-N` of one fit; rank 0 has them, and the disk is this process's.
 
@@ -245,13 +249,14 @@ def not_there(given: object, output_dir: str) -> str:
         names = names or newest_first(os.path.join(output_dir, CHECKPOINTS))
     there = f"has {', '.join(names)}; True takes the newest" if names else "has none"
     path = output_dir if given is True else os.fspath(given)  # type: ignore[call-overload]
-    what = f"there is no {Path(path).name or 'folder of this name'}"
+    found = f"Can't find a valid checkpoint at {path}"  # transformers' words, which scripts look for
+    what = f"{found}: there is no {Path(path).name or 'folder of this name'}"
     if given is True:
-        what = "there is no checkpoint to resume from"
+        what = f"No valid checkpoint found in output directory ({output_dir})"
     elif os.path.isfile(path):
-        what = "it is a file, and a checkpoint is a folder"
+        what = f"{found}: it is a file, and a checkpoint is a folder"
     elif path and os.path.isdir(path):
-        what = "the folder has no checkpoint in it"
+        what = f"{found}: the folder has no checkpoint in it"
     return f"resume_from_checkpoint={given!r}: {what}. output_dir={output_dir!r} {there}"
 
 

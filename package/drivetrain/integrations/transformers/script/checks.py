@@ -14,6 +14,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.core.errors import ConfigError
 from drivetrain.integrations.transformers.arguments import MappedArguments
+from drivetrain.integrations.transformers.arguments_values import accumulation, read_values
 from drivetrain.integrations.transformers.log_names import from_metric_for_best_model
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.integrations.transformers.stored_model import base_of
@@ -59,15 +60,16 @@ def made_callbacks(given: Any) -> list[Any]:
 
 
 def checked_arguments(args: Any) -> TrainingArguments:
-    """Return the arguments, with transformers' defaults for None.
+    """Return the arguments, with transformers' defaults for None and one number of micro-batches.
 
     Raises:
-        ConfigError: They are of another type.
+        ConfigError: They are of another type, or two of them contradict each other.
     """
     if args is None:
         return TrainingArguments(output_dir="tmp_trainer")
     if not isinstance(args, TrainingArguments):
         raise ConfigError(f"args must be TrainingArguments, not {type(args).__name__}")
+    args.gradient_accumulation_steps = accumulation(read_values(args))
     return args
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import EvalPrediction, GenerationConfig
+from transformers.trainer_utils import denumpify_detensorize
 
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.metrics.arrays import joined
@@ -28,6 +29,7 @@ class Pass:
     Attributes:
         predictions: The outputs of the whole set, if they are kept, on all ranks.
         label_ids: The labels, likewise.
+        counts: The metrics that are whole numbers or truth values, of their types.
         samples: How many samples were read; on all ranks together, after `share`.
     """
 
@@ -47,17 +49,24 @@ class Pass:
         self.generation = generation
         self.predictions: Any = None
         self.label_ids: Any = None
+        self.counts: dict[str, int] = {}
         self.samples = 0
 
     def metrics_of(self, prediction: EvalPrediction, **options: Any) -> Mapping[str, Any]:
         """Call `compute_metrics`, unless the set has no labels, as transformers does."""
         if self.compute is None or prediction.label_ids is None:
             return {}
-        return self.compute(prediction, **options)
+        found = self.compute(prediction, **options)
+        if isinstance(found, Mapping):
+            plain = denumpify_detensorize(dict(found))
+            self.counts = {str(name): value for name, value in plain.items() if isinstance(value, int)}
+        return found
 
     def share(self, ranks: Ranks) -> None:
-        """Give all ranks the outputs, which rank 0 has, and the number of samples; all call it together."""
+        """Give all ranks what rank 0 has, and the number of samples; all call it together."""
         self.samples = int(ranks.total([self.samples])[0])
+        if self.compute is not None:
+            self.counts = ranks.first(lambda: self.counts)
         if self.keeps:
             self.predictions, self.label_ids = ranks.first(lambda: (self.predictions, self.label_ids))
 

@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from numbers import Real
@@ -68,12 +69,14 @@ from drivetrain.integrations.transformers.log_names import (
 from drivetrain.integrations.transformers.loss_items import as_tensor
 from drivetrain.integrations.transformers.run_arguments import UNLIMITED
 from drivetrain.integrations.transformers.saved_tensors import check_shared
+from drivetrain.integrations.transformers.schedules import GREEDY, PLATEAU
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
 from drivetrain.integrations.transformers.script.beside import has_beside, modules_beside
 from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
 from drivetrain.integrations.transformers.script.card import card_options
 from drivetrain.integrations.transformers.script.checkpoint_folders import (
     CheckpointFolders,
+    MissingCheckpointError,
     check_resumable,
     checkpoint_in,
     is_of_transformers,
@@ -345,7 +348,11 @@ class Trainer(TheirNames):
         options = dict(self._mapped.task_options)
         kind = getattr(getattr(self.model, "config", None), "problem_type", None)
         if options.get("label_smoothing") and kind == "multi_label_classification":
-            _LOG.warning("label smoothing is not for multi-label classification, and is left out here")
+            warnings.warn(
+                "Label smoothing is not compatible with multi-label classification, and is left out here",
+                UserWarning,
+                stacklevel=3,
+            )
             options["label_smoothing"] = 0.0
         self._generate = options.pop("generate", None)
         if self._generate is not None and not self.generates:
@@ -353,7 +360,7 @@ class Trainer(TheirNames):
         if (
             any(self._given_optimizers)
             or self.optimizer_cls_and_kwargs
-            or self.args.lr_scheduler_type == "reduce_lr_on_plateau"  # for an object in self.lr_scheduler
+            or self.args.lr_scheduler_type in (PLATEAU, GREEDY)  # for an object in self.lr_scheduler
             or is_overridden(self, *_OPTIMIZER_METHODS)
         ):
             options["optimizer"] = self._make_optimizers
@@ -631,7 +638,7 @@ class Trainer(TheirNames):
         if isinstance(dataset, IterableDataset):
             options.pop("drop_last", None)
         given = self._mapped.data_options
-        return DataLoader(
+        made: DataLoader[Any] = DataLoader(
             dataset,
             sampler=sampler,
             collate_fn=Collation(self._columns(), self.data_collator),
@@ -641,6 +648,8 @@ class Trainer(TheirNames):
             persistent_workers=bool(given["persistent_workers"]),
             **options,
         )
+        made.total_batch_size = options["batch_size"] * self._chosen_strategy.data_size
+        return made
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """Return the sampler of the training data; None for data without a length."""
@@ -908,7 +917,7 @@ class Trainer(TheirNames):
                     f" folders that have lost their {CHECKPOINTS!r}. Load the weights of one with"
                     " from_pretrained, and train in another output_dir"
                 ) from error
-            raise CheckpointError(not_there(given, output_dir)) from error
+            raise MissingCheckpointError(not_there(given, output_dir)) from error
         check_resumable(given, found)
         return taken_into(output_dir, found, self.is_world_process_zero()) if saves else found
 
@@ -1216,7 +1225,8 @@ class Trainer(TheirNames):
             values = self._runs.values(self._settings(), self._task, dataloader)
         prefix = f"{metric_key_prefix}_"
         metrics = {
-            name if name.startswith(prefix) else f"{prefix}{name}": value for name, value in values.items()
+            name if name.startswith(prefix) else f"{prefix}{name}": current.counts.get(name, value)
+            for name, value in values.items()
         }
         return EvalLoopOutput(current.predictions, current.label_ids, metrics, current.samples)
 
