@@ -108,6 +108,7 @@ OUTPUT = {
         "strategies/deepspeed/library.py",
     ),
     "warnings.warn": (
+        "integrations/transformers/script/trainer",  # as transformers warns: scripts filter and test for it
         "core/synonyms.py",  # methods of a class that the user has written
         "core/deprecation.py",
     ),
