@@ -26,7 +26,7 @@ VENV_LOWEST := .venv-lowest
 # Extras whose lowest versions are tested, an environment each, for together they do not resolve; and their tests, less
 # those of what newer releases brought: weight averages, and the command line, which needs jsonargparse 4.53.
 LOWEST ?= lightning search
-LOWEST_TESTS_lightning := $(addprefix tests/integrations/lightning/test_,callbacks.py data.py doors.py task.py) -k "not average"
+LOWEST_TESTS_lightning := $(addprefix tests/integrations/lightning/test_,callbacks.py checkpoint.py data.py doors.py task.py) -k "not average"
 LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
