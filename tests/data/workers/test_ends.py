@@ -1,6 +1,7 @@
 """What is said of a loader's worker that is gone, and of data that never comes: real signals, real sleeps."""
 
 import errno
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import DataError
 from drivetrain.data.workers import signals as worker_signals
-from drivetrain.data.workers.ends import lacks_shared_memory, note_on
+from drivetrain.data.workers.ends import how_ended, lacks_shared_memory, note_on
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
 
 PROGRAM = str(Path(__file__).parents[1] / "programs" / "odd.py")
@@ -121,6 +122,12 @@ def test_what_torch_says_of_a_worker_is_explained(monkeypatch: pytest.MonkeyPatc
     gone.__cause__ = killed
     assert "was killed by signal SIGKILL: most often" in str(note_on(gone))
     assert note_on(RuntimeError("else")) is None
+    done = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    done.start()
+    done.join()
+    loader = SimpleNamespace(_workers=[done])
+    assert all("exit code 0" in str(how_ended(loader, each)) for each in (exited, EOFError()))
+    assert how_ended(loader, ValueError()) is None
     full = RuntimeError("unable to write to file </torch_7>: No space left on device in shared memory")
     assert "Enlarge /dev/shm" in str(lacks_shared_memory(full))
     assert lacks_shared_memory(RuntimeError("No space left on device")) is None

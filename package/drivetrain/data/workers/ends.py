@@ -49,8 +49,9 @@ def how_ended(iterator: Any, error: Exception) -> str | None:
     if not workers_of(iterator):
         return None
     is_cut_off = isinstance(error, (OSError, EOFError))
+    has_died = is_cut_off or _TORCHS.search(str(error)) is not None
     deadline = time.monotonic() + (_DYING if is_cut_off else 0.0)
-    while (ended := _ended(iterator, is_cut_off)) is None and time.monotonic() < deadline:
+    while (ended := _ended(iterator, has_died)) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return ended
 
@@ -62,10 +63,10 @@ def workers_of(iterator: Any) -> list[BaseProcess]:
     return [each for each in listed if isinstance(each, BaseProcess)]
 
 
-def _ended(iterator: Any, is_cut_off: bool) -> str | None:
+def _ended(iterator: Any, has_died: bool) -> str | None:
     for number, process in enumerate(workers_of(iterator)):
         code = process.exitcode
-        if code is None or (code == 0 and not is_cut_off):  # a worker without samples left ends with 0
+        if code is None or (code == 0 and not has_died):  # a worker without samples left ends with 0
             continue
         if code >= 0:
             return (
