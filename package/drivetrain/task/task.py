@@ -112,7 +112,7 @@ class TaskModule(nn.Module):
             instead = "" if overrides(self, name) else _instead(name, value)
             raise ConfigError(
                 f"{type(self).__name__}.{name} is a method of TaskModule, which an attribute would hide."
-                f"{instead} Choose another name for another attribute, such as {name + '_function'!r}"
+                f"{instead} Choose another name for the attribute, such as {name + '_function'!r}"
             )
         if name == "hparams":
             raise ConfigError(
