@@ -118,7 +118,7 @@ def check_parameters(optimizer: Optimizer) -> None:
 def check_gradients(may_unfuse: bool, optimizer: Optimizer, *_: Any) -> None:
     """Check that the gradients lie in memory as their parameters do, before a fused kernel takes them.
 
-    Those that backward stores do. A program that sets `grad` itself may use others, such as transposed ones.
+    Gradients that backward stores do. A program that sets `grad` itself may lay them out otherwise.
 
     Args:
         may_unfuse: Whether to go on without the kernel if they do not.

@@ -33,7 +33,7 @@ _OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_s
 
 @dataclass
 class GradientState:
-    """What a script's `accelerator.gradient_state` has: the options of accumulation that it was given."""
+    """The `accelerator.gradient_state` of a script: the options of accumulation that it was given."""
 
     plugin_kwargs: dict[str, Any]
 
