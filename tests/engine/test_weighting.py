@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
@@ -183,8 +182,7 @@ def tagger(**methods: Any) -> Tagger:
     return type("Tagger", (Tagger,), methods)()
 
 
-COUNTED = {"loss_weight": lambda self, batch: (batch["labels"] != -100).sum()}  # as the warning says
-ALL = {"loss_weight": lambda self, batch: batch["labels"].numel()}  # counts the padding too
+COUNTED = {"loss_weight": lambda self, batch: (batch["labels"] != -100).sum()}
 
 
 def tagged(ignored: int, as_dict: bool = True) -> list[Any]:
@@ -197,21 +195,7 @@ def tagged(ignored: int, as_dict: bool = True) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("methods", "as_dict", "message"),
-    [
-        ({}, True, r"def loss_weight\(self, batch\): return \(batch\['labels'\] != -100\)"),
-        ({}, False, r"def loss_weight\(self, batch\): return \(batch\[-1\] != -100\)"),
-        (ALL, True, "gives 12 for .* mean over 10 labels"),
-    ],
-)
-def test_ignored_labels_without_a_loss_weight_warn_once(methods: Any, as_dict: bool, message: str) -> None:
-    with warned(message) as seen:
-        quiet(max_epochs=3).fit(tagger(**methods), tagged(2, as_dict))
-    assert len(seen) == 1
-
-
-def test_the_loss_weight_of_the_warning_makes_accumulation_equal_to_the_large_batch() -> None:
+def test_a_loss_weight_that_counts_labels_makes_accumulation_equal_to_the_large_batch() -> None:
     data = tagged(2)
     longest = {name: torch.cat([each[name].reshape(-1) for each in data])[None] for name in data[0]}
 
@@ -221,23 +205,14 @@ def test_the_loss_weight_of_the_warning_makes_accumulation_equal_to_the_large_ba
 
     whole = trained(tagger(**COUNTED), [longest])
     assert torch.allclose(trained(tagger(**COUNTED), data), whole, rtol=1e-6, atol=1e-7)
-    with warned("loss_weight"):
-        assert not torch.allclose(trained(Tagger(), data), whole, rtol=1e-6, atol=1e-7)
-
-
-def test_nothing_is_warned_of_without_ignored_labels_or_with_a_right_loss_weight() -> None:
-    of_classes = {"loss": lambda self, *given: Tagger.loss(self, *given, weight=torch.ones(5))}
-    summed = {"loss": lambda self, *given: Tagger.loss(self, *given, reduction="sum")}
-    by_sequence = {"loss_weight": lambda self, batch: len(batch["labels"])}
-    for methods, ignored in (
-        ({}, 0), (COUNTED, 2), (by_sequence, 0), ({**ALL, **of_classes}, 2), ({**ALL, **summed}, 2)
-    ):  # fmt: skip
-        quiet(max_epochs=1).fit(tagger(**methods), tagged(ignored))
+    assert not torch.allclose(trained(Tagger(), data), whole, rtol=1e-6, atol=1e-7)
 
 
 ASSIGNED: dict[str, tuple[nn.Module, Any]] = {  # the loss, and the targets of 3 classes for all samples
     "weights": (nn.CrossEntropyLoss(WEIGHTS), LABELS),
     "ignored": (nn.NLLLoss(WEIGHTS, ignore_index=1), LABELS),
+    "-100": (nn.CrossEntropyLoss(), LABELS.where(torch.arange(8) % 3 < 2, -100)),
+    "pixels of -100": (nn.CrossEntropyLoss(), PIXELS.where(PIXELS != 1, -100)),
     "smoothed pixels": (nn.CrossEntropyLoss(WEIGHTS, ignore_index=2, label_smoothing=0.2), PIXELS),
     "probabilities": (nn.CrossEntropyLoss(WEIGHTS), F.one_hot(LABELS, 3) * 0.5 + 0.2),
     "a sum": (nn.CrossEntropyLoss(WEIGHTS, ignore_index=1, reduction="sum"), LABELS),
@@ -285,7 +260,7 @@ def test_an_assigned_loss_of_torch_gives_its_own_gradient_for_any_split(kind: st
 
 def test_an_assigned_loss_of_torch_gives_its_own_gradient_on_two_ranks() -> None:
     options = {"strategy": "ddp", "devices": 2, "gradient_accumulation_steps": 2}
-    kinds = ("ignored", "a sum")
+    kinds = ("-100", "ignored", "a sum")
     for ends in on_two_ranks(lambda: [assigned(kind, 2, **options) for kind in kinds]):
         for kind, (weight, value) in zip(kinds, ends, strict=True):
             whole, expected = assigned(kind, 8)
@@ -301,14 +276,16 @@ def test_an_assigned_loss_whose_weight_cannot_be_known_is_refused() -> None:
         return lambda: quiet(max_epochs=1).fit(task, [(torch.ones(2, 4), LABELS[:2])])
 
     step = {"training_step": lambda self, batch: self.loss(self(batch[0]), batch[1])}
-    found = {"metric_inputs": lambda self, outputs, batch: (outputs, batch[1])}
+    found = {"metric_inputs": lambda self, outputs, batch: (outputs[0], batch[1])}
     table = {
         "none": (fit(nn.MSELoss(reduction="none")), "MSELoss(reduction='none')", "reduction='mean'"),
         "a step": (fit(nn.MSELoss(reduction="sum"), **step), "with training_step of the task"),
         "a weight": (fit(nn.MSELoss(reduction="sum"), **COUNTED), "with loss_weight of the task"),
         "a forward": (fit(focal(WEIGHTS)), "Focal.forward is overridden", "loss_weight(self, batch)"),
-        "a target": (fit(nn.CrossEntropyLoss(WEIGHTS), **found), "Own.metric_inputs is overridden"),
+        "a target": (fit(nn.CrossEntropyLoss(), **found), "metric_inputs needs the outputs", "loss_weight"),
     }
     assert_refused(ConfigError, table)
     fit(focal(WEIGHTS), loss_weight=lambda self, batch: 1)()
+    fit(focal())()
+    fit(nn.CrossEntropyLoss(), **found, **step, forward=lambda self, x: self.net(x))()
     fit(nn.CrossEntropyLoss(WEIGHTS), **step)()

@@ -21,7 +21,6 @@ from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import shielded
 from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.distributed.failure.last_words import set_training
-from drivetrain.engine.token_weight import checking_loss_weight
 from drivetrain.engine.updater import Updater, checking_gradients
 from drivetrain.engine.weighting import StepResult
 from drivetrain.run.evaluation_pass import EvaluationPass
@@ -81,8 +80,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             for hook in hooks.on_step_start:
                 hook(run)
             if run.result is None:  # the first step of this program
-                weighted = checking_loss_weight(run.engine, window.micro_batches)
-                with weighted, checking_gradients(run.engine.updaters.values()):
+                with checking_gradients(run.engine.updaters.values()):
                     run.result = train_step(window.micro_batches)
             else:
                 run.result = train_step(window.micro_batches)

@@ -1,6 +1,6 @@
 """The weight of a batch in a loss of torch that a task was assigned, read from the loss's settings.
 
-torch's classification losses divide by the class weights of the targets that are not ignored. A loss with
+torch's classification losses divide by the class weights of the labels that are not ignored. A loss with
 `reduction="sum"` divides by nothing.
 """
 
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from drivetrain.core.errors import ConfigError
 from drivetrain.task.output import wide_dtype
 
-IGNORED = -100
-"""The label that torch's `cross_entropy` ignores by default."""
-
 _OVER_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
@@ -24,25 +21,39 @@ def is_sum(loss: nn.Module | None) -> bool:
 
 
 def is_mean_over_labels(loss: nn.Module | None) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
-    """Return whether a loss divides by its labels' class weights, or ignores labels other than -100."""
-    return (
-        isinstance(loss, _OVER_CLASSES)
-        and loss.reduction == "mean"
-        and (loss.weight is not None or loss.ignore_index != IGNORED)
-    )
+    """Return whether a loss divides by the class weights of its labels, without those that it ignores."""
+    return isinstance(loss, _OVER_CLASSES) and loss.reduction == "mean"
+
+
+def counts_labels(loss: nn.Module | None, own_step: bool) -> TypeGuard[nn.CrossEntropyLoss | nn.NLLLoss]:
+    """Return whether the weight of a batch is the total of its labels.
+
+    With default settings, a `training_step` of the task or a `forward` of the loss's class decides by itself
+    which labels the loss gets, and samples are counted.
+    """
+    if not is_mean_over_labels(loss):
+        return False
+    is_own = own_step or _has_own_forward(loss)
+    return not is_own or loss.weight is not None or loss.ignore_index != -100
+
+
+def _has_own_forward(loss: nn.Module) -> bool:
+    return type(loss).forward not in [each.forward for each in _OVER_CLASSES]
 
 
 def total_of_labels(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> float | Tensor:
     """Return what a loss of `is_mean_over_labels` divides by.
 
     Args:
-        target: Classes of any shape, or probabilities of shape (samples, classes, ...), none of which is
-            ignored and whose mean has no weights.
+        target: Labels of any shape, or probabilities of shape (samples, classes, ...). Probabilities are
+            never ignored, and their mean has no weights.
     """
     if target.is_floating_point():
         return target.numel() / target.shape[min(1, target.ndim - 1)]
     weight = loss.weight
     if weight is None:
+        if target.is_cpu and target.numel() < 1000:  # then quicker than two operations of torch
+            return target.numel() - target.flatten().tolist().count(loss.ignore_index)
         return (target != loss.ignore_index).sum()
     target = target.to(weight.device, non_blocking=True)  # a copy of the weights to the host would wait
     counted = target != loss.ignore_index
@@ -53,7 +64,7 @@ def check_assigned_loss(task: nn.Module, loss: nn.Module, overridden: set[str]) 
     """Check that the settings of an assigned loss allow the same gradient for any split of a batch.
 
     Args:
-        overridden: Which of `training_step`, `loss_weight` and `metric_inputs` the task defines itself.
+        overridden: Which of `training_step` and `loss_weight` the task defines itself.
     """
     title = f"{type(task).__name__}.loss, {type(loss).__name__}"
     reduction = vars(loss).get("reduction")
@@ -68,12 +79,10 @@ def check_assigned_loss(task: nn.Module, loss: nn.Module, overridden: set[str]) 
             " losses is exact in the default training_step, weighted by samples. Use reduction='mean', or"
             " define loss(self, outputs, batch) and loss_weight(self, batch), what that loss is a mean over"
         )
-    if "loss_weight" in overridden or not is_mean_over_labels(loss):
-        return
-    own_forward = type(loss).forward not in [each.forward for each in _OVER_CLASSES]
-    if own_forward or "metric_inputs" in overridden:
-        which = f"{type(loss).__name__}.forward" if own_forward else f"{type(task).__name__}.metric_inputs"
+    counts = counts_labels(loss, "training_step" in overridden)
+    if "loss_weight" not in overridden and counts and _has_own_forward(loss):
         raise ConfigError(
-            f"{title}, has class weights or an ignore_index, and {which} is overridden, so that it is not"
-            " known what the mean divides by. Define loss_weight(self, batch) in the task to return it"
+            f"{title}, has class weights or an ignore_index, and {type(loss).__name__}.forward is overridden,"
+            " so that it is not known what the mean divides by. Define loss_weight(self, batch) in the task,"
+            " which returns it"
         )

@@ -22,12 +22,7 @@ from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size, described
 from drivetrain.data.feed import Measure
 from drivetrain.distributed.failure.named_places import named_place
-from drivetrain.task.assigned_loss import (
-    check_assigned_loss,
-    is_mean_over_labels,
-    is_sum,
-    total_of_labels,
-)
+from drivetrain.task.assigned_loss import check_assigned_loss, counts_labels, is_sum, total_of_labels
 from drivetrain.task.forward import FORWARDS, call_forward, read_forward
 from drivetrain.task.hparams import construct, parameters_of, record_arguments
 from drivetrain.task.model_info import ModelInfo
@@ -376,17 +371,33 @@ class TaskModule(nn.Module):
 
     def loss_weight(self, batch: Batch) -> float | Tensor:
         """Return the number of items that the loss is a mean over. Default: the number of samples; for an
-        assigned `nn.CrossEntropyLoss` or `nn.NLLLoss` with class weights or an `ignore_index` other than
-        -100, the sum of the class weights of the labels that are not ignored.
+        assigned `nn.CrossEntropyLoss` or `nn.NLLLoss`, the number of labels that it does not ignore, or the
+        sum of their class weights. The labels are what `metric_inputs` returns for the batch and None, as
+        there are no outputs yet.
 
         A loss that averages over unmasked tokens returns their number here, so that any split of a batch
         gives the same gradient: sum(weight x loss) / sum(weight). The engine calls it on the host, before it
         moves the batch.
+
+        Raises:
+            ConfigError: A `metric_inputs` of the task needs the outputs to find the labels.
         """
-        if is_mean_over_labels(loss := self._modules.get("loss")):
-            return total_of_labels(loss, self.metric_inputs(None, batch)[1])
+        if counts_labels(loss := self._modules.get("loss"), overrides(self, "training_step")):
+            return total_of_labels(loss, self._labels(batch))
         size = batch_size(batch)
         return 1 if size is None else size
+
+    def _labels(self, batch: Batch) -> Tensor:
+        try:
+            labels: Tensor = self.metric_inputs(None, batch)[1]
+        except (TypeError, AttributeError, ValueError) as error:  # what None in place of outputs raises
+            raise ConfigError(
+                f"{type(self).__name__}.metric_inputs needs the outputs to find the labels ({error}), which"
+                f" {type(self._modules['loss']).__name__} is a mean over: their number is the weight of a"
+                " batch, counted before the forward. Define loss_weight(self, batch) to return it, such as"
+                ' (batch["label"] != -100).sum()'
+            ) from error
+        return labels
 
     def tokens(self, batch: Batch) -> int:
         """Return the batch's number of tokens, for intervals and throughput. Default: 0, not counted."""
@@ -554,9 +565,9 @@ def measure_of(task: TaskModule) -> Measure:
     """
     weighs, loss = overrides(task, "loss_weight"), assigned_loss(task)
     if loss is not None:
-        own = {each for each in ("training_step", "loss_weight", "metric_inputs") if overrides(task, each)}
+        own = {each for each in ("training_step", "loss_weight") if overrides(task, each)}
         check_assigned_loss(task, loss, own)
-        weighs = weighs or is_sum(loss) or is_mean_over_labels(loss)
+        weighs = weighs or is_sum(loss) or counts_labels(loss, "training_step" in own)
     return Measure(task.loss_weight if weighs else None, task.tokens if overrides(task, "tokens") else None)
 
 

@@ -434,6 +434,7 @@ CONFLICTS = {
     "follows the validations never acts": {"task": sgd(schedule="reduce_on_plateau")},
     "gradient_accumulation_steps=9 is more than the 6": {"gradient_accumulation_steps": 9},
     "batch norm (net.1) meets": {"task": Classifier(norm=True), "data": Unreadable(21, 4)},
+    "(batch[-1] != -100).sum()": {"data": [(torch.ones(2, 4), torch.tensor([0, -100]))] * 6},
     "no optimizer trains net.3.weight, net.3.bias": {"task": sgd(parameters="net.0.*")},
 }
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.models.auto import modeling_auto
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.data.batch import batch_size
-from drivetrain.task.assigned_loss import IGNORED
+
+IGNORED = -100
+"""The label that a model's loss ignores."""
 
 Items = Callable[[Mapping[str, Any]], float | Tensor]
 """Counts the items of a batch."""
@@ -219,3 +223,29 @@ def as_tensor(items: float | Tensor, batch: Any) -> Tensor:
     columns = batch.values() if isinstance(batch, Mapping) else ()
     device = next((each.device for each in columns if isinstance(each, Tensor)), None)
     return torch.as_tensor(items, dtype=torch.float32, device=device)
+
+
+@contextmanager
+def counted_targets() -> Iterator[list[int]]:
+    """Count the targets of each mean of a classification loss while the block runs; yields the counts."""
+    with _Counting() as counting:
+        yield counting.targets
+
+
+class _Counting(TorchFunctionMode):
+    """Counts the targets of each mean of a classification loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[int] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss):  # torch gives the other arguments by name here
+            target = args[1]
+            means = given["reduction"] == "mean" and given["weight"] is None
+            if means and not target.is_floating_point():  # else it holds probabilities, and all count
+                self.targets.append(int((target != given["ignore_index"]).sum()))
+        return func(*args, **given)

@@ -26,7 +26,6 @@ from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
 from drivetrain.core.validation import count, number, one_of
 from drivetrain.distributed.processes import rank
-from drivetrain.engine.token_weight import counted_targets
 from drivetrain.integrations.transformers.collating import Collation, default_collate
 from drivetrain.integrations.transformers.columns import Columns
 from drivetrain.integrations.transformers.evaluation import (
@@ -44,6 +43,7 @@ from drivetrain.integrations.transformers.generation import generate as run_gene
 from drivetrain.integrations.transformers.loss_items import (
     as_tensor,
     check_smoothed,
+    counted_targets,
     items_of,
     smoothed_cross_entropy,
     tokens,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.callbacks import EarlyStopping
@@ -23,7 +24,7 @@ from drivetrain.run.settings import RunSettings
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.checks import check_gathering
 from drivetrain.task.optim.config import OptimizerConfig
-from drivetrain.task.task import TaskModule, train_loaded
+from drivetrain.task.task import TARGETS, TaskModule, measure_of, train_loaded
 from drivetrain.trainer.assembly import every, given_run_dir
 from drivetrain.trainer.checkpoints import checkpoint_root
 from drivetrain.trainer.plan.counts import Epoch, Firings
@@ -150,6 +151,28 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
             f"no optimizer trains {_some(left)}. Configure one, or save their gradients by the callback "
             "Freeze(...) or requires_grad_(False)"
         )
+
+
+def label_conflicts(task: TaskModule, batch: Any) -> Iterator[str]:
+    """Yield what to write for labels that torch's losses ignore, where samples are counted."""
+    if measure_of(task).weight is not None:
+        return
+    given = (
+        batch.items()
+        if isinstance(batch, Mapping)
+        else ((-1, batch[-1]),)
+        if isinstance(batch, (tuple, list))
+        else ()
+    )
+    for key, labels in given:
+        is_target = isinstance(labels, Tensor) and key in (-1, *TARGETS)
+        if is_target and not labels.is_floating_point() and bool((labels == -100).any()):
+            yield (
+                f"batch[{key!r}] has labels of -100, which torch's losses ignore, and samples are counted, so"
+                " that another split of a batch gives another gradient. Add to the task: def"
+                f" loss_weight(self, batch): return (batch[{key!r}] != -100).sum() . A causal model counts"
+                f" batch[{key!r}][..., 1:]"
+            )
 
 
 def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> Iterator[str]:

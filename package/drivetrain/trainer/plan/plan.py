@@ -34,6 +34,7 @@ from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.feeds import evaluation_batch_size
 from drivetrain.trainer.plan.conflicts import (
     interval_conflicts,
+    label_conflicts,
     length_conflicts,
     module_conflicts,
     place_conflicts,
@@ -258,6 +259,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             *interval_conflicts(settings, plan.steps, plan.validation, plan.logging, resume_points),
             *validation_conflicts(settings, task, built, validates and validation.times != 0),
             *module_conflicts(task, epoch, built),
+            *label_conflicts(task, process.example),
             *place_conflicts(settings, strategy, built),
         )
     return dataclasses.replace(plan, warnings=conflicts)
@@ -271,6 +273,7 @@ class _Process:
         offloaded: As `Plan.offloaded`.
         unknown: As `Plan.memory_unknown`.
         tokens: As `Plan.tokens_per_step`.
+        example: A micro-batch of copies of the first sample; None if that is unknown.
         forward_dtype: As `Held.forward_dtype`.
     """
 
@@ -288,9 +291,9 @@ class _Process:
         self.memory |= dict.fromkeys(_OF_A_STEP)
         if as_memory(settings.memory).offload_activations:
             self.offloaded += ("activations",)
-        self.unknown, self.tokens = "", None
+        self.unknown, self.tokens, self.example = "", None, None
         try:
-            batch = example_batch(settings, task, data)
+            batch = self.example = example_batch(settings, task, data)
             if overrides(task, "tokens"):
                 self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
             if isinstance(settings.micro_batch, int):
