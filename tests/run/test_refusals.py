@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain import (
     Callback,
+    CheckpointConfig,
     CheckpointError,
     ConfigError,
     DataError,
@@ -53,6 +54,45 @@ def test_a_tensor_that_no_checkpoint_can_hold_is_refused_before_the_first_step(t
     assert not steps
     trained(True, steps, checkpoint=False)
     assert steps
+
+
+class Odd(torch.optim.SGD):  # its slots hold what no checkpoint can
+    def __init__(self, parameters: Any, slot: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.slot = slot
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["odd"] = self.slot
+        return super().step(closure)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_after_the_first_step(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def fit_with(**options: Any) -> Any:
+        steps.clear()
+        recorder = LambdaCallback(on_step_end=lambda run: steps.append(run.progress.steps))
+        callbacks = [recorder, *options.pop("callbacks", ())]
+        policy = CheckpointConfig(every="3 steps")
+        fit(callbacks=callbacks, max_steps=3, max_epochs=None, run_dir=tmp_path, checkpoint=policy, **options)
+
+    def slot(value: Any) -> Any:
+        return lambda: fit_with(task=Regression(optimizer=lambda given: Odd(given, value)))
+
+    def state(value: Any) -> Any:
+        holder = with_methods("Holder", Callback, state_dict=lambda self: {"v": value}, load_state_dict=id)
+        return lambda: fit_with(callbacks=[holder])
+
+    wide = torch.ones(2, dtype=torch.complex128)
+    table = {
+        "a set": (slot({1}), "/odd' is a set", "Allowed: tensors"),
+        "a dtype": (slot(wide), "/odd': dtype torch.complex128"),
+        "a callback": (state({1}), "callbacks.Holder.v: a 'set'", "allowed are"),
+    }
+    for name, row in table.items():
+        assert_refused(CheckpointError, {name: row})
+        assert steps[1:] == []
 
 
 def test_callbacks_that_are_none_are_refused() -> None:

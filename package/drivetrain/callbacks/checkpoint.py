@@ -14,6 +14,7 @@ from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_we
 from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format import strict_json
 from drivetrain.checkpoint.format.asset_files import ASSETS
+from drivetrain.checkpoint.format.tensors import check_tensor, has_plain_bytes
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets, make_assets
 from drivetrain.checkpoint.saving.config import rankings
 from drivetrain.checkpoint.saving.names import metrics_of
@@ -26,7 +27,7 @@ from drivetrain.core.intervals import Trigger
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.distributed.failure.named_places import named_place, register_opaque
-from drivetrain.run.checkpoint import restore_weights, snapshot_to_save
+from drivetrain.run.checkpoint import restore_weights, snapshot_run, snapshot_to_save
 from drivetrain.run.save_errors import AGAIN, OVER, newest
 from drivetrain.task.model_info import info_of
 
@@ -159,6 +160,7 @@ class CheckpointSaver(Callback):
         if self._unsaved_tensors is None and run.result is not None:  # the first step of this program
             self._unsaved_tensors = UnsavedTensors(run.engine)
             _check_extent(run)
+            _check_storable(snapshot_run(run, self.policies[0].resumable))
         elif self._unsaved_tensors is not None:
             self._unsaved_tensors.end_step()
         if self.manager.is_writing:
@@ -310,6 +312,18 @@ class CheckpointSaver(Callback):
         """Let a save in progress finish: its state was good when it began."""
         if self.manager.is_writing:
             self.wait_for_save(run)
+
+
+def _check_storable(snapshot: Snapshot) -> None:
+    """Check that files can hold what the first step has made, such as the optimizers' slots.
+
+    Raises:
+        CheckpointError: The first save would fail, perhaps hours later.
+    """
+    for tensors in snapshot.tensors.values():
+        for name, tensor in tensors.items():
+            if has_plain_bytes(tensor):
+                check_tensor(tensor, f"checkpoints cannot hold {name!r}")
 
 
 def _check_extent(run: Run) -> None:

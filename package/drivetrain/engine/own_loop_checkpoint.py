@@ -172,7 +172,7 @@ def _take_over(
     if module is not None:
         with strategy.checkpoint_layout(_by_name(optimizer), write=True) as taken:
             weights, extras = snapshot.tensors["model"], tree["module_extras"]
-            load_module_state(module, weights, extras, where=str(path), resize_buffers=True)
+            load_module_state(module, weights, extras, where=str(path))
             if optimizer is not None:
                 restore_optimizer_state(module, taken, snapshot.tensors["optimizer"], tree["optimizers"])
     strategy.load_state_dict(tree["strategy"])

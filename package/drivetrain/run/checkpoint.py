@@ -281,7 +281,7 @@ def restore_weights(run: Run, path: str) -> None:
 def _load_weights(run: Run, snapshot: Snapshot, tree: Any) -> None:
     kept = () if run.frozen is None else run.frozen.found
     weights, extras = snapshot.tensors.get("model", {}), tree["module_extras"]
-    load_module_state(run.task, weights, extras, where="the checkpoint", kept=kept, resize_buffers=True)
+    load_module_state(run.task, weights, extras, where="the checkpoint", kept=kept)
 
 
 def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:

@@ -18,6 +18,7 @@ from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, fingerprints
 from drivetrain.checkpoint.weights.load import is_torch_file, is_weight_file, torch_weights
+from drivetrain.checkpoint.weights.module_state import full_state
 from drivetrain.core.errors import CheckpointError, ConfigError, without_secrets
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
@@ -240,16 +241,17 @@ def read_frozen(path: str, task: nn.Module) -> Collection[str]:
     return stored.keys()
 
 
-def read_extras(path: str) -> dict[str, Any]:
-    """Return the extra states of a checkpoint's modules, by the names of a state dict.
+def read_extras(path: str, module: nn.Module, tensors: Collection[str]) -> dict[str, Any]:
+    """Return the extra states of a checkpoint's modules, by the names of a state dict, and its empty buffers.
 
-    They are part of the run's state. A task without extra states does not need that file.
+    They are part of the run's state. A module whose state the tensors make whole does not need that file.
 
     Args:
         path: A checkpoint that a Trainer saved, or a file of weights. A file of weights gives an empty
             mapping.
+        tensors: The names of the checkpoint's tensors.
     """
-    if is_weight_file(path):
+    if is_weight_file(path) or full_state(module).keys() <= set(tensors):
         return {}
     snapshot = DirectoryCheckpointIO().load(path, groups=("state",))
     state = snapshot.objects.get("state")

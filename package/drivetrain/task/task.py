@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.weights.module_state import clean_name, has_extras, load_module_state
+from drivetrain.checkpoint.weights.module_state import clean_name, load_module_state
 from drivetrain.checkpoint.weights.rename import Rename
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.progress import Progress
@@ -432,11 +432,9 @@ class TaskModule(nn.Module):
             check_names(cls.__name__, overrides, [each.name for each in parameters])
         stored = read_task(os.fspath(path))
         task = construct(cls, stored.arguments(cls, overrides), stored.path)
-        extras = read_extras(stored.path) if has_extras(task) else {}
+        extras = read_extras(stored.path, task, stored.tensors)
         kept = read_frozen(stored.path, task)
-        load_module_state(
-            task, stored.tensors, extras, where=stored.path, adopt_dtypes=True, kept=kept, resize_buffers=True
-        )
+        load_module_state(task, stored.tensors, extras, where=stored.path, adopt_dtypes=True, kept=kept)
         object.__setattr__(task, _LOADED, [each for each in task.modules() if each.training])
         task.eval()
         return task

@@ -18,7 +18,7 @@ from drivetrain import callbacks as built_in
 from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
-from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
+from drivetrain.checkpoint.weights.module_state import load_module_state
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import odd_kind
 from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, PerEpoch, Trigger, exact
@@ -628,11 +628,9 @@ def _evaluation_run(
 
         path = engine.ranks.first(lambda: named_checkpoint(settings, checkpoint))
         tensors = load_weights(path)
-        extras = read_extras(path) if has_extras(task) else {}
+        extras = read_extras(path, task, tensors)
         kept = read_frozen(path, task)
-        load_module_state(
-            task, tensors, extras, where=path, adopt_dtypes=True, kept=kept, resize_buffers=True
-        )
+        load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
     data = pick_data(data, stage)
     if stage == "predict" and isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from drivetrain.core.errors import CheckpointError, nearest
+from drivetrain.core.messages import logger
+
+_LOG = logger(__name__)
 
 _EXTRA = "_extra_state"
 """torch's name for the result of `get_extra_state`, after the module's name."""
@@ -72,7 +75,7 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Returns:
         The tensors by clean name, including extra states that are tensors; and the other extra states by
-        name.
+        name, with None for each persistent buffer that is None.
 
     Raises:
         CheckpointError: Two of them have the same clean name.
@@ -80,7 +83,10 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state = full_state(module)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     extras = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    return tensors, extras
+    empty = [
+        name for name, (owner, key) in _persistent_buffers(module).items() if owner._buffers[key] is None
+    ]
+    return tensors, {**extras, **dict.fromkeys(empty)}
 
 
 def full_state(module: nn.Module) -> dict[str, Any]:
@@ -97,9 +103,8 @@ def load_module_state(
     where: str,
     adopt_dtypes: bool = False,
     kept: Collection[str] = (),
-    resize_buffers: bool = False,
 ) -> None:
-    """Copy named tensors into a module, all or none.
+    """Copy named tensors into a module, all or none; a buffer becomes None, or of another shape, as it was.
 
     Args:
         module: The module to fill.
@@ -108,14 +113,15 @@ def load_module_state(
         where: The source of the tensors, for messages.
         adopt_dtypes: Give the module's parameters the stored dtypes; otherwise a different dtype raises.
         kept: Names that need not be given; those keep the module's values.
-        resize_buffers: Give buffers that are None or of another shape the given one; otherwise they raise.
 
     Raises:
         CheckpointError: Names are missing or unexpected, or a shape or dtype differs; lists them.
     """
-    own = full_state(module)
-    given = {**(extras or {}), **tensors}
-    buffers = _persistent_buffers(module) if resize_buffers else {}
+    buffers, given = _persistent_buffers(module), {**(extras or {}), **tensors}
+    none = {name for name, value in given.items() if value is None and not is_extra(name)}
+    empty = sorted(none & {name for name, (owner, key) in buffers.items() if owner._buffers[key] is not None})
+    given = {name: value for name, value in given.items() if name not in none}
+    own = {name: value for name, value in full_state(module).items() if name not in none}
     lacking = sorted(own.keys() - given.keys() - set(kept))
     problems = [f"missing {name!r}" for name in lacking if not is_extra(name)]
     strangers = sorted(given.keys() - own.keys() - buffers.keys())
@@ -142,6 +148,10 @@ def load_module_state(
             near = mine if mine is not None else next(module.parameters(), stored)
             owner._buffers[key] = torch.empty(stored.shape, dtype=stored.dtype, device=near.device)
     put_state(module, given, adopt_dtypes=adopt_dtypes)
+    for name in empty:
+        owner, key = buffers[name]
+        owner._buffers[key] = None
+        _LOG.warning(f"the buffer {name!r} is None in {where}, and so it is here")
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -204,11 +214,6 @@ def _adopt_dtypes(module: nn.Module, given: Mapping[str, Any]) -> list[tuple[Ten
             replaced.append((tensor, tensor.data))
             tensor.data = tensor.data.to(value.dtype)
     return replaced
-
-
-def has_extras(module: nn.Module) -> bool:
-    """Return whether the module, or one in it, has an extra state."""
-    return any(type(each).get_extra_state is not nn.Module.get_extra_state for each in module.modules())
 
 
 def is_extra(name: str) -> bool:
