@@ -65,8 +65,6 @@ _optimizer_step_pre_hooks _optimizer_step_post_hooks  # torch: whether somebody 
 _global_optimizer_pre_hooks _global_optimizer_post_hooks _is_profiler_enabled  # likewise
 _record_memory_history _dump_snapshot  # torch: a device's memory over time
 _local_scalar_dense _get_default_mps_generator  # torch: a number of the meta device, MPS's generator
-_get_fsdp_state _fsdp_param_group _param_fqn _unsharded_param  # torch: what FSDP2 gathers as one
-_execution_engine  # torch: a callback at the end of a backward
 _get_default_store _op_dispatcher _remove_autograd_hooks  # torch: stores and groups, DDP
 _pickler _unpickler  # torch: the classes that make and read the pickles of its object collectives
 _dynamo _inductor _compiled_call_impl  # torch: compiled modules, their errors and options

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.strategies.conforming import conforms, refused
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Duel, Regression, duels, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -101,16 +101,22 @@ def test_parameters_without_a_gradient_are_listed_by_name() -> None:
     assert "the last micro-batch of the window used 2 of 4 trainable parameters" in early
 
 
-class Swapped(Duel):  # rank 1 yields its two optimizers in the other order
-    def training_step(self, batch: Mapping[str, Tensor]) -> Iterator[Any]:
-        first, second = super().training_step(batch)
-        yield from ((second, first) if torch.distributed.get_rank() else (first, second))
+class Swapped(TaskModule):  # rank 1 yields its two optimizers, of equal sizes, in the other order
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor) -> Iterator[Any]:
+        for name in ("right", "left") if torch.distributed.get_rank() else ("left", "right"):
+            yield name, getattr(self, name)(batch).square().mean()
+
+    def configure_optimizers(self) -> Mapping[str, OptimizerConfig]:
+        return {name: OptimizerConfig("sgd", lr=0.1) for name in ("left", "right")}
 
 
 def test_ranks_that_yield_optimizers_in_another_order_are_told() -> None:
-    data = DataLoader(duels(8), batch_size=2)  # type: ignore[arg-type, var-annotated]
-    text = refused(lambda: quiet(strategy=ddp(2), devices=2, max_steps=1).fit(Swapped(), data))
-    assert "rank 0 steps optimizer 'discriminator'; rank 1 steps optimizer 'generator'" in text
+    text = refused(lambda: quiet(strategy=ddp(2), devices=2, max_steps=1).fit(Swapped(), HALVES))
+    assert "rank 0 steps optimizer 'left'; rank 1 steps optimizer 'right'" in text
 
 
 def test_find_unused_parameters_lets_steps_leave_parameters_out() -> None:

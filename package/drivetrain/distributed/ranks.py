@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.distributed.call_order import CallOrder, unequal_calls
 from drivetrain.distributed.processes import is_grouped, local_rank
 from drivetrain.distributed.sockets import closing_sockets_in_forks
 
@@ -34,6 +35,7 @@ class Ranks:
         siblings: What `sibling` and `grouped` returned.
         copies: The number of neighbouring processes that hold the same values; only the first one's count.
         copy: This process's number among these neighbours.
+        order: The calls that all these processes make in one order. Each gathering compares them.
     """
 
     rank: int = 0
@@ -42,6 +44,7 @@ class Ranks:
     siblings: list[Ranks] = field(default_factory=list, compare=False, repr=False)
     copies: int = 1
     copy: int = 0
+    order: CallOrder = field(default_factory=CallOrder, compare=False, repr=False)
 
     @classmethod
     def of_job(cls) -> Ranks:
@@ -64,7 +67,7 @@ class Ranks:
         members = torch.distributed.get_process_group_ranks(self.group)
         with closing_sockets_in_forks():
             group = torch.distributed.new_group(members, backend="gloo")
-        self.siblings.append(replace(self, group=group, siblings=[]))
+        self.siblings.append(replace(self, group=group, siblings=[], order=CallOrder()))
         return self.siblings[-1]
 
     def grouped(self, copies: int) -> Ranks:
@@ -75,7 +78,7 @@ class Ranks:
         if copies == 1:
             return self
         size, (rank, copy) = self.size // copies, divmod(self.rank, copies)
-        self.siblings.append(Ranks(rank, size, self.group, copies=copies, copy=copy))
+        self.siblings.append(replace(self, rank=rank, size=size, siblings=[], copies=copies, copy=copy))
         return self.siblings[-1]
 
     @property
@@ -101,15 +104,23 @@ class Ranks:
         return self.rank == 0 and self.copy == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order."""
+        """Return the values of all ranks, in rank order.
+
+        Raises:
+            StrategyError: The ranks have made different calls; see `order`.
+        """
         return self._of_each(value)[:: self.copies]
 
-    def _of_each(self, value: T) -> list[T]:
+    def _of_each(self, value: T, compares: bool = True) -> list[T]:
         if self.alone:
             return [value]
-        values: list[Any] = [None] * (self.size * self.copies)
-        torch.distributed.all_gather_object(values, value, group=self.group)
-        return values
+        found: list[Any] = [None] * (self.size * self.copies)
+        sent = (self.order.digest if compares else None, value)
+        torch.distributed.all_gather_object(found, sent, group=self.group)
+        digests = {digest for digest, _ in found}
+        if len(digests) > 1 and None not in digests:
+            raise unequal_calls(self._of_each(self.order.recent(), compares=False))
+        return [each for _, each in found]
 
     def gather_first(self, value: T) -> list[T] | None:
         """Return the values of all ranks, in rank order, on rank 0; None on the others."""
@@ -198,7 +209,7 @@ class Ranks:
         try:
             yield joint
         except Exception as error:
-            self._of_each((None, _sendable(error)))
+            self._of_each((None, _sendable(error)), compares=False)
             raise
         outcomes = self._of_each((joint.mine, None))
         for rank, (_, theirs) in enumerate(outcomes):

@@ -11,7 +11,6 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Batch
 from drivetrain.data import Everywhere, MicroBatch, Transfer
-from drivetrain.distributed.collective_order import CollectiveOrder
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import Row
@@ -39,8 +38,6 @@ class StepContext(Protocol):
         updaters: The optimizers by name.
         only_updater: The only one of them, or all as one.
         interleaved: Whether the training step is a generator that names its optimizers.
-        order: A check that the ranks' generator steps name them in one order; None without such a step, and
-            on one rank.
         train_metrics: The declared metrics of training, or None.
         placeholders: Runs micro-batches of weight zero without side effects.
         gate: Decides which steps are skipped, or None.
@@ -64,7 +61,6 @@ class StepContext(Protocol):
     updaters: dict[str, Updater]
     only_updater: Updater
     interleaved: bool
-    order: CollectiveOrder | None
     train_metrics: DeclaredMetrics | None
     placeholders: Placeholders
     gate: StepGate | None

@@ -25,13 +25,12 @@ from drivetrain.core.types import Batch
 from drivetrain.core.validation import by_name, check_no_class
 from drivetrain.data import Everywhere, Feed, MicroBatch, Shard, Transfer, as_source, pin_memory_for
 from drivetrain.data.consistency import check_data
-from drivetrain.distributed.collective_order import CollectiveOrder
 from drivetrain.distributed.failure.lifetime import ProgramChannel
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.launch.programs import join_job
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine.evaluation_precision import stored_in
-from drivetrain.engine.generator_step import advance, generator_step, optimizer_order
+from drivetrain.engine.generator_step import advance, generator_step
 from drivetrain.engine.joint import JointOptimizer, check_joint, joint_updater
 from drivetrain.engine.memory import MemoryConfig, MemoryInUse
 from drivetrain.engine.metrics.declared import DeclaredMetrics
@@ -134,7 +133,6 @@ class Engine:
         self._calls_microbatch = type(self.strategy).microbatch is not Strategy.microbatch
         self.placeholders = Placeholders()
         self.sums = False
-        self.order: CollectiveOrder | None = None
         self.passes = 0  # forwards and backwards so far, for watchdogs
         self.begins_again = False  # whether a step may be repeated; that must not update a metric twice
         self._window = OpenWindow(self.data_ranks)
@@ -182,8 +180,6 @@ class Engine:
         if training:
             self.memory.add(task)
         self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
-        if self.interleaved and not self._alone:
-            self.order = optimizer_order(self.ranks)
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
             return
@@ -452,8 +448,6 @@ class Engine:
             self._channel.leave(self._release)
 
     def _release(self) -> None:
-        if self.order is not None:
-            self.order.close()  # its thread uses the process group's store
         self.compilation.release()
         if sys.exc_info()[0] is None:  # after an error the other ranks may be gone
             self.strategy.restore()
@@ -534,6 +528,8 @@ class Engine:
         updater = Updater(DEFAULT, optimizer, max_grad_norm=max_grad_norm)
         applied, norm = self.update(updater, (), updater.parameters)
         result = StepResult([], applied, norm, progress.steps)
+        if not progress.steps:
+            self.ranks.all_gather(None)  # compares the calls of the first step
         progress.steps += applied
         progress.skipped += not applied
         self.streams.seed_step(progress.steps)

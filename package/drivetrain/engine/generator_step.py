@@ -7,8 +7,6 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.types import StepOutput
-from drivetrain.distributed.collective_order import CollectiveOrder
-from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.context import StepContext
 from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.weighting import Weighted
@@ -25,9 +23,7 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
     rows: list[Row] = []
     seen: list[Any] = []
     dropped: list[Row] = []
-    applied, norm, order = False, None, engine.order
-    if order is not None:
-        order.begin("step")
+    applied, norm = False, None
     while bodies:
         engine.passes += 1
         yielded = [
@@ -37,8 +33,7 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
             for body, (micro_batch, _) in zip(bodies, pairs, strict=True)
         ]
         if any(isinstance(each, Returned) for each in yielded):
-            if order is not None:
-                order.next("ends the step")
+            engine.ranks.order.note("ends the step")
             returned = returned_rows(yielded, pairs)
             if dropped:  # they may depend on the skipped step
                 dropped += returned
@@ -47,8 +42,7 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
             break
         name, losses = same_optimizer(yielded, engine.updaters)
         updater = engine.updaters[name]
-        if order is not None:
-            order.next(f"steps optimizer {name!r}")
+        engine.ranks.order.note(f"steps optimizer {name!r}")
         own: list[Row] = []
         own_seen: list[Any] = []
         for value, (micro_batch, factor) in zip(losses, pairs, strict=True):
@@ -79,17 +73,6 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
         else:  # a skipped step, perhaps of this optimizer alone, enters no average
             dropped += own
     return Optimized(rows, applied, norm, seen, dropped)
-
-
-def optimizer_order(ranks: Ranks) -> CollectiveOrder:
-    """Return a check that the ranks' steps yield the same optimizers in the same order."""
-    return CollectiveOrder(
-        ranks,
-        "the ranks' generator steps yield other optimizers",
-        "Gradients are averaged in one order, so a rank would take those of one optimizer for another's. Let"
-        " the step yield the same optimizers in the same order on all ranks, with a loss times zero for one"
-        " that has nothing to learn",
-    )
 
 
 class Returned:

@@ -40,7 +40,8 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
     """
     engine = run.engine
     engine.synchronize_buffers()
-    own = engine.data_ranks.all_gather(_own_state(run)) if resumable else []
+    # Every save compares the calls of the ranks with it.
+    own = engine.data_ranks.all_gather(_own_state(run) if resumable else {})
     groups: dict[str, dict[str, Tensor]] = {}
     tree: dict[str, Any] = {}
     with engine.checkpoint_layout() as taken:

@@ -82,6 +82,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             if run.result is None:  # the first step of this program
                 with checking_gradients(run.engine.updaters.values()):
                     run.result = train_step(window.micro_batches)
+                run.engine.ranks.all_gather(None)  # compares the calls of the first step
             else:
                 run.result = train_step(window.micro_batches)
             timing["compute"] += perf_counter() - fetched
@@ -109,6 +110,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         run.agreed -= {"end_epoch"}  # of an epoch that has ended
     if not left:
         run.end_if_asked()
+        run.engine.ranks.all_gather(None)  # compares the calls of the last steps
     if run.evaluation_feeds and run.engine.ranks.size > 1 and _ends_itself(run):
         _agree_at_end(run)
     run.is_over = True

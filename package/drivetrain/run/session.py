@@ -314,6 +314,7 @@ def _failing_together(settings: RunSettings, run: Run) -> FailureChannel:
         hang_timeout=duration("hang_timeout", settings.hang_timeout),
         directory=run.run_dir,
         stopping=run.stopping if run.stage == "train" else None,
+        order=ranks.order,
     )
 
 

@@ -1,8 +1,8 @@
-"""Finding the parameters that a step did not use, on all ranks or on some."""
+"""The parts of a model that a step has run, and the parameters that it has not used, on all ranks or some."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,34 +10,83 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.distributed.collective_order import CollectiveOrder
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.call_order import CallOrder
 
 
-def part_order(ranks: Ranks, needs_all: bool = False) -> CollectiveOrder:
-    """Return a check that all ranks run the same parts of a model, for strategies that exchange them.
+def note_forwards(order: CallOrder, parts: Mapping[str, nn.Module]) -> list[Any]:
+    """Note each forward of some modules, before a strategy gathers their weights.
 
     Args:
-        needs_all: Whether a step must use all parameters, so that ranks may not leave out the same ones.
+        parts: The modules by name.
+
+    Returns:
+        The handles of the hooks.
     """
-    ddp = "Or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"
-    left_out = "what is left out (LayerDrop, early exit) from a seed that all ranks share"
-    if needs_all:
-        advice = (
-            "Add the sum of the unused outputs or parameters to the loss, times zero."
-            f" {ddp}, or 'fsdp', and draw {left_out}"
-        )
-    else:
-        advice = (
-            f"Draw {left_out}, or add the sum of the unused outputs or parameters to the loss, times zero."
-            f" {ddp}"
-        )
-    return CollectiveOrder(
-        ranks,
-        "the ranks run different parts of the model in the same step",
-        "Weights and gradients are exchanged in one order, so a rank would take those of one part for"
-        f" another's. Let all ranks run the same blocks and use the same parameters. {advice}",
-    )
+
+    def noting(call: str) -> Callable[..., None]:
+        return lambda *_: order.note(call)
+
+    return [
+        each.register_forward_pre_hook(noting(f"runs {name!r}"), prepend=True) for name, each in parts.items()
+    ]
+
+
+class ShardOrder:
+    """Notes which parts of FSDP2's modules a rank runs, and which of their parameters get no gradient.
+
+    Args:
+        order: The calls of the ranks.
+        adds: Whether each backward of a window adds to gradients that are reduced already.
+    """
+
+    def __init__(self, order: CallOrder, adds: bool = False) -> None:
+        self._order, self._adds, self._models = order, adds, 0
+        self._texts: dict[Tensor, str] = {}
+        self._used: set[Tensor] = set()
+        self._handles: list[Any] = []
+
+    def add(self, module: nn.Module) -> None:
+        """Note the calls of a module that was sharded just now; all ranks add the same ones."""
+        from torch.distributed.fsdp import FSDPModule
+
+        self._models += 1
+        more = "" if self._models == 1 else f" of model {self._models}"
+        modules: list[tuple[str, Any]] = [*module.named_modules()]
+        named = [(f"{_in_task(name)}{more}", each) for name, each in modules if isinstance(each, FSDPModule)]
+        parts: dict[str, Any] = dict(named)
+        self._handles += note_forwards(self._order, parts)
+        for name, each in module.named_parameters():
+            if hasattr(each, "to_local"):
+                self._texts[each] = f"has no gradient of '{_in_task(name)}{more}'"
+                if self._adds:  # FSDP2 calls these hooks; with offloading it then waits for each copy
+                    hooked: Any = each
+                    self._handles.append(hooked.register_post_accumulate_grad_hook(self._used.add))
+
+    def begin_backward(self) -> None:
+        """Note that a backward begins."""
+        self._order.note("begins a backward")
+        self._used.clear()
+
+    def end_backward(self, inputs: Sequence[Tensor] | None) -> None:
+        """Note which parameters have got no gradient in a backward that reduces gradients.
+
+        Args:
+            inputs: The parameters that it was for; None for all.
+        """
+        for each in self._texts if inputs is None else inputs:
+            used = each in self._used if self._adds else each.grad is not None
+            if not used and each.requires_grad and each in self._texts:
+                self._order.note(self._texts[each])
+        self._order.note("ends a backward")
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for each in self._handles:
+            each.remove()
+
+
+def _in_task(name: str) -> str:
+    return name.removeprefix("task.") or "task"
 
 
 Gradients: TypeAlias = "list[tuple[Tensor | None, int]]"
@@ -96,12 +145,27 @@ _STAGE_3 = "DeepSpeed's stage 3 would update them with the gradients of an earli
 
 
 class UsedParameters:
-    """A record of the parameters that have got gradients in a step."""
+    """A record of the parameters that have got gradients in a step of DeepSpeed's.
 
-    def __init__(self, task: nn.Module, optimizers: Collection[Optimizer]) -> None:
-        self._optimizers = optimizers
+    Make it before DeepSpeed's engine, whose hooks begin the exchange of a gradient.
+
+    Args:
+        optimizers: The optimizers.
+        order: The calls of the ranks.
+        stage: ZeRO's stage. From 1 on, DeepSpeed matches gradients by their order alone.
+        in_order: Whether it exchanges each gradient as it comes; otherwise all at the step.
+
+    Attributes:
+        whole: Parameters of modules that DeepSpeed reduces as a whole, whatever a step uses of them.
+    """
+
+    def __init__(
+        self, task: nn.Module, optimizers: Collection[Optimizer], order: CallOrder, stage: int, in_order: bool
+    ) -> None:
+        self._optimizers, self._order, self._stage, self._in_order = optimizers, order, stage, in_order
         self._names: dict[Tensor, str] = {}
         self._used: set[Tensor] = set()
+        self.whole: set[Tensor] = set()
         self._handles: list[Any] = []
         self.watch(task)
 
@@ -111,9 +175,14 @@ class UsedParameters:
         self._names = {each: name for name, each in task.named_parameters() if each.requires_grad}
         self._used.clear()
         self._handles = [
-            each.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
+            each.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
             for each in self._names
         ]
+
+    def _add(self, parameter: Tensor) -> None:
+        self._used.add(parameter)
+        if self._in_order and parameter not in self.whole:
+            self._order.note(f"has the gradient of {self._names[parameter]!r}")
 
     def stop(self) -> None:
         for each in self._handles:
@@ -121,8 +190,12 @@ class UsedParameters:
 
     def check(self) -> None:
         """Check that all parameters have got a gradient, and begin with the next step."""
-        check_all_used(self._names, self._used, self._optimizers)
-        self._used.clear()
+        for each, name in self._names.items() if self._stage else ():
+            if each not in self._used and each not in self.whole:
+                self._order.note(f"has no gradient of {name!r}")
+        check_all_used(self._names, self._used, self._optimizers, self._stage)
+        # DeepSpeed completes the gradients of its leaf modules, whose experts a later step may leave out.
+        self._used &= self.whole
 
 
 def check_all_used(

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from drivetrain.core.errors import RankFailure
+from drivetrain.distributed.call_order import CallOrder
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.hub import Hub
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
@@ -76,6 +77,8 @@ class FailureChannel:
             hour more. None disables it.
         directory: Where the stacks of all ranks go after a failure, into "failures"; None writes none.
         stopping: Agrees with the other ranks on when to stop or to act together, over these connections.
+        order: The calls that the ranks make in one order. The last one is part of every message that says
+            where a rank is.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class FailureChannel:
         hang_timeout: float | None = None,
         directory: Path | None = None,
         stopping: Stopping | None = None,
+        order: CallOrder | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -105,6 +109,7 @@ class FailureChannel:
         self._still_since = time.monotonic()
         self._is_outside = is_outside
         self._stopping = stopping if stopping is not None else Stopping()
+        self._order = order if order is not None else CallOrder()
         self._stacks = StackFiles(rank, world_size, directory)
         self._main = threading.get_ident()
         self._interrupts = Interrupts()
@@ -167,6 +172,7 @@ class FailureChannel:
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
         self._thread.start()
         self._stopping.wake, self._stopping.shared = self._bell.ring, True
+        self._order.tell = self._tell
         return self
 
     def report(self, error: BaseException, besides: str = "") -> None:
@@ -270,6 +276,7 @@ class FailureChannel:
         self._closed.set()
         self._interrupts.close()
         self._stopping.wake, self._stopping.shared = bool, False
+        self._order.tell = int
         if self._thread is not None:
             self._bell.ring()
             self._thread.join()
@@ -296,7 +303,7 @@ class FailureChannel:
                 has_ended = self._hear(self._line)
                 if not has_ended and time.monotonic() >= following:
                     following = time.monotonic() + self._timing.silence / 5
-                    has_ended = self._beat(self._line)
+                    has_ended = self._beat()
             except Exception as error:  # a check that fails, for lack of a file descriptor say
                 has_ended = False
                 if not has_told:
@@ -349,15 +356,20 @@ class FailureChannel:
                 self._rank_0_where = each["where"]
         return False
 
-    def _beat(self, line: Line) -> bool:
+    def _beat(self) -> bool:
         """Send this rank's state to rank 0, and check on rank 0; returns whether the channel is over."""
-        line.send(kind="beat", **self._state())
+        self._tell()
         found = self._rank_0.tick() if self.rank else None
         if found is None:
             return False
         self._rank_0.end_process()
         self._lost(found)
         return True
+
+    def _tell(self) -> None:
+        """Send this rank's state to rank 0, which could not ask for it after an abort in a collective."""
+        if self._line is not None:
+            self._line.send(kind="beat", **self._state())
 
     def _lost(self, what: str) -> None:
         self._fail(Cause("lost", 0, self._rank_0_where, what))
@@ -378,7 +390,8 @@ class FailureChannel:
         self._expect_launcher(cause)
         if not cause.is_interrupt:
             with contextlib.suppress(Exception):  # the system may refuse a thread
-                self._stacks.begin(where, self._reported, self._hub)
+                calls = f"{where}\n{self._order.listed()}".rstrip()
+                self._stacks.begin(calls, self._reported, self._hub)
         if cause.kind != "hang" and cause.rank == self.rank and not self._interrupted:
             return
         if cause.kind == "hang" and self.rank in cause.stuck:
@@ -457,6 +470,7 @@ class FailureChannel:
         try:
             described = self._describe()
             doing = place_of_thread(self._main) if doing is None else doing
-            return described if doing in described else f"{described}, {doing}" if described else doing
+            both = described if doing in described else f"{described}, {doing}" if described else doing
+            return self._order.after(both)
         except Exception as error:  # the run's own failure matters more
             return f"at an unknown place ({type(error).__name__}: {error})"

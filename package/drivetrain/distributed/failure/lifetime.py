@@ -25,7 +25,7 @@ class ProgramChannel:
     """
 
     def __init__(self, ranks: Ranks, progress: Progress) -> None:
-        self._rank, self._size, self._progress = ranks.rank, ranks.size, progress
+        self._rank, self._size, self._progress, self._order = ranks.rank, ranks.size, progress, ranks.order
         self._channel: FailureChannel | None = None
         self._finalize: Finalize | None = None
 
@@ -39,6 +39,7 @@ class ProgramChannel:
             self._size,
             describe=lambda: f"after step {progress.steps}",
             progress=lambda: progress.steps,
+            order=self._order,
         )
         self._pid = os.getpid()
         self._channel.__enter__()

@@ -46,19 +46,16 @@ _CONSEQUENCE = re.compile(
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")
 
-_COLLECTIVE = (
-    *(
-        os.path.join(_TORCH, *name.split("/"))
-        for name in (
-            "distributed/distributed_c10d.py",
-            "distributed/_functional_collectives.py",
-            "distributed/utils.py",
-            "distributed/fsdp/",
-            "distributed/tensor/",
-            "nn/parallel/distributed.py",
-        )
-    ),
-    os.path.join(Path(__file__).parents[1], "collective_order.py"),
+_COLLECTIVE = tuple(
+    os.path.join(_TORCH, *name.split("/"))
+    for name in (
+        "distributed/distributed_c10d.py",
+        "distributed/_functional_collectives.py",
+        "distributed/utils.py",
+        "distributed/fsdp/",
+        "distributed/tensor/",
+        "nn/parallel/distributed.py",
+    )
 )
 """Files that wait for other ranks. torch's checkpoint code is not among them: it waits for a disk."""
 

@@ -37,12 +37,11 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.ddp import fix_buckets
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
-from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
-from drivetrain.strategies.unused import check_used, gradients_now
+from drivetrain.strategies.unused import ShardOrder, check_used, gradients_now
 from drivetrain.task.task import StepModule
 
 _UNUSED = (
@@ -198,7 +197,7 @@ class Accelerate(Strategy):
             shard(module, accelerator)
             self._before.append(before)
             if self.world_size > 1:
-                self._order = self._order or ShardOrder(self.ranks)
+                self._order = self._order or ShardOrder(self.ranks.order)
                 self._order.add(module)
             self._has_buffers = any(True for _ in module.buffers())
         self._note(module)
@@ -266,8 +265,6 @@ class Accelerate(Strategy):
         if last == self._synchronized:
             return
         self._synchronized = last
-        if self._order is not None:
-            self._order.synchronize(last)
         if self.sharded:
             sharded: Any = model
             sharded.set_requires_gradient_sync(last)
@@ -302,8 +299,8 @@ class Accelerate(Strategy):
             self._order.begin_backward()
         with gradients_of(inputs, self._parameters):
             loss.backward(root)  # type: ignore[no-untyped-call]
-        if self._order is not None:
-            self._order.end_backward()
+        if self._order is not None and self._synchronized:
+            self._order.end_backward(inputs)
         if inputs is None and self._synchronized and self._whole:
             average_gradients(self._whole, self.world_size)
 

@@ -36,7 +36,6 @@ from drivetrain.strategies.deepspeed.errors import check_by_deepspeed, translate
 from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
 from drivetrain.strategies.deepspeed.norms import WideNorms
 from drivetrain.strategies.deepspeed.optimizer import configured
-from drivetrain.strategies.deepspeed.order import ZeroOrder
 from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
 from drivetrain.strategies.deepspeed.unshard import ModulesBeforeZero, full_shapes
 from drivetrain.strategies.meta_device import (
@@ -48,7 +47,7 @@ from drivetrain.strategies.meta_device import (
     starts_from_rank_0,
 )
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.unused import UsedParameters
+from drivetrain.strategies.unused import UsedParameters, note_forwards
 from drivetrain.strategies.wrapping import units
 from drivetrain.task.task import StepModule, TaskModule
 
@@ -102,7 +101,7 @@ class DeepSpeed(Strategy):
         self._engine: Any = None
         self._zero: Any = None
         self._used: UsedParameters | None = None
-        self._order: ZeroOrder | None = None
+        self._handles: list[Any] = []
         self._state: ZeroState | None = None
         self._before: ModulesBeforeZero | None = None
         self._norms: WideNorms | None = None
@@ -222,10 +221,10 @@ class DeepSpeed(Strategy):
         optimizers = self._optimizers(module, make_optimizers)  # raises if nothing is trained
         optimizer = next(iter(optimizers.values()), None)
         members = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        if self.config.stage:
-            in_backward = bool(settings.get("managed_gradient_accumulation", True))
-            trained_by = optimizers.values()
-            self._order = ZeroOrder(module, self.ranks, self.config.stage, in_backward, trained_by)
+        if optimizers:
+            stage, order = self.config.stage or 0, self.ranks.order
+            in_order = stage > 1 and bool(settings.get("managed_gradient_accumulation", True))
+            self._used = UsedParameters(task, optimizers.values(), order, stage, in_order)
         with quiet(), translated_errors():
             self._engine, zero, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=settings, dist_init_required=False
@@ -234,11 +233,28 @@ class DeepSpeed(Strategy):
         if self._zero is not None:
             self._state = ZeroState(task, zero, optimizer, members, stored)
             self._state.put(exact)  # DeepSpeed has started from rounded values
-        if self._order is not None and self.sharded:
-            self._order.watch_forwards()
-        self._used = UsedParameters(task, optimizers.values()) if optimizers and self._plain else None
+        if self.sharded:
+            self._watch_forwards(task)
         self._norms = WideNorms(module)
         return Prepared(self._engine, optimizers)
+
+    def _watch_forwards(self, task: nn.Module) -> None:
+        """Note the order of the modules whose weights stage 3 gathers, once DeepSpeed has hooked them."""
+        from deepspeed.utils import z3_leaf_module
+
+        parts: dict[str, nn.Module] = {}
+        inside: set[nn.Module] = set()
+        for name, each in task.named_modules():
+            if each in inside:
+                continue
+            if z3_leaf_module(each):  # gathered and reduced as a whole, whatever it uses
+                inside.update(each.modules())
+                if self._used is not None:
+                    self._used.whole.update(each.parameters())
+            elif next(each.parameters(recurse=False), None) is None:
+                continue
+            parts[name or "task"] = each
+        self._handles = note_forwards(self.ranks.order, parts)
 
     def _optimizers(self, module: StepModule, make_optimizers: MakeOptimizers | None) -> dict[str, Optimizer]:
         if make_optimizers is None:
@@ -345,9 +361,11 @@ class DeepSpeed(Strategy):
         if self._norms is not None:
             self._norms.remove()
             self._norms = None
-        if self._order is not None:
-            self._order.close()
-            self._order = None
+        if self._used is not None:
+            self._used.stop()
+            self._used = None
+        while self._handles:
+            self._handles.pop().remove()
         if engine is not None:
             with quiet():
                 engine.destroy()
@@ -366,10 +384,9 @@ class DeepSpeed(Strategy):
             raise StrategyError(
                 f"backward to only some parameters is not supported: {self.refuses('generators')}"
             )
-        if self._order is not None:
-            self._order.begin_backward(self._last)
+        self.ranks.order.note("begins a backward")
         self._engine.backward(loss if factor is None else loss * factor, scale_wrt_gas=False)
-        if self._used is not None and self._last:
+        if self._plain and self._used is not None and self._last:
             self._used.check()
 
     def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -386,8 +403,8 @@ class DeepSpeed(Strategy):
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Let DeepSpeed make the step; return False if a scaled gradient overflowed."""
-        if self._order is not None:
-            self._order.check()
+        if not self._plain and self._used is not None:
+            self._used.check()
         self._engine.step()
         if self._norm is not None:
             self._norm.fill_(self._zero._global_grad_norm)

@@ -37,7 +37,6 @@ from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_g
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.held import held_shards
-from drivetrain.strategies.fsdp.order import ShardOrder
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
@@ -53,6 +52,7 @@ from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.float8 import Float8
 from drivetrain.strategies.sparse import refuse_sparse
 from drivetrain.strategies.transforms.recompute import checkpoint_blocks
+from drivetrain.strategies.unused import ShardOrder
 from drivetrain.strategies.wrapping import (
     batch_norms,
     ignored_names,
@@ -202,7 +202,7 @@ class FSDP(Strategy):
         self._has_buffers = self.config.broadcast_buffers and any(True for _ in module.buffers())
         self._sharded.append(before)
         if self.world_size > 1:
-            self._order = self._order or ShardOrder(self.ranks)
+            self._order = self._order or ShardOrder(self.ranks.order, self.config.reduce_each_micro_batch)
             self._order.add(module)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
@@ -333,8 +333,6 @@ class FSDP(Strategy):
         last = last or self.config.reduce_each_micro_batch
         if last != self._synchronized:  # torch walks all modules to set it
             self._synchronized = last
-            if self._order is not None:
-                self._order.synchronize(last)
             sharded: Any = model
             sharded.set_requires_gradient_sync(last)
             sharded.set_is_last_backward(last)
@@ -351,8 +349,8 @@ class FSDP(Strategy):
             self._order.begin_backward()
         with gradients_of(inputs, self._parameters):
             loss.backward(root)  # type: ignore[no-untyped-call]
-        if self._order is not None:
-            self._order.end_backward()
+        if self._order is not None and self._synchronized:
+            self._order.end_backward(inputs)
         if inputs is None and self._synchronized and self._ignored:
             average_gradients(self._ignored, self.world_size)
 
