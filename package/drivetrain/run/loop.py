@@ -110,7 +110,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         run.agreed -= {"end_epoch"}  # of an epoch that has ended
     if not left:
         run.end_if_asked()
-        run.engine.ranks.all_gather(None)  # compares the calls of the last steps
+    run.engine.ranks.all_gather(None)  # compares the calls of the last steps
     if run.evaluation_feeds and run.engine.ranks.size > 1 and _ends_itself(run):
         _agree_at_end(run)
     run.is_over = True

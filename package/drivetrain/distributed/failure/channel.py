@@ -185,7 +185,7 @@ class FailureChannel:
         self._reported = error
         if self._decided.is_set():
             return
-        cause = Cause.of_error(self.rank, self._where(place_of_error(error)), error, besides)
+        cause = Cause.of_error(self.rank, self._place(place_of_error(error)), error, besides)
         self._line.send(kind="cause", cause=cause.to_json(), **self._state())
         self._decided.wait(self._timing.deciding)
 
@@ -467,10 +467,13 @@ class FailureChannel:
         return now - self._still_since >= limit
 
     def _where(self, doing: str | None = None) -> str:
+        """Return where this rank is, with its last call, for those who wonder why it waits or has gone."""
+        return self._order.after(self._place(doing))
+
+    def _place(self, doing: str | None) -> str:
         try:
             described = self._describe()
             doing = place_of_thread(self._main) if doing is None else doing
-            both = described if doing in described else f"{described}, {doing}" if described else doing
-            return self._order.after(both)
+            return described if doing in described else f"{described}, {doing}" if described else doing
         except Exception as error:  # the run's own failure matters more
             return f"at an unknown place ({type(error).__name__}: {error})"
