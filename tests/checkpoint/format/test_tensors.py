@@ -24,7 +24,7 @@ def test_every_dtype_is_read_alike_by_us_and_by_safetensors(tmp_path, helpers):
         ours = load_weights(tmp_path / f"{code}.safetensors")
         with safe_open(tmp_path / f"{code}.safetensors", "pt") as file:
             theirs = {name: file.get_tensor(name) for name in ("x", "scalar")}
-            assert file.metadata() == {"format": "pt"}
+            assert file.metadata() == {"format": "pt", "written_by": "drivetrain"}
         for read in (ours, theirs):
             assert helpers.same_bits(read["x"], tensor), code
             assert helpers.same_bits(read["scalar"], tensor[0, 1]), code

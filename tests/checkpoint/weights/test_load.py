@@ -162,7 +162,7 @@ OUTSIDE += ["..", "x.safetensors\0", "x.safetensors\n", "", None, 3]
 
 def test_an_index_is_read_back_and_leads_nowhere_but_beside_itself():
     data = dump_index(12, {"a": "x.safetensors", "b": "y.safetensors", "c": "x.safetensors"})
-    assert json.loads(data)["metadata"] == {"total_size": 12}
+    assert json.loads(data)["metadata"] == {"total_size": 12, "written_by": "drivetrain"}
     assert parse_index(data, "it") == {"x.safetensors": ["a", "c"], "y.safetensors": ["b"]}
     for file in [*OUTSIDE, ["x.safetensors"]]:
         with pytest.raises(DamagedCheckpointError, match=r"the index places 'w' in .*"):

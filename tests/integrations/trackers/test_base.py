@@ -89,6 +89,18 @@ def test_a_tracker_that_is_down_for_a_while_gets_each_value_once_with_one_warnin
     assert Path("closed").read_text() == "False"
 
 
+def test_what_a_tracker_does_not_take_is_written_through_no_link():
+    def act(run):
+        if run.progress.steps == 3:
+            DOWN.touch()
+            Path("run/unsent-file.jsonl").symlink_to(Path("other").absolute())
+
+    options = {"run_dir": "run", "loggers": FileTracker(), "callbacks": [LambdaCallback(on_step_end=act)]}
+    with heard(), pytest.raises(OSError, match="not written through links"):
+        quiet(max_steps=5, log_every=1, **options).fit(Regression(), pairs(20))
+    assert not Path("other").exists()
+
+
 def test_what_a_tracker_does_not_take_is_in_a_file_and_sent_after_a_resume():
     with heard():
         with pytest.raises(KeyboardInterrupt):

@@ -70,6 +70,22 @@ def trained(folder: Path, name: str = "bert, masked", **options: Any) -> Any:
     return task
 
 
+def test_an_export_replaces_its_own_files_and_no_others(tmp_path: Path) -> None:
+    task = hf.TransformersTask(made(CLASSES), optimizer=SGD)
+    for name in ("config.json", "model.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("precious")
+        with pytest.raises(CheckpointError, match=f"{name}' is a file that drivetrain has not written"):
+            hf.export_pretrained(task, folder)
+        assert (folder / name).read_text() == "precious"
+        (folder / name).unlink()
+        hf.export_pretrained(task, folder)
+        (folder / "config.json").write_text("{}")
+        hf.export_pretrained(task, folder)
+        assert json.loads((folder / "config.json").read_text())
+
+
 QUICK = (CLASSES, "t5", "llama, tied", "experts")
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in FAMILIES if each not in QUICK]
 

@@ -61,6 +61,9 @@ _ALIKE = {
 _MAX_DIMENSIONS = 64
 _METADATA = "__metadata__"
 
+WRITER: dict[str, Json] = {"written_by": "drivetrain"}
+"""What the metadata of drivetrain's files have, so that an export replaces its own files alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
@@ -121,9 +124,8 @@ def plan_file(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan
 def _header(
     named: tuple[tuple[str, torch.dtype, torch.Size], ...], what: str
 ) -> tuple[list[TensorSpan], bytes]:
-    header: dict[str, Json] = {
-        _METADATA: {"format": "pt"}
-    }  # transformers refuses a file that does not say so
+    # transformers refuses a file that does not give its format.
+    header: dict[str, Json] = {_METADATA: {"format": "pt", **WRITER}}
     spans = []
     start = 0
     for name, dtype, shape in sorted(named, key=lambda each: (-each[1].itemsize, each[0])):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
-from drivetrain.checkpoint.format.tensors import has_plain_bytes, plan_file, tensor_chunks
+from drivetrain.checkpoint.format.strict_json import dump_json
+from drivetrain.checkpoint.format.tensors import WRITER, has_plain_bytes, plan_file, tensor_chunks
 from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, write_file
 from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, FileSystem, os_errors
@@ -19,6 +21,9 @@ from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.files import MODEL, WeightFiles, divide, dump_index, parse_size
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
+
+_HEAD = 200
+_OURS = dump_json(WRITER, "the mark")[1:-1]
 
 
 def export_weights(
@@ -36,9 +41,9 @@ def export_weights(
     libraries.
     Tied tensors are written under each of their names.
 
-    An earlier export to the same path is replaced. A single file on a disk is replaced in one step. With
-    several files, or in an object store, a kill leaves the old export, the new one, or nothing loadable; the
-    next export removes the remains.
+    An earlier export to the same path is replaced, and no other file is. A single file on a disk is replaced
+    in one step. With several files, or in an object store, a kill leaves the old export, the new one, or
+    nothing loadable; the next export removes the remains.
 
     Args:
         tensors: The tensors by name, as in a state dict; any device and strides. `DTensor`s are gathered one
@@ -56,7 +61,8 @@ def export_weights(
         The paths of the files, the index last.
 
     Raises:
-        CheckpointError: The format or the dtype cannot store a tensor, or a file cannot be written.
+        CheckpointError: The format or the dtype cannot store a tensor, a file cannot be written, or one that
+            drivetrain has not written is in the way.
         ConfigError: The dtype is unknown, or the size is invalid.
     """
     target = os.fspath(path)
@@ -129,6 +135,9 @@ class _FilePlace:
             known = set(self.files.entries(self.directory)) if others else set()
             several = sorted(name for name in known if self.names.is_one_of_several(name))
             older = [*known & {self.names.index}, *several]
+            for name in {self.names.single, *older}:
+                if self._has(name):
+                    self._check_own(name)
             contents: dict[str, Iterable[Bytes]]
             contents = {file: _content(plan, lazy, self.target) for file, plan in plans.items()}
             if len(plans) == 1:
@@ -152,6 +161,17 @@ class _FilePlace:
                 f"{self.target!r} is inside a checkpoint, whose files must not change. Choose another "
                 "directory"
             )
+
+    def _check_own(self, name: str) -> None:
+        if self.files.kind(self._at(name)) == "file":
+            with closing(self.files.open(self._at(name))) as source:
+                head = bytes(source.read(_HEAD)).replace(b" ", b"")
+            if not head or _OURS in head:
+                return
+        raise CheckpointError(
+            f"{self.given(name)!r} is a file that drivetrain has not written, and stays as it is. Remove"
+            " it, or give another path"
+        )
 
     def _is_checkpoint(self) -> bool:
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.format.strict_json import parse_json
+from drivetrain.checkpoint.format.tensors import WRITER
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.types import Json
@@ -128,7 +129,7 @@ def dump_index(total_size: int, places: Mapping[str, str]) -> bytes:
         total_size: The bytes of all tensors.
         places: Name to file.
     """
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(places)}
+    index = {"metadata": {"total_size": total_size, **WRITER}, "weight_map": dict(places)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 

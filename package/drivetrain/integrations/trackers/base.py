@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.errors import ConfigError, DrivetrainError, MissingDependencyError
+from drivetrain.core.files import open_file
 from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
 from drivetrain.core.types import Json
@@ -389,7 +390,8 @@ class Tracker(ABC):
             return
         lines = [json.dumps(to_json(each.to_json()), allow_nan=False) for each in left]
         self._unsent.parent.mkdir(parents=True, exist_ok=True)
-        self._unsent.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with open_file(self._unsent, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
         for each in left:
             write_media(each, self._unsent.with_suffix(""))
         _LOG.warning(
@@ -441,5 +443,6 @@ def write_media(record: StepRecord, folder: Path) -> dict[str, Path]:
             place = folder.joinpath(*(part for part in name.split("/") if part not in ("", ".", "..")))
             place.mkdir(parents=True, exist_ok=True)
             written[name] = place / f"step-{record.step:08d}{value.suffix}"
-            written[name].write_bytes(value.data)
+            with open_file(written[name], "wb") as file:
+                file.write(value.data)
     return written

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from drivetrain.core.files import make_directory, read_json
+from drivetrain.core.files import make_directory, open_file, read_json
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
@@ -199,7 +199,8 @@ class CometLogger(Tracker):
             "resume_strategy": opened.resume_strategy,
             "comet_start_sourced": True,
         }
-        self._note.write_text(json.dumps(about), encoding="utf-8")
+        with open_file(self._note, "w", encoding="utf-8") as file:
+            file.write(json.dumps(about))
 
     def _pack_the_killed(self) -> None:
         """Make the archive that a killed fit in this directory could not make."""
@@ -214,7 +215,8 @@ class CometLogger(Tracker):
                 empty.unlink()
         if (messages := folder / _MESSAGES).exists():
             whole = messages.read_text(encoding="utf-8").rpartition("\n")
-            messages.write_text(whole[0] + whole[1], encoding="utf-8")
+            with open_file(messages, "w", encoding="utf-8") as file:
+                file.write(whole[0] + whole[1])
             offline_utils.write_experiment_meta_file(**about, stop_time=int(time.time() * 1000))
             with zipfile.ZipFile(self._folder / f"{key}-{folder.name}.zip", "w") as archive:
                 for each in sorted(folder.iterdir()):

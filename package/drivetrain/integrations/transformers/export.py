@@ -46,7 +46,8 @@ def export_pretrained(
 
     Args:
         source: A task; or a checkpoint, or a run directory: its newest good checkpoint.
-        folder: The folder; also an address such as "s3://bucket/model". Files of the same names are replaced.
+        folder: The folder; also an address such as "s3://bucket/model". Files of the same names are replaced
+            where drivetrain has written the weights there.
         dtype: The dtype for floating-point tensors, such as "bf16"; None keeps each.
         max_shard_size: The most bytes of tensors in a file: a number, or a text such as "5 GB".
 

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,13 @@ from torch import Tensor
 from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.saving.assets import Asset, make_assets
+from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
-from drivetrain.checkpoint.weights.files import MODEL
+from drivetrain.checkpoint.weights.files import INDEX, MODEL
 from drivetrain.checkpoint.weights.lazy_tensors import TensorSource
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.integrations.transformers.saved_tensors import AdapterTensors, SavedTensors
 from drivetrain.integrations.transformers.stored_model import base_of, is_pretrained
@@ -113,7 +115,8 @@ def write_pretrained(
     Args:
         model: The model, which may be on the meta device.
         tensors: The values of its state dict, by clean name. Those of a `PeftModel` may be the adapter's.
-        folder: The folder; also an address. Files of the same names are replaced.
+        folder: The folder; also an address. Files of the same names are replaced where drivetrain has written
+            the weights there.
         files: The files beside the weights, by name; None makes those of the model.
         dtype: The dtype for floating-point tensors; None keeps each.
         max_shard_size: The most bytes of tensors in a file; an adapter is always one file.
@@ -123,7 +126,8 @@ def write_pretrained(
         The paths of the files with weights.
 
     Raises:
-        CheckpointError: The weights do not fit the model, or a file cannot be written.
+        CheckpointError: The weights do not fit the model, a file cannot be written, or one that drivetrain
+            has not written is in the way.
         ConfigError: The dtype or the size is not allowed, or the folder is a file.
     """
     target = os.fspath(folder)
@@ -133,6 +137,7 @@ def write_pretrained(
     final = floating_dtype(dtype)
     base = base_of(model)
     written: list[str] = []
+    begun = [disk.kind(disk.absolute(disk.join(target, each))) for each in (MODEL, MODEL + INDEX, ADAPTER)]
     if base is model:
         saved = SavedTensors(model, tensors, final)
         path = disk.join(target, MODEL)
@@ -152,8 +157,24 @@ def write_pretrained(
         if CONFIG in wanted:
             trained = _dtype_of(model, tensors) if final is None else final
             wanted[CONFIG] = _as_trained(wanted[CONFIG], trained, base.config)
+        if not any(begun):  # else the weights there have been drivetrain's
+            for name, content in wanted.items():
+                _check_free(disk, disk.join(target, name), content)
         write_assets(target, wanted)
     return written
+
+
+def _check_free(disk: FileSystem, path: str, content: bytes) -> None:
+    with os_errors("read", path):
+        if disk.kind(disk.absolute(path)) is None:
+            return
+        with closing(disk.open(disk.absolute(path))) as file:
+            if file.read() == content:
+                return
+    raise CheckpointError(
+        f"{path!r} is a file that drivetrain has not written, and stays as it is. The weights are written"
+        " beside it. Remove it, or give another folder"
+    )
 
 
 def _place(folder: str, adapter: str, join: Callable[[str, str], str]) -> str:
