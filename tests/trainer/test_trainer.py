@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
+from torch import nn
 
 from drivetrain import (
     CheckpointConfig,
     CheckpointError,
     ConfigError,
     EarlyStopping,
+    Freeze,
     LambdaCallback,
     MemoryConfig,
     OptimizerConfig,
@@ -50,9 +52,13 @@ def test_a_fit_names_the_modules_in_evaluation_mode_as_it_starts_and_keeps_them_
             quiet(max_steps=1).fit(task, pairs())
         assert len(texts) == 1
         assert [each.training for each in task.modules()] == before
+    frozen = Regression()
+    frozen.norm = nn.BatchNorm1d(1)
     with heard("evaluation mode", logging.INFO) as texts:
         quiet(max_steps=1).fit(Regression(), pairs())
+        quiet(max_steps=1, callbacks=[Freeze("norm")]).fit(frozen, pairs())
     assert texts == []
+    assert frozen.norm.training
 
 
 def test_a_fit_that_ends_early_says_why() -> None:
@@ -64,6 +70,9 @@ def test_a_fit_that_ends_early_says_why() -> None:
             quiet(max_epochs=1, **options).fit(Regression(), pairs())
             assert len(list(quiet(max_epochs=1, **options).steps(Regression(), pairs()))) == 5 - 4 * expected
         assert len(texts) == 2 * expected
+    with heard("ended early", logging.INFO) as texts:
+        quiet(max_epochs=1).find_learning_rate(Regression(), pairs(), highest=1e9, steps=40)
+    assert texts == []
 
 
 def test_the_callback_whose_state_cannot_be_taken_is_named(tmp_path: Path) -> None:

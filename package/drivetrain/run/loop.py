@@ -130,8 +130,8 @@ def _requests(run: Run) -> frozenset[str]:
 
 
 def _begin(run: Run) -> None:
-    run.call(run.hooks.on_fit_start)
     _report_modes(run.task)
+    run.call(run.hooks.on_fit_start)
     run.start()
     set_training()
     run.ledger.train()
@@ -144,7 +144,7 @@ def _begin(run: Run) -> None:
 
 
 def _report_modes(task: nn.Module) -> None:
-    """Log which modules are in evaluation mode; a warning, if parts of the model train that way."""
+    """Log which modules the program has put in evaluation mode; a warning, if parts of the model train so."""
     if not (found := modules_in_evaluation(task)):
         return
     parts = [each for each in found.values() if next(each.children(), None) is not None]

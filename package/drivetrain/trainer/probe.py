@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from drivetrain.callbacks import Callback, EarlyStopping
 from drivetrain.core.errors import ConfigError
+from drivetrain.run.messages import part_of
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.torch_schedule import TorchSchedule
@@ -33,7 +34,7 @@ def probe(settings: Settings, task: TaskModule, data: Any, fit: Fit[Settings], *
     )
     nothing |= {"run_dir": None, "sanity_validation": None, "checkpoint": False, "assets": (), "loggers": ()}
     nothing |= {"progress_bar": False, "train_metrics": False, "log_first_step": False, "log_every": 1}
-    with without_trace(task, data):
+    with without_trace(task, data), part_of("the finder begins anew"):
         copied = unwatched(_copied(task), _Probed)
         fit(dataclasses.replace(settings, **{**nothing, "on_nonfinite": "stop", **changes}), copied, data)
 
