@@ -59,7 +59,6 @@ _backward_hooks _post_accumulate_grad_hooks _forward_hooks  # torch: hooks of a 
 _buffers _non_persistent_buffers_set _parameters _modules _apply  # torch: tensors replaced in place
 _version _cdata _nnz _values  # torch: a tensor changed in place, its storage, a sparse gradient
 _BatchNorm  # torch: the base of all batch norms has no other name
-_register_state_dict_hook _register_load_state_dict_pre_hook  # torch: the public ones cannot take a shard out
 _found_inf_per_device _per_optimizer_states  # torch: the overflow of one optimizer, before its step
 _optimizer_step_pre_hooks _optimizer_step_post_hooks  # torch: whether somebody listens to a step
 _global_optimizer_pre_hooks _global_optimizer_post_hooks _is_profiler_enabled  # likewise
@@ -75,7 +74,6 @@ _computed _defaults _reductions _to_sync _update_count  # torchmetrics: a metric
 _models _optimizers _shared_state  # accelerate: what it has prepared, and its singletons
 _ALL_TO_ALL_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP _global_grad_norm _hp_mapping  # DeepSpeed
 _XLAC _xla_get_spmd_config_is_locked _get_no_batch_dim  # torch_xla: the mode of sharding, dimensions
-_rebuild_full_params _register_post_backward_hooks _free_full_params  # torch_xla: one gathering a step
 _attn_implementation _pad_tensors_to_max_len _init_weights  # transformers
 _strip_protocol _get_kwargs_from_urls  # fsspec: an address as a storage itself names it
 _initial_last_step  # trackio: the last step of a run that is continued

@@ -42,8 +42,7 @@ from drivetrain.strategies.fsdp.config import FSDPConfig as FSDPConfig
 from drivetrain.strategies.precision.base import Precision as Precision
 from drivetrain.strategies.precision.float8 import Float8 as Float8
 from drivetrain.strategies.transforms.compile import CompileConfig as CompileConfig
-from drivetrain.strategies.xla.fsdp_v1 import XLAFSDPConfig as XLAFSDPConfig
-from drivetrain.strategies.xla.fsdp_v2 import XLAFSDPv2Config as XLAFSDPv2Config
+from drivetrain.strategies.xla.fsdp import XLAFSDPConfig as XLAFSDPConfig
 from drivetrain.strategies.xla.single import XLAConfig as XLAConfig
 from drivetrain.task.optim.config import OptimizerConfig as OptimizerConfig
 from drivetrain.task.optim.groups import ParameterGroup as ParameterGroup

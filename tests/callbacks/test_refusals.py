@@ -95,12 +95,14 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
         return lambda: callback.check_trainer(quiet(loggers=loggers), object.__new__(STRATEGIES[name]))
 
     batch = cb.ModelSummary(batch=torch.ones(1))
+    hiding = SimpleNamespace(name="mine", refuses={"local_parts": "hidden"}.get)
+    shards = partial(cb.WeightHistograms().check_trainer, quiet(loggers="jsonl"), hiding)
     table: dict[str, tuple[Any, ...]] = {
         "average": (on(cb.WeightAverage(), "deepspeed"), "'deepspeed'", "own"),
         "skip": (on(cb.LossSpike("skip"), "xla"), "action='skip'", "'xla'"),
         "norms": (on(cb.GradientNorms(), "deepspeed"), "GradientNorms with strategy 'deepspeed'"),
         "gradients": (on(cb.WeightHistograms(gradients=True), "deepspeed", "jsonl"), "gradients=True"),
-        "shards": (on(cb.WeightHistograms(), "xla_fsdp", "jsonl"), "WeightHistograms with", "'xla_fsdp'"),
+        "shards": (shards, "WeightHistograms with strategy 'mine': hidden"),
         "summary of shards": (
             lambda: quiet(strategy="fsdp", devices=2, callbacks=[batch]), "'fsdp'", "print(summarize"),
     }  # fmt: skip

@@ -18,7 +18,6 @@ from drivetrain import (
     StrategyError,
     Trainer,
     XLAFSDPConfig,
-    XLAFSDPv2Config,
 )
 from drivetrain.distributed.launch.environment import ProcessEnvironment
 from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, choose
@@ -59,7 +58,7 @@ def test_choice_refusals() -> None:
             "second run": (lambda: on_gpus(STARTED, 1), "started by its first run", "Use the same number"),
             "too few GPUs": (chosen("auto", FOUR_GPUS, None, 8), "sees 4 GPUs", "at most devices=4"),
             "idle TPU": (chosen("ddp", TPU), "TPU idle", "4 TPU chips", "'xla'", "'cpu'"),
-            "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "or 'xla_fsdp_v2'"),
+            "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "or 'xla_fsdp'"),
             "no CUDA": (chosen("cuda", MAC), "has no CUDA GPUs and Metal", "strategy='auto'"),
             "indices on a CPU": (chosen("auto", LAPTOP, None, [0, 2]), "run is on cpu", "devices=2"),
             "no such GPU": (chosen("ddp", FOUR_GPUS, None, [0, 4]), "no GPU 4", "from 0 to 3"),
@@ -130,7 +129,7 @@ def test_option_refusals() -> None:
     def mine(**options: Any) -> Any:
         return lambda: Precision("mine", **options)
 
-    settings, boxes = {"flatten_parameters": True}, nn.ModuleList([nn.ModuleDict()])
+    boxes = nn.ModuleList([nn.ModuleDict()])
     low = torch.bfloat16
     assert_refused(
         ConfigError,
@@ -150,8 +149,8 @@ def test_option_refusals() -> None:
             "class": (lambda: units(Tokens(), ("Linar",)), "class 'Linar'", "Did you mean 'Linear'"),
             "container": (lambda: units(boxes, ("ModuleDict",)), "ModuleDict is never called"),
             "XLA, wrap": (of(XLAFSDPConfig, wrap="all"), "wrap", "'auto', names of classes", "not 'all'"),
-            "XLA, again": (of(XLAFSDPv2Config, activation_checkpointing=True), "'full' or names of classes"),
-            "XLA, flat": (of(XLAFSDPConfig, xla_fsdp_settings=settings), "have parameters by name"),
+            "XLA, again": (of(XLAFSDPConfig, activation_checkpointing=True), "'full' or names of classes"),
+            "XLA, first": (of(XLAFSDPConfig, xla_fsdp_settings={}), "torch_xla's first FSDP", "'replicas'"),
             "wider": (mine(compute_dtype=torch.float64), "torch.float32 cannot compute in torch.float64"),
             "same": (mine(param_dtype=torch.float64, compute_dtype=torch.float32), "same dtype for both"),
             "scale": (mine(compute_dtype=low, loss_scaling=True), "and compute in torch.bfloat16"),
@@ -213,7 +212,7 @@ def test_xla_refusals_before_torch_xla_is_loaded() -> None:
         rows[f"{name}, processes"] = (
             lambda kind=kind: kind(world_size=2),
             "runs 1 process, not 2",
-            "xla_fsdp_v2",
+            "xla_fsdp",
         )
         rows[f"{name}, compile"] = (lambda name=name: Trainer(strategy=name, compile=True), name)
         if not kind.available(LAPTOP):
@@ -235,6 +234,5 @@ def test_xla_precisions_are_supported_or_refused_with_the_reason() -> None:
         assert supports("32")
         assert supports("bf16-mixed")
         assert "bf16-mixed" in supports("16-true").reason
-        reason = "float32 only" if name == "xla_fsdp" else "bf16-true-nearest"
-        assert reason in supports("bf16-true").reason
-        assert bool(supports("bf16-true-nearest")) is (name != "xla_fsdp")
+        assert "bf16-true-nearest" in supports("bf16-true").reason
+        assert supports("bf16-true-nearest")

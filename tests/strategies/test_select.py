@@ -64,7 +64,7 @@ CHOICES: list[tuple[Any, ...]] = [
     ("cuda", EIGHT_GPUS, "auto", 2, None, ddp("cuda", 1, 2)),
     # XLA, in one process: on a TPU also for "auto", and for all of its chips.
     ("auto", Hardware(tpu=1), "auto", 1, None, Choice("xla", "xla")),
-    ("auto", TPU, "auto", 1, None, Choice("xla_fsdp_v2", "xla")),
+    ("auto", TPU, "auto", 1, None, Choice("xla_fsdp", "xla")),
     ("xla_fsdp_v2", EIGHT_GPUS, "auto", 1, None, Choice("xla_fsdp_v2", "xla")),
     # A TPU's host computes on its CPU only when it is told to; a GPU beside it is used.
     ("cpu", TPU, 2, 1, None, ddp("cpu", 2)),

@@ -19,8 +19,8 @@ from drivetrain.strategies import STRATEGIES, Hardware
 from drivetrain.testing import check_strategy
 from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
-V2 = pytest.param("xla_fsdp_v2", 2, marks=pytest.mark.landing)
-NAMES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
+NAMES = [("xla", 1), ("xla_fsdp", 2)]
+LANDING = [NAMES[0], pytest.param(*NAMES[1], marks=pytest.mark.landing)]
 """With how many devices each is held to what all must do."""
 
 # Those for one process; what is drawn at random is its own, and not that of torch on a CPU.
@@ -51,7 +51,7 @@ def counted(name: str, devices: int, samples: int, window: int, run_after: str =
     return seen
 
 
-@pytest.mark.parametrize(("name", "devices"), [*NAMES[:2], V2])
+@pytest.mark.parametrize(("name", "devices"), LANDING)
 def test_step_is_one_program_that_is_compiled_no_more_after_the_second(name: str, devices: int) -> None:
     steps = apart(lambda: counted(name, devices, 16, 1).steps)
     assert len(steps) == 12
@@ -102,7 +102,7 @@ def own_loop(
     return norms, dict(model.state_dict()), keys
 
 
-@pytest.mark.parametrize(("name", "devices"), [*NAMES[:2], V2])
+@pytest.mark.parametrize(("name", "devices"), LANDING)
 def test_engine_has_the_numbers_names_and_checkpoints_of_the_cpu(name: str, devices: int) -> None:
     def run() -> None:
         strategy = make(name, devices=devices)
@@ -223,5 +223,5 @@ def test_xla_order_of_opening_is_refused_with_the_way_out() -> None:
             make(second, devices=2)(1)
 
     apart(late)
-    apart(both, "xla", "xla_fsdp_v2")
-    apart(both, "xla_fsdp_v2", "xla")
+    apart(both, "xla", "xla_fsdp")
+    apart(both, "xla_fsdp", "xla")

@@ -28,7 +28,8 @@ def test_page_prints_what_it_shows() -> None:
     environment = {**os.environ, "CPU_NUM_DEVICES": "4"}
     command = [sys.executable, "train_xla.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
+    said = [line for line in done.stderr.splitlines() if "curves: " not in line]
+    assert (done.returncode, done.stdout, said) == (0, shown, [])
 
 
 def test_xla_report_has_compilations_at_each_log_point() -> None:
@@ -60,9 +61,8 @@ def expected() -> Any:
     return apart(lambda: _sent(by_one_process()))
 
 
-@pytest.mark.parametrize(("name", "devices"), [("xla_fsdp", 1), ("xla_fsdp_v2", 2)])
-def test_callbacks_read_and_change_weights_as_on_the_cpu(name: str, devices: int, expected: Any) -> None:
-    found = apart(_found, name, devices)
+def test_callbacks_read_and_change_weights_as_on_the_cpu(expected: Any) -> None:
+    found = apart(_found, "xla_fsdp", 2)
     for each in EXAMPLES:
         both = (found[each], expected[each])
         assert_alike(*((values, list(map(torch.from_numpy, w))) for values, w in both))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import OptimizerConfig, TaskModule, Trainer
 from drivetrain.callbacks import LambdaCallback
 
-NAMES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
+NAMES = [("xla", 1), ("xla_fsdp", 2)]
 
 Buffers = list[dict[str, Tensor]]
 

@@ -46,8 +46,8 @@ class XLAReport(Callback):
         """
         if strategy.device.type != "xla":
             raise ConfigError(
-                f"XLAReport on {strategy.device.type!r}: only the strategies 'xla', 'xla_fsdp' and"
-                " 'xla_fsdp_v2' have something to report. Leave it out"
+                f"XLAReport on {strategy.device.type!r}: only the strategies 'xla' and 'xla_fsdp'"
+                " have something to report. Leave it out"
             )
 
     def on_log(self, run: Run) -> None:

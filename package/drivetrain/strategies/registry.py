@@ -34,8 +34,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         **dict.fromkeys(PRESETS, "drivetrain.strategies.deepspeed.strategy:DeepSpeed"),
         "accelerate": "drivetrain.strategies.accelerate.accelerate:Accelerate",
         "xla": "drivetrain.strategies.xla.single:XLA",
-        "xla_fsdp": "drivetrain.strategies.xla.fsdp_v1:XLAFSDP",
-        "xla_fsdp_v2": "drivetrain.strategies.xla.fsdp_v2:XLAFSDPv2",
+        **dict.fromkeys(("xla_fsdp", "xla_fsdp_v2"), "drivetrain.strategies.xla.fsdp:XLAFSDP"),
     },
 )
 """The classes by name. A class for several processes takes `(config, device=..., world_size=...)`, and has

@@ -70,7 +70,7 @@ def choose(
     """Choose strategy, device and number of processes; depends on nothing but the arguments.
 
     "auto" and the names of devices mean "single" for one process and "ddp" for several. On a TPU "auto" means
-    "xla" for one chip and "xla_fsdp_v2" for several, in one process that uses all chips.
+    "xla" for one chip and "xla_fsdp" for several, in one process that uses all chips.
 
     `devices="auto"` is the number of processes that a launcher has started. Without a launcher it is all GPUs
     for "auto", "ddp", "fsdp" and other packages' strategies. On a CPU or a Mac it is 1: "ddp" and "fsdp" run
@@ -107,7 +107,7 @@ def choose(
     if kind == "cuda" and local > hardware.cuda:
         raise _too_few_gpus(hardware, environment, local)
     if name == "auto" and kind == "xla":
-        name = "xla_fsdp_v2" if hardware.tpu > 1 else "xla"
+        name = "xla_fsdp" if hardware.tpu > 1 else "xla"
     if name in ("auto", "single", *DEVICES):
         name = "ddp" if total > 1 else "single"
     return Choice(name, kind, local, total, config, gpus)
@@ -380,12 +380,12 @@ def _only_one(
     )
     one = "Use devices=1, or" if environment is None else "Start one, or use"
     more = "" if environment is None or kind in ("mps", "xpu") else _TO_EVALUATE
-    if name == "xla_fsdp_v2":
+    if name in ("xla_fsdp", "xla_fsdp_v2"):
         one, more = "Leave devices out, for", "; CPU_NUM_DEVICES sets the number of devices on a CPU"
     other = {
         "mps": "strategy='cpu' for several processes on the CPU: Metal supports one",
         "xpu": "strategy='cpu' for several processes on the CPU",
-        "xla": "'xla_fsdp_v2', which uses all devices of one process",
+        "xla": "'xla_fsdp', which uses all devices of one process",
     }.get(kind, "a strategy for several processes: 'ddp', 'fsdp' or 'auto'")
     return StrategyError(f"strategy {name!r} runs 1 process on {kind}, but {who}. {one} {other}{more}")
 

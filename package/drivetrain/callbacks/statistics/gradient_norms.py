@@ -35,7 +35,7 @@ class GradientNorms(Callback):
         per_layer: Whether to log each module's norm too.
 
     Raises:
-        StrategyError: When a Trainer is made: DeepSpeed and "xla_fsdp", which keep gradients of their own.
+        StrategyError: When a Trainer is made: DeepSpeed, which keeps gradients of its own.
     """
 
     def __init__(self, *, per_layer: bool = False) -> None:

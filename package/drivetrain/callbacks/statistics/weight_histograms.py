@@ -50,7 +50,8 @@ class WeightHistograms(LoggingCallback):
     Raises:
         ConfigError: An argument that is not allowed; when a Trainer is made: no logger takes histograms; at
             the start of a fit: a pattern matches no parameter.
-        StrategyError: When a Trainer is made: "xla_fsdp"; with gradients, DeepSpeed, which keeps them.
+        StrategyError: When a Trainer is made: a strategy that does not show its shards; with gradients,
+            DeepSpeed, which keeps them.
     """
 
     def __init__(

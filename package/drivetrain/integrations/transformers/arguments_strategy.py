@@ -15,8 +15,7 @@ from drivetrain.strategies.ddp import DDPConfig
 from drivetrain.strategies.deepspeed.config import DeepSpeedConfig
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.hardware import Hardware
-from drivetrain.strategies.xla.fsdp_v1 import XLAFSDPConfig
-from drivetrain.strategies.xla.fsdp_v2 import XLAFSDPv2Config
+from drivetrain.strategies.xla.fsdp import XLAFSDPConfig
 
 _DDP = {
     "ddp_find_unused_parameters": "find_unused_parameters",
@@ -144,10 +143,12 @@ def _fsdp(values: Values) -> Any:
     recompute: bool | str = _is_on(given.get("activation_checkpointing", False))
     if _is_on(given.get("xla", False)):
         recompute = "full" if _is_on(given.get("xla_fsdp_grad_ckpt", False)) else False
-        if _is_on(given.get("xla_fsdp_v2", False)):
-            return XLAFSDPv2Config(wrap=wrap, activation_checkpointing=recompute)
-        settings = given.get("xla_fsdp_settings", {})
-        return XLAFSDPConfig(wrap=wrap, activation_checkpointing=recompute, xla_fsdp_settings=settings)
+        if given.get("xla_fsdp_settings"):
+            raise ConfigError(
+                "fsdp_config has 'xla_fsdp_settings', the options of torch_xla's first FSDP. Here its second"
+                " one runs, 'xla_fsdp_v2', which has none of them: leave them out"
+            )
+        return XLAFSDPConfig(wrap=wrap, activation_checkpointing=recompute)
     sharding = str(given.get("reshard_after_forward", True)).lower()
     if sharding not in _SHARDINGS:
         raise ConfigError(

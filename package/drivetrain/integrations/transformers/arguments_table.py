@@ -362,7 +362,7 @@ _PLACES = (
     _mapped("fsdp", "`FSDPConfig()`", "full_shard"),
     _mapped(
         "fsdp_config",
-        "options of `FSDPConfig`, `XLAFSDPConfig` or `XLAFSDPv2Config`",
+        "options of `FSDPConfig` or `XLAFSDPConfig`",
         {"cpu_offload": True},
         **_FSDP,
     ),

@@ -1,1 +1,1 @@
-"""torch_xla's strategies: one device, and two ways to shard over several."""
+"""torch_xla's strategies: one device, and shards over all devices of a process."""

@@ -41,7 +41,7 @@ def check_alone(name: str, world_size: int) -> None:
     if world_size != 1:
         raise StrategyError(
             f"strategy {name!r} runs 1 process, not {world_size}: with several, torch_xla's collectives on a"
-            " CPU deadlock. 'xla_fsdp_v2' uses all devices of one process"
+            " CPU deadlock. 'xla_fsdp' uses all devices of one process"
         )
 
 
@@ -79,7 +79,7 @@ def open_device(name: str, spmd: bool = False) -> torch.device:
     if not spmd and runtime.is_spmd():
         raise StrategyError(
             f"strategy {name!r} is for one device, but in this process XLA's device represents all, because"
-            " 'xla_fsdp_v2' has run. Run it in a separate program"
+            " 'xla_fsdp' has run. Run it in a separate program"
         )
     if spmd and not runtime.is_spmd():
         runtime.use_spmd()

@@ -23,7 +23,6 @@ _TYPES = {
     "fsdp": "FSDP",
     "xla": "XLA",
     "xla_fsdp": "XLA",
-    "xla_fsdp_v2": "XLA",
 }
 """accelerate's names of the strategies that it tells apart by more than the device."""
 

@@ -67,7 +67,7 @@ class TheirNames:
     @Fact
     def is_fsdp_enabled(self) -> bool:
         """Whether the strategy shards parameters by FSDP."""
-        return self._chosen_strategy.name in ("fsdp", "xla_fsdp", "xla_fsdp_v2")
+        return self._chosen_strategy.name in ("fsdp", "xla_fsdp")
 
     @Fact
     def is_fsdp_xla_v2_enabled(self) -> bool:

@@ -40,8 +40,8 @@ _DATA, _FSDP = "data", "fsdp"
 
 @by_name
 @dataclass(frozen=True, kw_only=True)
-class XLAFSDPv2Config:
-    """Options of strategy "xla_fsdp_v2".
+class XLAFSDPConfig:
+    """Options of strategy "xla_fsdp".
 
     Attributes:
         wrap: The blocks whose outputs are sharded by samples, so that the compiler gathers a block's
@@ -63,24 +63,24 @@ class XLAFSDPv2Config:
     def __post_init__(self) -> None:
         check_blocks(type(self).__name__, self.wrap, self.activation_checkpointing)
         check_run_after(type(self).__name__, self.run_after)
-        count("XLAFSDPv2Config(replicas=...)", self.replicas, at_least=1)
+        count("XLAFSDPConfig(replicas=...)", self.replicas, at_least=1)
 
 
-class XLAFSDPv2(OnXLA):
+class XLAFSDP(OnXLA):
     """One shard of every parameter, gradient, optimizer state and batch per device of this process.
 
     A batch is that of the process, for any number of devices: all results equal those of one device. See
     `OnXLA` for the arguments.
     """
 
-    name = "xla_fsdp_v2"
-    config: XLAFSDPv2Config
-    config_type = XLAFSDPv2Config
+    name = "xla_fsdp"
+    config: XLAFSDPConfig
+    config_type = XLAFSDPConfig
     needs = "torch_xla, and a TPU or a CPU; one process, and all of its devices"
     refusals: Mapping[str, str] = {"averages": "torch_xla keeps the weights in shards of its own"}
 
     def __init__(
-        self, config: XLAFSDPv2Config | None = None, *, device: str = "xla", world_size: int = 1
+        self, config: XLAFSDPConfig | None = None, *, device: str = "xla", world_size: int = 1
     ) -> None:
         super().__init__(config, device=device, world_size=world_size)
         self.place = self._shard_samples
