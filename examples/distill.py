@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from digits import Digits, DigitsData
 from drivetrain import CheckpointConfig, StepOutput, Trainer
-from drivetrain.task.model_info import ModelInfo
+from drivetrain.task import ModelInfo
 
 QUIET = {"loggers": (), "progress_bar": False}
 

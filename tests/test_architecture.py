@@ -32,11 +32,28 @@ from tests.support.site import site_script
 import drivetrain
 
 PACKAGE = Path(drivetrain.__file__).parent
+ROOT = PACKAGE.parents[1]
 
 # From the ground up: a file imports its own layer and those before it.
 LAYERS = ["core", "distributed", "checkpoint", "data", "task", "strategies", "engine", "loggers", "run"]
 LAYERS += ["callbacks", "trainer", "testing", "cli"]
 ORDER = [*LAYERS, "integrations"]
+# What users import from, beside the package itself; all other modules are private. STUBS have nothing else.
+STUBS = ["errors", "metrics", "optim"]
+PUBLIC = [
+    *STUBS,
+    "callbacks",
+    "checkpoint",
+    "data",
+    "distributed",
+    "loggers",
+    "strategies",
+    "task",
+    "testing",
+]
+PUBLIC += ["trainer", *(f"integrations.{each}" for each in ("hub", "lightning", "optuna", "ray", "trackers"))]
+# Packages that name what is missing when the other library is: they are loaded only where it is installed.
+GUARDED = ["integrations.transformers"]
 
 OPTIONAL_OR_HEAVY = {"fsspec", "s3fs", "tqdm", "tensorboard", "torchmetrics", "sklearn", "deepspeed"}
 OPTIONAL_OR_HEAVY |= {
@@ -173,7 +190,7 @@ def imports(sources: list[Source]) -> dict[Source, list[Import]]:
 
 def test_the_root_holds_the_layers_and_folders_are_small(sources: list[Source]) -> None:
     entries = {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
-    assert entries == {*ORDER, "__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
+    assert entries == {*ORDER, *STUBS, "__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
     folders = {each.path.parent for each in sources}
     assert not [folder for folder in folders if len(list(folder.glob("*.py"))) > 22]
 
@@ -208,7 +225,7 @@ def test_imports_only_go_down_and_heavy_ones_are_in_functions(imports: dict[Sour
             own = rest.partition(".")[0] if layer == "integrations" else ""
             heavy = {name.partition(".")[0] for name in names} & (OPTIONAL_OR_HEAVY - {own})
             wrong += [f"{source.name} imports {name} when it is imported" for name in heavy]
-        if str(PACKAGE.parents[1]) in source.text:
+        if str(ROOT) in source.text:
             wrong.append(f"{source.name} names the directory that it was written in")
     assert not wrong, "\n".join(wrong)
 
@@ -309,7 +326,7 @@ def test_no_member_of_the_core_is_there_for_one_integration(sources: list[Source
                 of_integrations.setdefault(name, set()).add(rest.partition("/")[0])
             for name in given:
                 overridden_there.setdefault(name, set()).add(rest.partition("/")[0])
-    found = (PACKAGE.parents[1] / "docs" / "how-to").rglob("*.md")
+    found = (ROOT / "docs" / "how-to").rglob("*.md")
     pages = [path for path in found if not path.name.startswith(("lightning", "transformers", "publish"))]
     shown = {*re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in pages))}
     wrong = [
@@ -377,18 +394,27 @@ def test_messages_go_through_the_logger(sources: list[Source]) -> None:
         assert not unneeded
 
 
+def test_pages_examples_and_messages_name_public_packages_alone(sources: list[Source]) -> None:
+    modules = {each.name for each in sources}
+    private = modules - {"", "cli.main", "testing.pytest_plugin", *PUBLIC, *GUARDED}
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py")]
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in pages]
+    for source in sources:
+        docstrings = {node.value for node in source.nodes if isinstance(node, ast.Expr)}
+        strings = [node for node in source.nodes if isinstance(node, ast.Constant) and node not in docstrings]
+        texts += [(source.place, node.value) for node in strings if isinstance(node.value, str)]
+    wrong = []
+    for place, text in texts:
+        for named in re.findall(r"(?<![\w./])drivetrain\.[\w.]*\w(?: import)?", text):
+            parts = re.split(r"[. ]", named)[1:]
+            length = max((n for n in range(len(parts)) if ".".join(parts[:n]) in modules), default=0)
+            if ".".join(parts[:length]) in private and ".".join(parts) not in modules:
+                wrong.append(f"{place}: {named}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_lazy_packages_export_what_type_checkers_see() -> None:
-    for package in (
-        "",
-        "callbacks",
-        "checkpoint",
-        "integrations.hub",
-        "integrations.optuna",
-        "integrations.ray",
-        "integrations.trackers",
-        "loggers",
-        "testing",
-    ):
+    for package in ["", *PUBLIC]:
         exporting = importlib.import_module(f"drivetrain.{package}".rstrip("."))
         stub = Path(exporting.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
         seen = re.findall(r"^from ([\w.]+) import (\w+) as \2$", stub, re.M)

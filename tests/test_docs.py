@@ -27,6 +27,7 @@ import torch
 from tests.support.messages import unconfigured
 from tests.support.site import site_script
 from tests.support.transformers_names import ARGUMENTS, EVENTS
+from tests.test_public_api import PACKAGES
 from torch import nn
 from torch.nn import functional as F
 
@@ -251,7 +252,7 @@ def test_public_names_commands_and_tables_are_in_the_guides(capsys: pytest.Captu
     described = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     names = {each.rpartition(".")[2] for each in re.findall(r"^::: ([\w.]+)$", described, re.M)}
     public = set(drivetrain.__all__) - {"__version__"}
-    for module in ("callbacks", "checkpoint", "data", "loggers", "strategies", "testing"):
+    for module in PACKAGES:
         public |= set(importlib.import_module(f"drivetrain.{module}").__all__)
     assert not public - names, "no page of docs/reference has a line '::: ...NAME'"
     for words in ([], ["checkpoint"], ["runs"]):

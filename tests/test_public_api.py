@@ -1,11 +1,24 @@
 """The public API as stored in public_api.txt, which `python tests/test_public_api.py` writes."""
 
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
 
 import drivetrain
 
+PACKAGES = [
+    "callbacks",
+    "checkpoint",
+    "data",
+    "distributed",
+    "errors",
+    "loggers",
+    "metrics",
+    "optim",
+    "strategies",
+]
+PACKAGES += ["task", "testing", "trainer"]
 SNAPSHOT = Path(__file__).parent / "public_api.txt"
 
 
@@ -43,6 +56,9 @@ def describe() -> str:  # every public name with its signature and, for classes,
         lines.append(f"{name}{_signature(value)}")
         if isinstance(value, type):
             lines += _members(value)
+    for package in PACKAGES:
+        public = importlib.import_module(f"drivetrain.{package}")
+        lines += [f"{package}.{name}" for name in sorted(public.__all__)]
     return "\n".join(lines) + "\n"
 
 

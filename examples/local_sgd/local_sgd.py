@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from drivetrain.distributed.group import Member, join, leave
-from drivetrain.distributed.ranks import ALONE
-from drivetrain.distributed.tensors import broadcast_module
-from drivetrain.strategies import Prepared, Strategy, Support
-from drivetrain.strategies.checks import check_options, check_values
-from drivetrain.strategies.sparse import refuse_sparse
+from drivetrain.distributed import ALONE, Member, broadcast_module, join, leave
+from drivetrain.strategies import Prepared, Strategy, Support, check_options, check_values, refuse_sparse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 from drivetrain.callbacks.base import HOOKS as HOOKS
 from drivetrain.callbacks.base import Callback as Callback
+from drivetrain.callbacks.base import unused as unused
 from drivetrain.callbacks.compile_time import CompileTime as CompileTime
 from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from drivetrain.callbacks.empty_cache import EmptyCache as EmptyCache
@@ -15,10 +16,15 @@ from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLengt
 from drivetrain.callbacks.statistics.activation_stats import ActivationStats as ActivationStats
 from drivetrain.callbacks.statistics.device_stats import DeviceStats as DeviceStats
 from drivetrain.callbacks.statistics.gradient_norms import GradientNorms as GradientNorms
+from drivetrain.callbacks.statistics.peaks import peak_flops as peak_flops
 from drivetrain.callbacks.statistics.plot_metrics import PlotMetrics as PlotMetrics
 from drivetrain.callbacks.statistics.throughput import Throughput as Throughput
 from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms as WeightHistograms
 from drivetrain.callbacks.summary import ModelSummary as ModelSummary
+from drivetrain.callbacks.summary import ModuleSummary as ModuleSummary
+from drivetrain.callbacks.summary import RankSizes as RankSizes
+from drivetrain.callbacks.summary import Summary as Summary
 from drivetrain.callbacks.summary import summarize as summarize
 from drivetrain.callbacks.weight_average import WeightAverage as WeightAverage
 from drivetrain.callbacks.xla_report import XLAReport as XLAReport
+from drivetrain.core.types import EvaluationReader as EvaluationReader

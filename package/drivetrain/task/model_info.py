@@ -68,6 +68,6 @@ def info_of(model: nn.Module) -> ModelInfo:
     if not isinstance(info, ModelInfo):
         raise ConfigError(
             f"{type(model).__name__}.model_info() returned a {type(info).__name__}; it returns a"
-            " drivetrain.task.model_info.ModelInfo, such as ModelInfo(assets=[tokenizer])"
+            " drivetrain.task.ModelInfo, such as ModelInfo(assets=[tokenizer])"
         )
     return info

@@ -1,3 +1,4 @@
+from drivetrain.integrations.lightning.arguments import ArgumentDifference as ArgumentDifference
 from drivetrain.integrations.lightning.arguments import MappedTrainer as MappedTrainer
 from drivetrain.integrations.lightning.arguments import from_lightning_arguments as from_lightning_arguments
 from drivetrain.integrations.lightning.checkpoint import LoadedCheckpoint as LoadedCheckpoint

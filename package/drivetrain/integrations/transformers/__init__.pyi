@@ -1,4 +1,6 @@
+from drivetrain.integrations.transformers.arguments import ArgumentsReport as ArgumentsReport
 from drivetrain.integrations.transformers.arguments import MappedArguments as MappedArguments
+from drivetrain.integrations.transformers.arguments import ReportLine as ReportLine
 from drivetrain.integrations.transformers.arguments import from_training_arguments as from_training_arguments
 from drivetrain.integrations.transformers.callbacks import CallbackAdapter as CallbackAdapter
 from drivetrain.integrations.transformers.export import export_pretrained as export_pretrained

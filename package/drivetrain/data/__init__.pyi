@@ -1,0 +1,17 @@
+from drivetrain.data.batch import batch_size as batch_size
+from drivetrain.data.batch import map_tensors as map_tensors
+from drivetrain.data.batch import move as move
+from drivetrain.data.batch import to_host as to_host
+from drivetrain.data.feed import Feed as Feed
+from drivetrain.data.feed import Measure as Measure
+from drivetrain.data.feed import Window as Window
+from drivetrain.data.length_grouped import LengthGroupedSampler as LengthGroupedSampler
+from drivetrain.data.reading import as_source as as_source
+from drivetrain.data.reading import evaluation_sources as evaluation_sources
+from drivetrain.data.reading import pin_memory_for as pin_memory_for
+from drivetrain.data.shard import Everywhere as Everywhere
+from drivetrain.data.shard import Shard as Shard
+from drivetrain.data.sources import Source as Source
+from drivetrain.data.split_source import already_split as already_split
+from drivetrain.data.transfer import MicroBatch as MicroBatch
+from drivetrain.data.transfer import Transfer as Transfer

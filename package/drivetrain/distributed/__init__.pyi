@@ -1,0 +1,12 @@
+from drivetrain.distributed.group import Member as Member
+from drivetrain.distributed.group import join as join
+from drivetrain.distributed.group import leave as leave
+from drivetrain.distributed.processes import local_rank as local_rank
+from drivetrain.distributed.processes import one_at_a_time as one_at_a_time
+from drivetrain.distributed.processes import rank as rank
+from drivetrain.distributed.processes import world_size as world_size
+from drivetrain.distributed.ranks import ALONE as ALONE
+from drivetrain.distributed.ranks import Ranks as Ranks
+from drivetrain.distributed.tensors import average_gradients as average_gradients
+from drivetrain.distributed.tensors import broadcast_buffers as broadcast_buffers
+from drivetrain.distributed.tensors import broadcast_module as broadcast_module

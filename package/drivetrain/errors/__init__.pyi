@@ -1,0 +1,15 @@
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError as DamagedCheckpointError
+from drivetrain.core.errors import EXIT_REQUEUE as EXIT_REQUEUE
+from drivetrain.core.errors import EXIT_STOPPED as EXIT_STOPPED
+from drivetrain.core.errors import CheckpointError as CheckpointError
+from drivetrain.core.errors import ConfigError as ConfigError
+from drivetrain.core.errors import DataError as DataError
+from drivetrain.core.errors import DivergenceError as DivergenceError
+from drivetrain.core.errors import DrivetrainError as DrivetrainError
+from drivetrain.core.errors import MissingDependencyError as MissingDependencyError
+from drivetrain.core.errors import NonFiniteError as NonFiniteError
+from drivetrain.core.errors import Preempted as Preempted
+from drivetrain.core.errors import RankFailure as RankFailure
+from drivetrain.core.errors import StrategyError as StrategyError
+from drivetrain.core.errors import nearest as nearest
+from drivetrain.distributed.failure.watchdog import EXIT_HANG as EXIT_HANG

@@ -1,0 +1,1 @@
+from drivetrain.engine.metrics.epoch_metric import EpochMetric as EpochMetric
