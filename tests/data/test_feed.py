@@ -97,7 +97,7 @@ def test_data_with_a_state_of_its_own_is_resumed_after_any_window(kind: Any) -> 
         list(windows)
         data = kind(numbered(7))
         resumed = feed(data, accumulation=2)
-        resumed.source.restore(state)
+        resumed.restore(state, 2 * done)
         assert shown(resumed.windows(0, position=2 * done, done=2 * done)) == whole[done:]
         assert data.asked == 7 - 2 * done
 

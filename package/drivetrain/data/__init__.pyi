@@ -2,8 +2,8 @@ from drivetrain.data.batch import batch_size as batch_size
 from drivetrain.data.batch import map_tensors as map_tensors
 from drivetrain.data.batch import move as move
 from drivetrain.data.batch import to_host as to_host
+from drivetrain.data.counting import Measure as Measure
 from drivetrain.data.feed import Feed as Feed
-from drivetrain.data.feed import Measure as Measure
 from drivetrain.data.feed import Window as Window
 from drivetrain.data.length_grouped import LengthGroupedSampler as LengthGroupedSampler
 from drivetrain.data.reading import as_source as as_source

@@ -23,29 +23,29 @@ def batch_size(batch: Batch) -> int | None:
     kind = type(batch)
     if kind is Tensor or isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else None
-    if kind is dict:
-        for value in batch.values():  # the usual batch, without a recursive call
+    if kind in (dict, tuple, list):
+        values: Any = batch.values() if kind is dict else batch
+        for value in values if kind is dict else batch[:1]:  # the usual batch, without a recursive call
             if type(value) is Tensor and (shape := value.shape):
                 return int(shape[0])
-        values: Any = batch.values()
-    elif kind is tuple or kind is list:
-        if batch and type(batch[0]) is Tensor and (shape := batch[0].shape):  # likewise
-            return int(shape[0])
-        values = batch
     elif isinstance(batch, PackedSequence):  # its first tensor holds time steps, its second counts samples
         return int(batch.batch_sizes[0])
     elif (container := opened(batch)) is not None:
         values = container.entries
     else:
-        length = getattr(batch, "num_graphs", None)  # torch_geometric's batches count graphs
-        if length is None and _moves_itself(batch) and hasattr(batch, "__len__"):
-            length = len(batch)
-        return length if isinstance(length, int) else None
+        return _own_count(batch)
     for value in values:
         size = batch_size(value)
         if size is not None:
             return size
     return None
+
+
+def _own_count(batch: Any) -> int | None:
+    length = getattr(batch, "num_graphs", None)  # torch_geometric's batches count graphs
+    if length is None and _moves_itself(batch) and hasattr(batch, "__len__"):
+        length = len(batch)
+    return length if isinstance(length, int) else None
 
 
 def first_dimensions(batch: Batch) -> dict[str, int]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, repeat
 from time import perf_counter
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.intervals import exact
@@ -18,10 +15,9 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, first_dimensions
-from drivetrain.data.fingerprint import Fingerprint, matches, of_samples
+from drivetrain.data.counting import Measure, count_batch
+from drivetrain.data.fingerprint import Fingerprint, as_text, matches, of_samples
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
-from drivetrain.data.shard import Everywhere
-from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.split_source import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
@@ -30,27 +26,10 @@ from drivetrain.data.workers.pool import LookAhead
 
 _LOG = logger(__name__)
 
-Count = Callable[[Batch], Any]
 Compare = Callable[[Evidence | None], None]
 Cut = Callable[[Batch, int], Batch]
 
 _STEPS = "gradient_accumulation_steps"
-
-_ALONE = (False, None, None)
-"""What a `SharedBatch` says of its round, where one process reads alone."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Functions that count a batch; None uses the default.
-
-    Attributes:
-        weight: Returns the batch's weight in the loss; the default is the number of samples.
-        tokens: Returns the number of tokens; the default does not count them.
-    """
-
-    weight: Count | None = None
-    tokens: Count | None = None
 
 
 class Window(NamedTuple):
@@ -97,6 +76,119 @@ class StreamWindow:
         return self._last
 
 
+class SizedEpoch:
+    """An epoch of known length: the sizes of its windows, and which is the last, are known before it is read.
+
+    Attributes:
+        state: None: the data is resumed by its position.
+        following: None: nothing is compared after a resume.
+    """
+
+    state: dict[str, Any] | None = None
+    following: MicroBatch | None = None
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def windows(
+        self, epoch: int, position: int, done: int, until: int | None
+    ) -> Generator[Window | StreamWindow, None, None]:
+        """Yield the windows of the epoch, as `Feed.windows`."""
+        feed, source, transfer = self._feed, self._feed.source, self._feed.transfer
+        limit = feed.left(done)
+        micro_batches = feed.micro_batches(epoch, position, limit, until, done, move=False)
+        left = source.count(position) or 0
+        feed.note_length(epoch)
+        left = left if limit is None else min(left, limit)
+        transfer.following = None
+        if not left:
+            next(micro_batches, None)  # raises if there is no data at all
+            return
+        ahead = source.made_ahead and transfer.draws_ahead
+        drawn: list[MicroBatch] = []
+        for size, last in feed.sizes(left):
+            window = [*drawn, *islice(micro_batches, size - len(drawn))]
+            if len(window) < size:
+                return
+            if ahead:
+                transfer.begin(window[0])  # before the next is drawn: data may fill the same tensor again
+                drawn = [] if last else list(islice(micro_batches, 1))
+                transfer.following = drawn[0] if drawn else None
+            yield Window(window, last)
+
+
+class StreamEpoch:
+    """An epoch that ends where its data does, which shows only when the next batch is read.
+
+    Attributes:
+        state: The data's own state as of the last window yielded. It is taken before the next batch is read,
+            because it must not count a batch that no step has used.
+        following: The batch after that window, if it was read.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._micro_batches: Iterator[MicroBatch] = iter(())
+        self.state: dict[str, Any] | None = None
+        self.following: MicroBatch | None = None
+
+    def windows(
+        self, epoch: int, position: int, done: int, until: int | None
+    ) -> Generator[Window | StreamWindow, None, None]:
+        """Yield the windows of the epoch, as `Feed.windows`."""
+        feed, source, transfer = self._feed, self._feed.source, self._feed.transfer
+        state = None
+        if feed.left_early and source.stateful and not position:
+            # A run that resumes here loads the state too, so both continue from the same state.
+            state = source.snapshot()
+            source.ranks.in_turn(lambda: source.restore(state))
+        feed.left_early = True
+        limit = feed.left(done)
+        self._micro_batches = feed.micro_batches(epoch, position, limit, until, done, move=False)
+        transfer.following = None
+        if (expected := feed.take_expected()) and limit != 0:
+            self._compare(expected, position)
+        source.seed_epoch(epoch)
+        self.state = source.snapshot() if state is None else state
+        ahead = source.made_ahead and transfer.draws_ahead
+        for size in repeat(feed.accumulation) if feed.plan is None else feed.plan.endless():
+            first = [] if self.following is None else [self.following]
+            window = [*first, *islice(self._micro_batches, size - len(first))]
+            if not window:
+                break
+            self.state, self.following = source.snapshot(), None
+            made = Window(window, self._ends()) if ahead else StreamWindow(window, self._ends)
+            if ahead:
+                transfer.following = self.following
+            yield made
+            if made.last:
+                break
+        self.state = None
+
+    def _ends(self) -> bool:
+        """Read the next batch, and return whether there is none."""
+        self.following = next(self._micro_batches, None)
+        if self.following is None:
+            self.state = self._feed.source.snapshot()
+        return self.following is None
+
+    def _compare(self, expected: list[Fingerprint], position: int) -> None:
+        """Warn if the data does not go on where the checkpoint was saved."""
+        self.following = first = next(self._micro_batches, None)
+        found = [] if first is None or first.is_placeholder else of_samples(first.batch, first.samples)
+        pairs = list(zip(expected, found, strict=False))  # the batch size may have changed
+        then, now = next((each for each in pairs if not matches(*each)), (expected[0], None))
+        if pairs and now is None:
+            return
+        _LOG.warning(
+            f"the {self._feed.source.name} data comes in another order than before the resume: after"
+            f" {position} batches a sample {as_text(then)} came next when the checkpoint was saved, and now"
+            f" comes {'none' if now is None else as_text(now)}. Samples of this epoch are lost or come twice,"
+            " unless only their augmentation differs. Its seed, batch_size, num_workers and shuffle buffer"
+            " must be those of the checkpoint, or be in its state_dict(); or resume from the end of an epoch"
+        )
+
+
 class Feed:
     """A source's batches, counted, grouped into windows and moved to the device.
 
@@ -112,6 +204,8 @@ class Feed:
     Attributes:
         accumulation: The largest number of micro-batches per window.
         plan: The sizes of the windows, if anything changes during a run.
+        transfer: What moves its batches.
+        left_early: Whether the last epoch was left before its data ended.
 
     Raises:
         ConfigError: A fraction of data whose length is not known, or stages in samples of data whose samples
@@ -130,7 +224,7 @@ class Feed:
     ) -> None:
         self.source = source
         self.accumulation = most(accumulation)
-        self._transfer = transfer
+        self.transfer = transfer
         # Whether the first tensor of a batch decides what its loss counts, which is then looked at once.
         self._checks_samples = not source.knows_samples and measure is not None and measure.weight is None
         self._measure = measure or Measure()
@@ -138,10 +232,9 @@ class Feed:
         if limit is not None:
             _whole(limit, source)  # which may be impossible
         self._length = self._length_now()
-        self._state: dict[str, Any] | None = None
-        self._next: MicroBatch | None = None  # the batch after the last window yielded, if it was drawn
+        self._epoch: SizedEpoch | StreamEpoch | None = None  # the last one read
         self._expected: list[Fingerprint] | None = None
-        self._left_early = False  # whether the last epoch was left before its data ended
+        self.left_early = False
         self._compare: Compare | None = None
         self._begun_at = (0, 0)
         self._waits_for: int | None = None  # a batch's number, counted from `_begun_at`
@@ -252,7 +345,7 @@ class Feed:
         Raises:
             DataError: The sampler raised, or the workers cannot be started.
         """
-        self._begin(epoch, position, self._left(done), until, done)
+        self._begin(epoch, position, self.left(done), until, done)
 
     def _begin(self, epoch: int, position: int, limit: int | None, until: int | None, done: int = 0) -> None:
         if self.plan is not None:
@@ -269,7 +362,7 @@ class Feed:
             position = done if left is None else (self.source.count() or 0) - left
         return Place(epoch, position, done, progress.steps + progress.skipped, progress.samples)
 
-    def _left(self, done: int) -> int | None:
+    def left(self, done: int) -> int | None:
         return None if self.limit is None else self.limit - done
 
     def close(self) -> None:
@@ -290,7 +383,7 @@ class Feed:
         self._begin(epoch, position, limit, until, done)
         counted = self._counted(epoch, position, limit)
         early = self.source.made_ahead and not self.source.stateful
-        return self._transfer.ahead(counted, early) if move else counted
+        return self.transfer.ahead(counted, early) if move else counted
 
     def windows(
         self, epoch: int, position: int = 0, done: int = 0, until: int | None = 0
@@ -307,63 +400,11 @@ class Feed:
         Raises:
             DataError: There is no batch at all, a batch is of an unknown kind, or the data raised.
         """
-        limit = self._left(done)
-        source, transfer = self.source, self._transfer
-        state = None
-        if self._left_early and source.stateful and not position:
-            # A run that resumes here loads the state too, so both continue from the same state.
-            state = source.snapshot()
-            source.ranks.in_turn(lambda: source.restore(state))
-        self._left_early = True
-        micro_batches = self.micro_batches(epoch, position, limit, until, done, move=False)
-        left = source.count(position) if source.exact else None
-        if left is not None:
-            self._note_length(epoch)
-            left = left if limit is None else min(left, limit)
-        transfer.following, self._next = None, None
-        if left == 0:
-            next(micro_batches, None)  # raises if there is no data at all
-            return
-        if left is None:
-            if self._expected is not None and (limit is None or limit > 0):
-                micro_batches = self._as_expected(micro_batches, position)
-            source.seed_epoch(epoch)
-            # The data's state is taken before the next batch is asked for, because it must not count a batch
-            # that no step has used.
-            self._state = source.snapshot() if state is None else state
-        ahead = source.made_ahead and transfer.draws_ahead and not (source.stateful and left is not None)
-        drawn: list[MicroBatch] = []
+        kind = SizedEpoch if self.source.exact else StreamEpoch
+        self._epoch = kind(self)
+        return self._epoch.windows(epoch, position, done, until)
 
-        def ends() -> bool:
-            """Read the next batch, which alone shows whether data without a length goes on."""
-            drawn[:] = islice(micro_batches, 1)
-            self._next = drawn[0] if drawn else None
-            if not drawn:
-                self._state = source.snapshot()
-            return not drawn
-
-        for size, last in self._sizes(left):
-            window = [*drawn, *islice(micro_batches, size - len(drawn))]
-            if not window or (left is not None and len(window) < size):
-                return
-            drawn.clear()
-            if left is None:
-                self._state = source.snapshot()
-            if ahead:
-                if left is not None:
-                    transfer.begin(window[0])  # before the next is drawn: data may fill the same tensor again
-                if last is None:
-                    last = ends()
-                elif not last:
-                    drawn += islice(micro_batches, 1)
-                transfer.following = drawn[0] if drawn else None
-            made = StreamWindow(window, ends) if last is None else Window(window, last)
-            yield made
-            if left is None and made.last:
-                break
-        self._state = None
-
-    def _note_length(self, epoch: int) -> None:
+    def note_length(self, epoch: int) -> None:
         """Say once that data of known length has another one than at the start.
 
         Raises:
@@ -387,118 +428,78 @@ class Feed:
                 " start"
             )
 
-    def _sizes(self, left: int | None) -> Iterator[tuple[int, bool | None]]:
-        """Return the micro-batches of each window, and whether it is the last; None if only the data knows.
-
-        Args:
-            left: The micro-batches of the epoch that are left; None if that is unknown.
-        """
-        if left is None:
-            sizes = repeat(self.accumulation) if self.plan is None else self.plan.endless()
-            return zip(sizes, repeat(None))
+    def sizes(self, left: int) -> Iterator[tuple[int, bool]]:
+        """Return the micro-batches of each window of the `left` of an epoch, and whether it is the last."""
         if self.plan is not None:
             return self.plan.windows()
         before = max(0, -(-left // self.accumulation) - 1)
         rest = left - before * self.accumulation
         return chain(repeat((self.accumulation, False), before), ((rest, True),))
 
-    def snapshot(self) -> dict[str, Any] | None:
-        """Return the data's state as of the last window yielded; all processes must call it."""
-        return self.source.gathered(self._state if self._state is not None else self.source.snapshot())
-
-    def continuation(self) -> dict[str, Any] | None:
-        """Return how the data was read and what it gives next; all processes must call it.
-
-        It belongs to the last window yielded, as `snapshot`.
-        """
-        following, reading, samples = self._next, self.source.reading(), None
-        if following is not None and not (following.is_placeholder or following.bad or reading.get("order")):
+    def snapshot(self) -> dict[str, Any]:
+        """Return where the data goes on after the last window yielded; all processes must call it."""
+        source, epoch = self.source, self._epoch
+        state = None if epoch is None else epoch.state
+        following, order, samples = None if epoch is None else epoch.following, source.order_state(), None
+        if following is not None and not (following.is_placeholder or following.bad or order.get("order")):
             samples = of_samples(following.batch, following.samples)
-        return self.source.gathered({**reading, "next": samples})
+        return {
+            "data": source.gathered(source.snapshot() if state is None else state),
+            "data_continues": source.gathered({**order, "next": samples}),
+        }
 
-    def restore(
-        self, state: dict[str, Any] | None, position: int, continuation: dict[str, Any] | None = None
-    ) -> None:
+    def restore(self, saved: Mapping[str, Any], position: int) -> None:
         """Restore the result of `snapshot`; all processes must call it.
 
-        A stream's first batch is then compared with the one that came next when the state was saved, and the
-        order of a dataset with the order before.
+        The next samples of what this process reads as its own are then compared with those that came next
+        when they were saved. Of data that all processes read as one, those of the first process are.
 
         Args:
-            state: The data's state.
+            saved: The result of `snapshot`, and maybe more.
             position: The run's position in its epoch.
-            continuation: The result of `continuation`.
 
         Raises:
-            CheckpointError: The state is of data that was divided differently, or that has no state and was
-                read with other settings.
+            CheckpointError: The state is of data that was divided differently, or had another length.
         """
-        source = self.source
+        source, state = self.source, saved["data"]
         check_division(source, state, position)
-        before = source.own_part(continuation)
+        before = source.own_part(saved.get("data_continues"))
         if before is not None:
-            source.check_reading(before, position)
-            self._expected = before["next"] if position else None
+            source.restore_order(before, position)
+            is_own = source.is_split or source.shard.rank == 0
+            self._expected = before["next"] if position and is_own else None
         if source.stateful and state is not None:
             # One at a time: some packages keep the state in memory that a machine's ranks share.
             source.ranks.in_turn(lambda: source.restore(source.own_part(state)))
 
-    def _as_expected(self, micro_batches: Iterator[MicroBatch], position: int) -> Iterator[MicroBatch]:
-        """Warn if the data does not continue where the checkpoint was saved."""
-        expected, self._expected = self._expected or [], None
-        first = next(micro_batches, None)
-        found: list[Fingerprint] = []
-        if first is not None and not first.is_placeholder:
-            found = of_samples(first.batch, first.samples)
-        pairs = list(zip(expected, found, strict=False))  # the batch size may have changed
-        other = next(((one, now) for one, now in pairs if not matches(one, now)), None)
-        if expected and (not found or other is not None):
-            self.source.report_other_order(position, other)
-        return iter(()) if first is None else chain((first,), micro_batches)
+    def take_expected(self) -> list[Fingerprint] | None:
+        """Return the samples that must come next after a resume, once."""
+        expected, self._expected = self._expected, None
+        return expected
 
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         """Yield the counted micro-batches of this process."""
-        weigh, count_tokens, cut = self._measure.weight, self._measure.tokens, self._cut
-        number, checked = 0, -1
-        counted: MicroBatch | None = None
         if limit is not None and limit <= 0:
             return
-        lengths = self._lengths()
+        number, checked = 0, -1
+        counted: MicroBatch | None = None
+        is_plain, lengths = self._is_plain(), self._lengths()
         self._begun_at, self._waits_for = (epoch, position), 0
-        fetched: Iterator[Any] = self.source.batches(epoch, position)
-        if self._compare is not None and self.source.shard.size > 1:
-            fetched = self._compared(fetched, self._compare)
         try:
-            for batch, advance, samples, *of_round in fetched:
+            for batch, advance, samples, *of_round in self._fetched(epoch, position):
                 self._waits_for = None
-                is_placeholder, known, _ = of_round or _ALONE
-                length = 0 if cut is None else next(lengths)
-                if batch is BAD:
-                    counted = MicroBatch(None, 0.0, 0, 0, advance, True, None, not is_placeholder)
+                if is_plain and (samples is not None or (samples := batch_size(batch)) is not None):
+                    counted = MicroBatch(batch, samples, samples, 0, advance)
                 else:
-                    if cut is not None:
-                        batch = cut(batch, length)
-                    if samples is None:
-                        samples = batch_size(batch)
-                        if samples is None:
-                            raise self._unknown_kind(
-                                batch, epoch, self._number(position, number, is_placeholder)
-                            )
-                    weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
-                    if weigh is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-                        raise self._bad_weight(weight, epoch, self._number(position, number, is_placeholder))
-                    tokens = 0 if count_tokens is None else _tokens(count_tokens(batch))
-                    everywhere = None
-                    if of_round and self.skips_bad_batches:
-                        # Even on a device: a process with a bad batch has no tensor there.
-                        weight = float(weight)
-                    elif known is not None and weigh is None and count_tokens is None:
-                        everywhere = Everywhere(known, known, 0)
-                    if is_placeholder:  # multiplied, because a weight may be a tensor on the device
-                        weight, samples, tokens = weight * 0, 0, 0
-                    counted = MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
-                if samples != checked and self._checks_samples:
-                    checked = samples
+                    batch = batch if self._cut is None else self._cut(batch, next(lengths))
+                    counted = count_batch(
+                        SharedBatch(batch, advance, samples, *(of_round or (False, None))),
+                        self._measure,
+                        self.skips_bad_batches,
+                        partial(self._place_of, number, bool(of_round and of_round[0])),
+                    )
+                if self._checks_samples and counted.samples != checked:
+                    checked = counted.samples
                     self._check_samples(counted)
                 number += 1
                 yield counted
@@ -508,18 +509,33 @@ class Feed:
         finally:
             self._waits_for = None
             # Of one size, all batches but the last agree with a table that has as many rows as they have.
-            if self._checks_samples and counted is not None:
-                self._check_samples(counted)
-        self._left_early = False
+            self._check_samples(counted)
+        self.left_early = False
         if number == 0 and position == 0:
             raise self._empty(epoch)
 
-    def _check_samples(self, micro: MicroBatch) -> None:
+    def _is_plain(self) -> bool:
+        """Return whether a batch counts its samples and nothing else."""
+        is_counted = self._measure.weight is not None or self._measure.tokens is not None
+        return not (is_counted or self._cut or self.skips_bad_batches or self.source.shard.size > 1)
+
+    def _fetched(self, epoch: int, position: int) -> Iterator[Any]:
+        fetched: Iterator[Any] = self.source.batches(epoch, position)
+        if self._compare is None or self.source.shard.size == 1:
+            return fetched
+        compare, self._compare = self._compare, None
+        first = next(fetched, None)
+        compare(None if first is None else first.evidence)
+        return fetched if first is None else chain((first,), fetched)
+
+    def _check_samples(self, micro: MicroBatch | None) -> None:
         """Warn once if the tensors of a batch disagree about its number of samples.
 
         Looked at are an epoch's first batch, its last, and each that has another number than the one before.
         """
-        found = {} if micro.bad or micro.batch is None else first_dimensions(micro.batch)
+        if not self._checks_samples or micro is None or micro.batch is None:
+            return
+        found = first_dimensions(micro.batch)
         if not found:
             return
         self._checks_samples = False
@@ -537,12 +553,6 @@ class Feed:
         plan = self.plan
         return iter(()) if plan is None else plan.lengths_from(self.source.exact)
 
-    def _compared(self, rounds: Iterator[SharedBatch], compare: Compare) -> Iterator[SharedBatch]:
-        self._compare = None
-        first = next(rounds, None)
-        compare(None if first is None else first.evidence)
-        return rounds if first is None else chain((first,), rounds)
-
     def _number(self, position: int, round_: int, is_placeholder: bool) -> int:
         """Return the number in its epoch of this process's batch in a round after a position."""
         if self.source.is_split:
@@ -550,30 +560,16 @@ class Feed:
         shard = self.source.shard
         return self.source.number(position) + round_ * shard.size + (0 if is_placeholder else shard.rank)
 
-    def _bad_weight(self, weight: float, epoch: int, number: int) -> DataError:
-        return DataError(
-            f"loss_weight gave {weight} for batch {number} of epoch {epoch} of the {self.source.name} data;"
-            " a weight is a number of samples or tokens, at least 0"
-        )
+    def _place_of(self, number: int, is_placeholder: bool) -> str:
+        epoch, position = self._begun_at
+        where = self._number(position, number, is_placeholder)
+        return f"batch {where} of epoch {epoch} of the {self.source.name} data"
 
     def _empty(self, epoch: int) -> DataError:
         return DataError(
             f"the {self.source.name} data is empty: it gave no batch in epoch {epoch}. Possible reasons are a"
             " dataset smaller than its batch size with drop_last=True, and an iterator that was used up"
             " before"
-        )
-
-    def _unknown_kind(self, batch: Batch, epoch: int, number: int) -> DataError:
-        inside = (
-            f" of {', '.join(sorted({type(value).__name__ for value in batch}))}"
-            if isinstance(batch, (list, tuple))
-            else ""
-        )
-        return DataError(
-            f"batch {number} of epoch {epoch} of the {self.source.name} data is a"
-            f" {type(batch).__name__}{inside} with no tensor whose first dimension could count samples."
-            " A batch is a tensor, a mapping, a sequence or a dataclass of tensors; use a collate_fn that"
-            " makes one"
         )
 
 
@@ -596,28 +592,3 @@ def _whole(limit: float, source: Source) -> int:
             " rank before. Give a number of batches"
         )
     return max(1, int(exact(limit) * count))
-
-
-def _tokens(given: Any) -> int:
-    """Return what `tokens` gave as a whole number."""
-    try:
-        number = given.item() if isinstance(given, Tensor) else given
-        if (whole := int(number)) == number and whole >= 0:
-            return whole
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass
-    shown = f"a tensor of shape {tuple(given.shape)}" if getattr(given, "ndim", 0) else f"{given!r}"
-    raise DataError(f"tokens gave {shown[:80]}; it must return a whole number of tokens, at least 0")
-
-
-def _on_host(weight: Any) -> float | Tensor:
-    # A weight on an accelerator stays there: reading it would be a host sync in every step.
-    if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        return weight
-    try:
-        return float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-        raise ConfigError(
-            f"loss_weight gave {given[:80]}; it must return one number, the weight of the batch's loss"
-        ) from None

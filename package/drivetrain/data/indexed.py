@@ -87,38 +87,40 @@ class IndexedSource(Source):
         # A user's BatchSampler, unlike the loader's own, leaves the loader's batch_size None and its sampler
         # sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
-        made = loader.batch_size is not None
         described: Any = loader.batch_sampler if plain else loader
-        sampler = described.sampler if shard.size == 1 else undivided(described.sampler, name)
-        sampler = unshuffled(sampler) if in_order else sampler
-        self._order = Order(name, sampler, size, seed)
+        self._order = Order(name, self._sampler(described.sampler, in_order), size, seed)
         self._batch_sampler = None if ready or plain else loader.batch_sampler
-        if self._batch_sampler is not None and shard.size > 1:
+        if shard.size > 1:
             refuse_divided(self._batch_sampler, name)
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = batch_size if isinstance(batch_size, int) and not ready else None
         self._batch_size: int = self.batch_size or 1
         self._plan: WindowPlan | None = None  # of the batch sizes, if they change
         self._numbers: dict[int, int] = {}  # for a user's batch sampler: each batch's number by its start
-        self._drop_last = bool(described.drop_last) and not ready and not (every_sample and made)
+        reads_all = ready or (every_sample and loader.batch_size is not None)
+        self._drop_last = bool(described.drop_last) and not reads_all
         self.knows_samples = not ready
         self._noted: tuple[str, int] | None = None
         self._epoch_length: int | None = None
-        self._resumed: tuple[dict[str, Any], int] | None = None  # what `check_reading` was given
+        self._resumed: tuple[dict[str, Any], int] | None = None  # what `restore_order` was given
         # The length of a user's own sampler may be a guess; that of torch's two is exact.
         self.exact = self._batch_sampler is None and self._order.known
         self._collate = partial(single_item, loader.collate_fn) if ready else loader.collate_fn
         self._pin_memory = pin_memory
+        self.made_ahead = loader.num_workers > 0
+        self._workers = self._make_workers()
+
+    def _sampler(self, sampler: Any, in_order: bool) -> Any:
+        """Return the sampler of the whole dataset that stands for the user's."""
+        sampler = sampler if self.shard.size == 1 else undivided(sampler, self.name)
+        return unshuffled(sampler) if in_order else sampler
+
+    def _make_workers(self) -> Workers | None:
+        if not self.made_ahead:
+            return None
         # A user's sampler runs when its epoch begins, because it may depend on what was done until then.
-        goes_on = loader.persistent_workers and self.exact
-        self._workers, self.made_ahead = None, loader.num_workers > 0
-        if self.made_ahead:
-            self._workers = Workers(
-                self._with_workers,
-                self.index_batches,
-                goes_on,
-                self._failure_of,
-            )
+        goes_on = self._loader.persistent_workers and self.exact
+        return Workers(self._with_workers, self.index_batches, goes_on, self._failure_of)
 
     def _with_workers(self, asked: RequestedBatches, epoch: int) -> DataLoader[Any]:
         loader = self._loader
@@ -395,12 +397,12 @@ class IndexedSource(Source):
             return number * self._batch_size
         return sum(len(each) for each in islice(self._order.replayed(self._batch_sampler, epoch), number))
 
-    def reading(self) -> dict[str, Any]:
+    def order_state(self) -> dict[str, Any]:
         """Return the length of the epoch, and for a user's sampler its state and a checksum of its order."""
         order = self._order.state()
         return {"length": self._epoch_length} | ({} if order is None else {"order": order})
 
-    def check_reading(self, before: dict[str, Any], position: int) -> None:
+    def restore_order(self, before: dict[str, Any], position: int) -> None:
         """Restore the user's sampler, and compare the order: within an epoch once that epoch begins, because
         `on_epoch_start` may change the dataset.
         """

@@ -177,7 +177,8 @@ class Order:
         _LOG.warning(
             f"the {self._name} data's sampler ({type(sampler).__name__}) gives another order for epoch"
             f" {epoch} than before the checkpoint{although}. {lost}, unless only the batches or the data have"
-            f" changed. {_order_help(owners, loaded)}"
+            " changed. Its order must depend on the epoch that set_epoch is given and on the global"
+            " generators of torch, numpy and Python alone, or on what its state_dict holds"
         )
 
     def drawn(self, sampler: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -280,23 +281,3 @@ def _load(owners: Iterable[Any], states: Iterable[Any]) -> bool:
     for owner, state in pairs:
         owner.load_state_dict(copy.deepcopy(state))
     return bool(pairs)
-
-
-def _order_help(owners: Iterable[Any], loaded: bool) -> str:
-    """Say what would make a sampler's order the same in a resumed run, beside what it already has."""
-    globals_ = "or on the global generators of torch, numpy and Python, which are seeded for each epoch"
-    if loaded:
-        return (
-            "Its state_dict must hold all that the order depends on, such as the state of a generator, as it"
-            " is before __iter__ is called"
-        )
-    if any(callable(getattr(each, "set_epoch", None)) for each in owners):
-        return (
-            "Its order must depend on the epoch that set_epoch is given and a constant seed alone,"
-            f" {globals_}. Or give it state_dict() and load_state_dict(state)"
-        )
-    return (
-        "It depends on a seed of its own, or was drawn before this fit. Give it state_dict() and"
-        " load_state_dict(state), or let the order depend on the epoch alone, which set_epoch(epoch) is"
-        f" given, {globals_}"
-    )

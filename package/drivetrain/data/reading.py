@@ -76,23 +76,10 @@ def as_source(
     loader, bare = data, is_dataset(data)
     if bare:
         size = _batch_size_of(data, name, batch_size)
-        if size is not None and isinstance(data, IterableDataset):
-            _check_no_workers(data, name, num_workers)
-            loader = SampleStream(data, size, collate)
-        elif size is not None:
-            sampler = None
-            if group_by_length is not None:
-                lengths = lengths_of(data, group_by_length, name)
-                sampler = LengthGroupedSampler(lengths, size * shard.size * accumulation)
-            loader = DataLoader(
-                data,
-                batch_size=size,
-                shuffle=shuffle and sampler is None and len(data) > 0,
-                sampler=sampler,
-                collate_fn=collate,
-                num_workers=num_workers,
-                persistent_workers=num_workers > 0 and not changes,
-            )
+        group_size = (size or 1) * shard.size * accumulation
+        loader = _as_loader(
+            data, name, size, num_workers, shuffle, changes, collate, group_by_length, group_size
+        )
     if group_by_length is not None and (loader is data or isinstance(loader, SampleStream)):
         raise ConfigError(
             f"group_by_length is for data that is given as a dataset with a length, but the {name} data is a"
@@ -101,9 +88,8 @@ def as_source(
         )
     for own in _own_seeds(loader):
         seed = mix(seed, own)
+    _check_kind(loader, name, type(data).__name__, may_be_empty, warns=shard.rank == 0)
     if _is_indexed(loader):
-        if not may_be_empty:
-            _check_samples(loader.dataset, name)
         source: Source = IndexedSource(
             name,
             loader,
@@ -116,16 +102,7 @@ def as_source(
             bare=bare,
         )
     elif isinstance(loader, (list, tuple)):
-        if loader or not may_be_empty:
-            _check_batches(loader, name, shard.rank == 0)
         source = BatchSource(name, loader, shard)
-    elif isinstance(loader, Tensor):
-        raise DataError(f"the {name} data is a Tensor. For inputs x and targets y: {AS_DATASET}")
-    elif not _gives_batches(loader):
-        raise DataError(
-            f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
-            " Dataset, a list of batches, any iterable of batches, or an object with train_data() and so on"
-        )
     else:
         source = IterableSource(name, loader, seed, shard)
     if split is None:
@@ -133,6 +110,54 @@ def as_source(
     elif whole.size > 1:
         return SplitSource(source, whole, ranks, split.divided_for_one)
     return source
+
+
+def _as_loader(
+    dataset: Any,
+    name: str,
+    size: int | None,
+    num_workers: int,
+    shuffle: bool,
+    changes: bool,
+    collate: Callable[[list[Any]], Any] | None,
+    group_by_length: str | Callable[[Any], int] | None,
+    group_size: int,
+) -> Any:
+    """Return a bare Dataset's loader, or itself if it gives ready batches; see `as_source`."""
+    if size is None:
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        _check_no_workers(dataset, name, num_workers)
+        return SampleStream(dataset, size, collate)
+    sampler = None
+    if group_by_length is not None:
+        sampler = LengthGroupedSampler(lengths_of(dataset, group_by_length, name), group_size)
+    return DataLoader(
+        dataset,
+        batch_size=size,
+        shuffle=shuffle and sampler is None and len(dataset) > 0,
+        sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0 and not changes,
+    )
+
+
+def _check_kind(loader: Any, name: str, kind: str, may_be_empty: bool, warns: bool) -> None:
+    """Refuse data that gives no batches."""
+    if _is_indexed(loader):
+        if not may_be_empty:
+            _check_samples(loader.dataset, name)
+    elif isinstance(loader, (list, tuple)):
+        if loader or not may_be_empty:
+            _check_batches(loader, name, warns)
+    elif isinstance(loader, Tensor):
+        raise DataError(f"the {name} data is a Tensor. For inputs x and targets y: {AS_DATASET}")
+    elif not _gives_batches(loader):
+        raise DataError(
+            f"the {name} data is a {kind}, which gives no batches. Allowed: a DataLoader, a Dataset, a list"
+            " of batches, any iterable of batches, or an object with train_data() and so on"
+        )
 
 
 def _own_seeds(loader: Any) -> list[int]:
@@ -301,8 +326,11 @@ def check_settings_used(
             f" ({type(streams[0]).__name__}) is read as ready batches. Give Trainer(batch_size=...)"
         )
     check_evaluation_size(others, "validation", evaluation_batch_size)
-    if is_dataset(loader) or any(is_dataset(each) for each in others) or not _gives_batches(loader):
-        return
+    if not any(map(is_dataset, (loader, *others))) and _gives_batches(loader):
+        _refuse_for_batches(loader, batch_size, num_workers, collate)
+
+
+def _refuse_for_batches(loader: Any, batch_size: int | None, num_workers: int, collate: Any) -> None:
     if collate is not None and getattr(loader, "collate_fn", None) is not collate:
         raise ConfigError(
             "Trainer(collate=...) is for data that is given as a dataset, but the training data is a"
@@ -316,10 +344,8 @@ def check_settings_used(
         what = ", which is read as ready batches"
         instead = f"Leave {name} out, or, if its items are samples, pass DataLoader(data, {name}={value})"
         if is_loader:
-            what, instead = (
-                f" with {name}={own}",
-                f"Pass DataLoader(..., {name}={value}), or the dataset itself",
-            )
+            what = f" with {name}={own}"
+            instead = f"Pass DataLoader(..., {name}={value}), or the dataset itself"
         raise ConfigError(
             f"Trainer({name}={value}) is for data that is given as a dataset, but the training data is a"
             f" {type(loader).__name__}{what}. {instead}"

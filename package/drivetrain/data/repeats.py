@@ -1,15 +1,9 @@
-"""Samples that several readers of one stream gave: workers that do not divide it, or ranks.
-
-Two readers of the same samples need not give them in the same order, so first batches prove nothing. Each
-reader keeps the smallest checksums of its samples. Which samples are kept depends on the checksums alone, so
-that every reader keeps the same ones in any order.
-"""
+"""Samples that several workers of one stream give, because they do not divide it."""
 
 from __future__ import annotations
 
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,63 +12,68 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.containers import leaves
+from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
 
-CHECKED_AT = (8, 32, 128, 512, 1024)
-"""Numbers of batches after which readers are compared; after the last, nothing more is noted."""
+_LOG = logger(__name__)
 
-_MOST = 1024
-"""Checksums compared of a reader; up to twice as many are kept, in 128 KiB of memory."""
+_BATCHES = 1024
+_SAMPLES = 1 << 16
+"""The most that are compared in a run; their checksums take up to 10 MB."""
 
 _COLUMNS = 16
 _LEAVES = 4
 
 
 class Repeats:
-    """The samples of each reader of a stream, to find those that several of them gave.
+    """The samples of a run's first batches, by the worker that gave them, in any order.
 
     Args:
-        kept: For each reader, how often each checksum came.
+        name: The data's name.
+        workers: The number of workers, which give batches in turn.
     """
 
-    def __init__(self, kept: Mapping[int, Counter[int]] | None = None) -> None:
-        self.kept = dict(kept or {})
+    def __init__(self, name: str, workers: int) -> None:
+        self._name, self._workers = name, workers
+        self._batches = self._again = 0
+        self._seen: set[tuple[int, int]] = set()
 
-    def note(self, reader: int, batch: Batch) -> None:
-        """Note the samples of a batch; a batch without tensors on the host is left out."""
-        counts = self.kept.setdefault(reader, Counter())
-        counts.update(_checksums(batch))
-        if len(counts) > 2 * _MOST:  # seldom, because sorting takes longer than reading a batch
-            for each in sorted(counts)[_MOST:]:
-                del counts[each]
+    def note(self, batch: Batch) -> bool:
+        """Note the samples of the next batch, and return whether those of further batches are of use."""
+        worker = self._batches % self._workers
+        for each in _checksums(batch):
+            self._again += (worker, each) in self._seen
+            self._seen.add((worker, each))
+        self._batches += 1
+        is_enough = self._batches == _BATCHES or len(self._seen) >= _SAMPLES
+        looks = is_enough or (self._batches >= 8 and self._batches & (self._batches - 1) == 0)
+        return not (looks and self.check(at_end=False)) and not is_enough
 
-    def found(self, at_end: bool) -> tuple[int, int] | None:
-        """Return how many of the samples that were compared came from several readers, and their number.
+    def check(self, at_end: bool) -> bool:
+        """Warn if several workers gave the same samples; return whether they did.
 
-        None if there are few. Samples that repeat within a reader, such as small numbers, are no sign: chance
-        repeats them in one reader as often as in two.
+        Samples that repeat within a worker, such as small numbers, are no sign: chance repeats them in one
+        worker as often as in two.
 
         Args:
-            at_end: Whether the readers have given all, so that a few are enough.
+            at_end: Whether the workers have given all, so that a few are enough.
         """
-        if len(self.kept) < 2:
-            return None
-        # Of the smallest checksums none was left out; of those above, some may have been.
-        limit = min(
-            (sorted(each)[_MOST - 1] for each in self.kept.values() if len(each) >= _MOST), default=1 << 32
+        different = len({each for _, each in self._seen})
+        shared = len(self._seen) - different
+        if shared < max(2 if at_end else 8, 0.05 * different, 10 * self._again):
+            return False
+        _LOG.warning(
+            f"the {self._name} data gives the same samples in several of its {self._workers} workers:"
+            f" {shared} of {len(self._seen)} samples that were compared had come from another one. Each"
+            " worker reads a copy of the whole stream. Divide it in __iter__ by"
+            " torch.utils.data.get_worker_info(), or use num_workers=1"
         )
-        kept = [{key: n for key, n in each.items() if key <= limit} for each in self.kept.values()]
-        readers = Counter(key for each in kept for key in each)
-        shared = sum(count > 1 for count in readers.values())
-        within = sum(n - 1 for each in kept for n in each.values())
-        if shared < (2 if at_end else 8) or shared < 0.05 * len(readers) or within > 0.1 * shared:
-            return None
-        return shared, len(readers)
+        return True
 
 
 def _checksums(batch: Batch) -> Iterator[int]:
-    """Yield a checksum of each sample: of a few of its numbers."""
+    """Yield a checksum of each sample, of a few of its numbers; none without tensors on the host."""
     count = batch_size(batch)
     tensors = (each for each in leaves(batch) if _is_of_host(each) and each.shape[:1] == (count,))
     columns = [_columns(each.detach(), count or 0) for each in islice(tensors, _LEAVES)]

@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
-from drivetrain.core.errors import CheckpointError, DataError
+from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
 from drivetrain.core.types import Batch, Stateful
 from drivetrain.data.batch import batch_size
-from drivetrain.data.fingerprint import Fingerprint, as_text, fingerprint
+from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
-from drivetrain.data.repeats import CHECKED_AT, Repeats
+from drivetrain.data.repeats import Repeats
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BadBatchSkipper
 from drivetrain.data.window_plan import WindowPlan
@@ -171,30 +171,19 @@ class Source(ABC):
     def seed_epoch(self, epoch: int) -> None:
         """Seed what the data draws from the host's generators as it begins an epoch."""
 
-    def reading(self) -> dict[str, Any]:
-        """Return how the data is read: the "settings" that a resume within an epoch must have again, and what
-        is needed to draw the "order" of a user's sampler again.
-        """
+    def order_state(self) -> dict[str, Any]:
+        """Return the length of the epoch and what is needed to draw the order of a user's sampler again."""
         return {}
 
-    def check_reading(self, before: dict[str, Any], position: int) -> None:
-        """Compare a checkpoint's `reading` with this run's, restore the order, and warn if it is another one.
+    def restore_order(self, before: dict[str, Any], position: int) -> None:
+        """Restore an `order_state`; warn if the order is another one.
 
         Args:
             before: The checkpoint's.
             position: The run's position in its epoch.
 
         Raises:
-            CheckpointError: The settings would give other batches.
-        """
-
-    def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
-        """Report that the data does not continue where the checkpoint was saved.
-
-        Args:
-            position: The position in its epoch.
-            differs: A sample that came next when the checkpoint was saved, and the one that came now; None
-                if no batch came.
+            CheckpointError: The epoch had another length.
         """
 
     def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:
@@ -269,9 +258,8 @@ class IterableSource(Source):
         workers = getattr(data, "num_workers", 0)
         self._workers = workers if isinstance(data, DataLoader) else 0
         self.made_ahead = self._workers > 0
-        self._repeats = Repeats() if self._workers > 1 and shard.rank == 0 else None
+        self._repeats = Repeats(name, workers) if self._workers > 1 and shard.rank == 0 else None
         self._length_checked = shard.rank > 0
-        self._changed: str | None = None
         self._restored = False
         self._used_up = False
         self._begun: weakref.ref[Any] | None = None
@@ -291,16 +279,18 @@ class IterableSource(Source):
                 " that can be iterated again (a list, a DataLoader, an object with __iter__), or"
                 " max_epochs=1"
             )
-        number = 0 if not self._restored else position
+        number = position if self._restored else 0
         # A state from the end of an epoch may say "used up", which the next iteration resets.
         once_more = self._restored and not position
-        if position and not self._restored:
+        if position > number:
             _LOG.warning(
-                f"the {self.name} data cannot be resumed from its middle: its first {position} batches are"
-                f" drawn again and dropped, which is right if they come in the same order. {self._help()}"
+                f"the {self.name} data has no state, so its first {position} batches are drawn again and"
+                " dropped, which is exact if they are the same: its seed, batch_size and num_workers must be"
+                " those of the checkpoint. To resume without drawing, give it state_dict() and"
+                " load_state_dict(state), or use a dataset with an index (__len__ and __getitem__)"
             )
         is_whole, self._restored = not number, False
-        repeats, self._repeats = (self._repeats, None) if not position else (None, self._repeats)
+        repeats = None if position else self._repeats
         iterator = self._begin(epoch, number)
         stream = batch_stream(self._seed, epoch)
         while True:
@@ -314,34 +304,26 @@ class IterableSource(Source):
                 if once_more:
                     once_more, iterator = False, self._begin(epoch, number)
                     continue
-                self._used_up = True
-                if repeats is not None:
-                    self._report_repeats(repeats, at_end=True)
-                if is_whole:
-                    self._check_length(number)
+                self._end(number, is_whole, repeats)
                 return
             except Exception as error:
                 raise self._failed(error, iterator, number, epoch) from error
             once_more = False
             seed_after(seed)
-            if repeats is not None:
-                repeats.note(number % self._workers, batch)
-                if number + 1 in CHECKED_AT and self._report_repeats(repeats, number + 1 == CHECKED_AT[-1]):
-                    repeats = None
+            if repeats is not None and not repeats.note(batch):
+                repeats = self._repeats = None
             number += 1
             if number > position:
                 yield batch, 1, None
 
-    def _report_repeats(self, repeats: Repeats, at_end: bool) -> bool:
-        """Warn if the workers gave the same samples; return whether no more needs to be noted."""
-        found = repeats.found(at_end)
-        if found is not None:
-            _LOG.warning(
-                f"the {self.name} data gives the same samples in several of its {self._workers} workers:"
-                f" {found[0]} of {found[1]} samples that were compared. Each worker reads a copy of the whole"
-                " stream. Divide it in __iter__ by torch.utils.data.get_worker_info(), or use num_workers=1"
-            )
-        return at_end or found is not None
+    def _end(self, number: int, is_whole: bool, repeats: Repeats | None) -> None:
+        """Note that the data has ended after a number of batches."""
+        self._used_up = True
+        if repeats is not None:
+            repeats.check(at_end=True)
+            self._repeats = None
+        if is_whole:
+            self._check_length(number)
 
     def _check_length(self, number: int) -> None:
         length = None if self._length_checked else length_of(self._data)
@@ -349,94 +331,14 @@ class IterableSource(Source):
         if length is None or abs(number - length) < max(self._workers, 1):
             return
         self._length_checked = True
-        what = f"the {self.name} data ended after {number} batches, and its length is {length}"
-        if number < length:
-            _LOG.warning(
-                f"{what}: {length - number} batches of the epoch are missing, which counts as complete. If"
-                " the stream broke off, let it raise an error instead of ending; otherwise correct its"
-                " __len__, which the schedule relies on"
-            )
-        else:
-            _LOG.warning(f"{what}: correct its __len__, which the schedule relies on")
-
-    def _settings(self) -> dict[str, Any]:
-        sizes = {name: getattr(self._data, name, None) for name in ("batch_size", "num_workers")}
-        return {name: value for name, value in sizes.items() if isinstance(value, int) and value}
-
-    def reading(self) -> dict[str, Any]:
-        return {"settings": self._settings()}
-
-    def check_reading(self, before: dict[str, Any], position: int) -> None:
-        """Refuse a resume that would draw other batches than those that were used."""
-        then, now = before.get("settings", {}), self._settings()
-        name = next((each for each in (*then, *now) if then.get(each) != now.get(each)), None)
-        if name is None or not position:
-            return
-        none = {"num_workers": 0}.get(name)
-        was, given = then.get(name, none), now.get(name, none)
-        self._changed = f"It was saved with {name}={was} and now has {name}={given}. Use the former"
-        if self.stateful:
-            return
-        raise CheckpointError(
-            f"the checkpoint's {self.name} data was read with {name}={was} and this run's has {name}={given}."
-            " It has no state, so that its used batches are drawn again, and with another"
-            f" {name} they would hold other samples. Use {name}={was} until the end of the epoch, or resume"
-            f" from a checkpoint at the end of an epoch. To change it at any time: {self._help()}"
+        missing = (
+            f" {length - number} batches of the epoch are missing, which counts as complete. If the stream"
+            " broke off, let it raise an error instead of ending; otherwise"
         )
-
-    def report_other_order(self, position: int, differs: tuple[Fingerprint, Fingerprint] | None) -> None:
-        """Warn that samples are lost or come twice, and say what would help."""
-        what = "no batch comes after them now"
-        if differs is not None:
-            what = f"a sample {as_text(differs[0])} came next when the checkpoint was saved, and now"
-            what += f" comes {as_text(differs[1])}"
-        if self.stateful:
-            lacks = self._changed or (
-                "Its state_dict lacks something, such as the samples of a shuffle buffer or the state of a"
-                " random generator. Put it into the state, shuffle by a seed and without a buffer"
-            )
-            _LOG.warning(
-                f"the {self.name} data does not continue where the checkpoint was saved after {position}"
-                f" batches, although its state was loaded: {what}. Samples of this epoch are lost or come"
-                f" twice, unless only their augmentation differs. {lacks}, or resume from a checkpoint at the"
-                " end of an epoch"
-            )
-            return
         _LOG.warning(
-            f"the {self.name} data came in another order when its first {position} batches were drawn again:"
-            f" {what}. Samples of this epoch are lost, and others come twice, unless only their augmentation"
-            f" differs. {self._order_help()}; read it in the batches of the checkpoint; or resume from the"
-            f" end of an epoch. {self._help()}"
+            f"the {self.name} data ended after {number} batches, and its length is {length}:"
+            f"{missing if number < length else ''} correct its __len__, which the schedule relies on"
         )
-
-    def _order_help(self) -> str:
-        owners = (self._data, getattr(self._data, "dataset", None))
-        told = any(callable(getattr(each, "set_epoch", None)) for each in owners)
-        seed = "from the epoch that its set_epoch is given and nothing else"
-        if not told:
-            seed = "with a constant, and the epoch if you give it set_epoch(epoch)"
-        if self._workers and getattr(self._data, "persistent_workers", False):
-            seed += ", with persistent_workers=False: workers that live on do not see set_epoch"
-        return f"Seed its shuffle {seed}"
-
-    def _help(self) -> str:
-        """Say how the data can be resumed without drawing batches again."""
-        indexed = "use a dataset with an index (__len__ and __getitem__)"
-        dataset = getattr(self._data, "dataset", None)
-        for each in (self._data, dataset):
-            if isinstance(each, Stateful) and not has_state(each):
-                return (
-                    f"The state_dict of {type(each).__name__} takes arguments: pass the loader of its package"
-                    " that has a state_dict() without any, such as a StreamingDataLoader"
-                )
-        if has_state(dataset):
-            return (
-                f"{type(dataset).__name__} has a state, which a {type(self._data).__name__} does not store."
-                " If the state is complete, which it may not be with a shuffle buffer, pass the dataset"
-                " itself with Trainer(batch_size=...), or a loader with a state_dict(), such as torchdata's"
-                f" StatefulDataLoader. Otherwise {indexed}"
-            )
-        return f"Give it state_dict() and load_state_dict(state), or {indexed}"
 
     def advice(self) -> str:
         """Return a hint for a DataLoader over an iterable, which has its own workers."""

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import CheckpointError, DataError
-from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, to_host
 from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
-from drivetrain.data.repeats import CHECKED_AT, Repeats
 from drivetrain.data.shard import Shard
 from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.workers.pool import LookAhead
 from drivetrain.distributed.processes import asked_alone
 from drivetrain.distributed.ranks import Ranks
-
-_LOG = logger(__name__)
-
-_DIVIDE = (
-    "Divide it in __iter__ or in train_data() of a data object, or start the program with `drivetrain launch`"
-    " or torchrun"
-)
 
 _PARTS = "of_each_rank"
 """The key in a checkpoint for the states of divided data."""
@@ -39,9 +29,8 @@ _OF_THE_PART = (
     "snapshot",
     "restore",
     "seed_epoch",
-    "reading",
-    "check_reading",
-    "report_other_order",
+    "order_state",
+    "restore_order",
 )
 """The methods of divided data that are those of this process's part."""
 
@@ -52,8 +41,8 @@ class AlreadySplit:
 
     Attributes:
         data: This process's part.
-        divided_for_one: Where the program had asked for its rank or the world size before its ranks were
-            started; None if it had not, or if this was made after that.
+        divided_for_one: Where the program had asked for the world size before its ranks were started, so that
+            rank 0 may have the whole; None if it had not, or if this was made after that.
     """
 
     data: Any
@@ -90,8 +79,10 @@ class SplitSource(Source):
         own: This process's part.
         shard: This process's place among the processes.
         ranks: The processes; in each round they exchange whether they have a batch.
-        divided_for_one: Where this process had asked for its rank while it was the only one. Its part may be
-            the whole then, and only the data shows it: the call may have been for a message.
+        divided_for_one: As that of `AlreadySplit`.
+
+    Raises:
+        DataError: Rank 0 has divided its data before its ranks were started.
     """
 
     is_split = True
@@ -103,7 +94,6 @@ class SplitSource(Source):
         self.knows_samples = own.knows_samples
         self._own = own
         self.ranks = ranks
-        self._repeats: Repeats | None = Repeats()
         self._placeholder: Batch | None = None
         self.one_shot, self.made_ahead = own.one_shot, own.made_ahead
         for name in _OF_THE_PART:
@@ -111,96 +101,55 @@ class SplitSource(Source):
         found = ranks.all_gather((own.exact, own.stateful, divided_for_one))
         self.exact = all(each[0] for each in found)
         self.stateful = any(each[1] for each in found)
-        self._suspect = found[0][2]
-        """Where rank 0 had asked for its rank while it was the only process, if it had."""
-        counts = self._take_lengths()
-        if self._suspect is not None and self._rounds is not None:
-            self._refuse_lengths(counts)
+        if found[0][2] is not None:
+            raise DataError(
+                f"the {self.name} data was given as already split, but the program had called {found[0][2]}"
+                " before its ranks were started. It returned 1, so data that was divided by it is the whole"
+                " on rank 0. Divide it in __iter__ or in train_data() of a data object, or start the program"
+                " with `drivetrain launch` or torchrun, under which it is right from the first line"
+            )
+        self._take_length()
 
-    def _take_lengths(self) -> list[int]:
-        """Take the length of the longest part; return those that are known."""
-        found = self.ranks.all_gather(self._own.count())
-        counts = [each for each in found if each is not None]
-        self._rounds = max(counts) if len(counts) == len(found) else None
-        return counts
+    def _take_length(self) -> None:
+        """Take the length of the longest part, if all are known."""
+        counts = self.ranks.all_gather(self._own.count())
+        known = [each for each in counts if each is not None]
+        self._rounds = max(known) if len(known) == len(counts) else None
 
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
         """Ask for the parts' lengths and for this process's next batches; a limit counts rounds."""
-        self._take_lengths()
+        self._take_length()
         self._own.begin(epoch, self._own.start(epoch, position), limit, following)
 
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
         """Yield this process's batches from a round on, then placeholders until all processes have ended."""
         own: Iterator[Any] = self._own.batches(epoch, self._own.start(epoch, position))
-        repeats, self._repeats = (self._repeats, None) if not position else (None, self._repeats)
-        number = had = 0
         while True:
             batch, _, samples = next(own, (None, 0, 0))
             ended = batch is None
-            had += not ended
-            if batch is BAD:
-                samples = 0
-            samples = batch_size(batch) if samples is None else samples
-            lacks = ended and self._placeholder is None
             has = not ended and batch is not BAD
+            if samples is None:
+                samples = batch_size(batch) if has else 0
+            lacks = ended and self._placeholder is None
             going, total, unknown, lacking, having = self.ranks.total(
                 [not ended, samples or 0, samples is None, lacks, has]
             )
-            if repeats is not None:
-                if has:
-                    repeats.note(0, batch)
-                number += 1
-                # Whoever knows the number of rounds asks for no round after the last.
-                is_last = not going or number in (self._rounds, CHECKED_AT[-1])
-                if is_last or (self._suspect is not None and number & (number - 1) == 0):
-                    self._report_repeats(repeats, is_last)
-                    repeats = None if is_last else repeats
-            if not going and self._suspect is not None and not position:
-                self._refuse_lengths(self.ranks.all_gather(had))
             if not going:
                 return
             if lacking and having:  # otherwise no process has a batch to lend, and no step is run
-                self._borrow(None if batch is BAD else batch)
-            if batch is BAD or (ended and self._placeholder is None):
-                yield SharedBatch(BAD, 1, 0, ended, None, None)
-                continue
-            if ended:
-                batch = self._placeholder
-            else:
-                self._placeholder = batch
-            evidence = Evidence(None, None if ended else fingerprint(batch)) if self.needs_evidence else None
-            self.needs_evidence = False
-            yield SharedBatch(
-                batch, 1, None if ended else samples, ended, None if unknown else int(total), evidence
-            )
+                self._borrow(batch if has else None)
+            self._placeholder = batch if has else self._placeholder
+            yield self._round(batch, samples, None if unknown else int(total))
 
-    def _report_repeats(self, repeats: Repeats, is_last: bool) -> None:
-        """Warn if several processes were given the same samples; all processes call it."""
-        found = Repeats(dict(enumerate(self.ranks.all_gather(repeats.kept.get(0, Counter()))))).found(is_last)
-        if found is None:
-            return
-        text = f"{found[0]} of {found[1]} samples that were compared came on several ranks"
-        if self._suspect is not None:
-            self._refuse(text)
-        if self.shard.rank == 0:
-            _LOG.warning(
-                f"the {self.name} data is given as already split, but {text}. Was it divided before the"
-                f" ranks were started, so that rank 0 has the whole? {_DIVIDE}, which set RANK and WORLD_SIZE"
-                " before its first line"
-            )
-
-    def _refuse_lengths(self, lengths: Sequence[int]) -> None:
-        """Refuse parts that are divided for this job on all ranks but rank 0, which has the whole."""
-        whole, *parts = lengths
-        size = len(lengths)
-        if parts and whole > max(parts) and all(abs(size * each - whole) <= size for each in parts):
-            self._refuse(f"rank 0 has {whole} batches of it, and the other ranks have {parts[0]} each")
-
-    def _refuse(self, found: str) -> None:
-        raise DataError(
-            f"the {self.name} data was divided before this program's ranks were started: {found}. The program"
-            f" had called {self._suspect}, where it was the only process, so rank 0 has the whole. {_DIVIDE}"
-        )
+    def _round(self, batch: Batch | None, samples: int | None, everywhere: int | None) -> SharedBatch:
+        """Return this process's part of a round, which is a placeholder if it has no further batch."""
+        ended = batch is None
+        lent = self._placeholder if ended else batch
+        if lent is None or lent is BAD:
+            return SharedBatch(BAD, 1, 0, ended, None, None)
+        evidence = Evidence(None, None if ended else fingerprint(lent)) if self.needs_evidence else None
+        self.needs_evidence = False
+        return SharedBatch(lent, 1, None if ended else samples, ended, everywhere, evidence)
 
     def _borrow(self, batch: Batch | None) -> None:
         """Use another process's batch as the placeholder if there is none yet; all processes call it."""
@@ -228,7 +177,7 @@ class SplitSource(Source):
 
 def check_division(source: Source, state: Any, position: int) -> None:
     """Check that a checkpoint's data was divided as this run's, if its state depends on that."""
-    parts = state[_PARTS] if isinstance(state, dict) and _PARTS in state else None
+    parts = state.get(_PARTS) if isinstance(state, dict) else None
     now = source.shard.size if source.is_split else None
     before = None if parts is None else len(parts)
     if before == now or not (position or any(each is not None for each in parts or [])):

@@ -25,7 +25,7 @@ _NO_LIMIT = timedelta(days=365)
 
 def rank() -> int:
     """Return this process's rank in its job; 0 if the job has one process."""
-    return _place("rank")[0]
+    return (_place() or (0, 1))[0]
 
 
 def local_rank() -> int:
@@ -39,31 +39,28 @@ def world_size() -> int:
 
     A program without a launcher is one process until a Trainer or an Engine starts the others.
     """
-    return _place("world_size")[1]
-
-
-def _place(asked: str) -> tuple[int, int]:
-    """Return rank and world size.
-
-    Args:
-        asked: The function that was called. Its call is noted if the program has one process so far, unless a
-            module of this package has called it.
-    """
     global _asked_alone
+    if (place := _place()) is not None:
+        return place[1]
+    caller = sys._getframe(1)
+    if _asked_alone is None and not caller.f_globals.get("__name__", "").startswith("drivetrain."):
+        _asked_alone = f"world_size() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+    return 1
+
+
+def _place() -> tuple[int, int] | None:
+    """Return rank and world size; None if the program has one process so far."""
     if is_grouped():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = detect(os.environ)
-    if found is not None:
-        return found.rank, found.world_size
-    caller = sys._getframe(2)
-    if _asked_alone is None and not caller.f_globals.get("__name__", "").startswith("drivetrain."):
-        _asked_alone = f"{asked}() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-    return 0, 1
+    return None if found is None else (found.rank, found.world_size)
 
 
 def asked_alone() -> str | None:
-    """Return where a program of one process first called `rank` or `world_size`; None if nowhere."""
-    return None if is_grouped() or detect(os.environ) is not None else _asked_alone
+    """Return where a program of one process first called `world_size`, which other processes may know later;
+    None if nowhere.
+    """
+    return _asked_alone if _place() is None else None
 
 
 def is_grouped() -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from drivetrain.core.errors import DataError
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
-from drivetrain.data.feed import Count
+from drivetrain.data.counting import Count
 from drivetrain.data.transfer import MicroBatch
 
 _WEIGHT_TOLERANCE = 0.01

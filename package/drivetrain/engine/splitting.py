@@ -20,7 +20,7 @@ from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_m
 from drivetrain.core.random_streams import HostDraws, generator_state, load_generator_state, shielded
 from drivetrain.core.validation import count
 from drivetrain.data import Everywhere, MicroBatch, batch_size
-from drivetrain.data.feed import Count
+from drivetrain.data.counting import Count
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.context import StepContext
 from drivetrain.engine.memory_advice import memory_advice

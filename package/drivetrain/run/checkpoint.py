@@ -72,8 +72,7 @@ def _state(run: Run, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
         "strategy": engine.strategy.state_dict(),
         "given": {name: updater.given for name, updater in engine.updaters.items()},
-        "data": feed.snapshot() if feed is not None else None,
-        "data_continues": feed.continuation() if feed is not None else None,
+        **(feed.snapshot() if feed is not None else {"data": None}),
         "samples_per_step": feed.samples_per_step if feed is not None else None,
     }
     if engine.splitter is not None:
@@ -221,7 +220,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
             if taken and data and run.is_main:
                 _LOG.info(f"the optimizer goes on with settings that have changed: {taken}")
         if run.train_feed is not None and data:
-            run.train_feed.restore(tree["data"], run.progress.position, tree.get("data_continues"))
+            run.train_feed.restore(tree, run.progress.position)
             if run.is_main:
                 _note_other_size(tree.get("samples_per_step"), run.train_feed.samples_per_step)
 

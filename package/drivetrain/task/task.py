@@ -20,7 +20,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.core.types import Batch, StepOutput
 from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size, described
-from drivetrain.data.feed import Measure
+from drivetrain.data.counting import Measure
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.task.assigned_loss import check_assigned_loss, counts_labels, is_sum, total_of_labels
 from drivetrain.task.forward import FORWARDS, call_forward, read_forward
