@@ -292,7 +292,7 @@ def test_an_argument_given_to_the_wrong_place_is_answered_with_the_right_one() -
 def test_an_import_or_a_hook_of_another_library_is_answered_with_ours() -> None:
     for name, ours in {
         "ModelCheckpoint": "Here it is CheckpointConfig, for Trainer(checkpoint=...).",
-        "WandbLogger": "see docs/how-to/loggers.md",
+        "WandbLogger": "see docs/how-to/trackers.md",
         "DeviceStats": "It is drivetrain.callbacks.DeviceStats",
     }.items():
         told = refusal(lambda name=name: getattr(drivetrain, name), kind=AttributeError)

@@ -322,7 +322,7 @@ _TRACKED = (
     "give CometLogger, MLFlowLogger or WandbLogger of Lightning, a logger of drivetrain by"
     ' dataclasses.replace(trainer, loggers="trackio"), or an object with log_metrics(metrics, step),'
     " log_config(config) and close() as"
-    " `logger`; see docs/how-to/loggers.md"
+    " `logger`; see docs/how-to/loggers-in-detail.md"
 )
 
 _MODELS = "log_model=True stores the best checkpoint and the finished weights"

@@ -78,7 +78,7 @@ _OURS = {
     **dict.fromkeys(
         _OUTSIDE,
         "It writes to a service outside the program. Give Trainer(loggers=...) an object with log_metrics,"
-        " log_config and close instead; see docs/how-to/loggers.md",
+        " log_config and close instead; see docs/how-to/loggers-in-detail.md",
     ),
     "AzureMLCallback": "Trainer(loggers='azureml') does that",
     "ClearMLCallback": "Trainer(loggers='clearml') does that",
