@@ -57,7 +57,6 @@ class IndexedSource(Source):
         reader: This process's number among several that read data of their own, each under its own random
             streams. Their orders are the same, so that data that is shuffled before it is divided stays
             divided.
-        bare: Whether the user gave only the dataset, and the loader was made here.
     """
 
     def __init__(
@@ -71,14 +70,12 @@ class IndexedSource(Source):
         pin_memory: bool = False,
         shard: Shard = WHOLE,
         reader: int = 0,
-        bare: bool = False,
     ) -> None:
         self.name = name
         self.shard = shard
         self._seed = seed
         self._batch_seed = mix(seed, reader) if reader else seed
         self._loader = loader
-        self._bare = bare
         ready = loader.batch_sampler is None
         self.dataset = loader.dataset
         self._draws = may_draw(loader.dataset, loader.collate_fn)
@@ -267,28 +264,6 @@ class IndexedSource(Source):
         if self._workers is not None:
             return self._made_by_workers(self._workers.read(epoch, position))
         return self._made_here(epoch, position)
-
-    def advice(self) -> str:
-        """Return a hint from the loader's settings."""
-        loader = self._loader
-        if not loader.num_workers:
-            return (
-                "Its batches are made in the training process: give the DataLoader, or for a Dataset the"
-                " Trainer, num_workers=2 or more"
-            )
-        factor = f"a larger prefetch_factor than {loader.prefetch_factor}"
-        more = (
-            f"More than num_workers={loader.num_workers}, {factor}{' of a DataLoader' if self._bare else ''},"
-            " or less work in the dataset's __getitem__ and the collate_fn would help"
-        )
-        if loader.persistent_workers:
-            return more
-        if self._bare:
-            return (
-                "Its workers start anew in every epoch, as your callbacks or your loop may change the"
-                f" dataset: a DataLoader with persistent_workers=True keeps them. {more}"
-            )
-        return f"Its workers start anew in every epoch: persistent_workers=True keeps them. {more}"
 
     def close(self) -> None:
         if self._workers is not None:

@@ -73,8 +73,8 @@ def as_source(
     may_be_empty = isinstance(data, AlreadySplit) and shard.size > 1  # if another rank's part is not
     if isinstance(data, AlreadySplit):
         split, data, shard, reader = data, data.data, WHOLE, shard.rank
-    loader, bare = data, is_dataset(data)
-    if bare:
+    loader = data
+    if is_dataset(data):
         size = _batch_size_of(data, name, batch_size)
         group_size = (size or 1) * shard.size * accumulation
         loader = _as_loader(
@@ -99,7 +99,6 @@ def as_source(
             pin_memory=pin_memory,
             shard=shard,
             reader=reader,
-            bare=bare,
         )
     elif isinstance(loader, (list, tuple)):
         source = BatchSource(name, loader, shard)

@@ -127,13 +127,6 @@ class Source(ABC):
             CheckpointError: The epoch is resumed, and had another length.
         """
 
-    def advice(self) -> str:
-        """Return a hint for when batches come too slowly."""
-        return (
-            "Its batches are made in the training process: a dataset with a length, in a DataLoader with"
-            " num_workers, has them made ahead"
-        )
-
     def close(self) -> None:
         """End what makes batches ahead; reading again starts it anew."""
 
@@ -338,16 +331,6 @@ class IterableSource(Source):
         _LOG.warning(
             f"the {self.name} data ended after {number} batches, and its length is {length}:"
             f"{missing if number < length else ''} correct its __len__, which the schedule relies on"
-        )
-
-    def advice(self) -> str:
-        """Return a hint for a DataLoader over an iterable, which has its own workers."""
-        workers = getattr(self._data, "num_workers", None)
-        if not workers:
-            return super().advice()
-        return (
-            f"More than num_workers={workers} may help, persistent_workers=True where epochs are short, and"
-            " pin_memory=True on a GPU"
         )
 
     def _begin(self, epoch: int, number: int) -> Iterator[Batch]:

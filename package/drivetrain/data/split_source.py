@@ -24,7 +24,6 @@ _PARTS = "of_each_rank"
 _OF_THE_PART = (
     "skip_bad_batches",
     "waiting",
-    "advice",
     "close",
     "snapshot",
     "restore",

@@ -199,7 +199,10 @@ class Throughput(Callback):
             and is_starved(run, wall, idle / (now.steps - before.steps))
         ):
             self._hints = False
-            _LOG.warning(_hint(run, waited / wall))
+            _LOG.warning(
+                f"{waited / wall:.0%} of the time goes to waiting for the training data. More num_workers,"
+                " persistent_workers=True for short epochs, or less work in __getitem__ or collate_fn help"
+            )
         for kind in Flops._fields if self._measure else ("model",):
             total = getattr(now.flops, kind)
             if not total:
@@ -277,11 +280,6 @@ def is_starved(run: Run, wall: float, idle: float) -> bool:
     """
     kind = run.engine.device.type
     return idle > _IDLE if kind == "cuda" else kind == "cpu" or run.device_wait < _BUSY * wall
-
-
-def _hint(run: Run, share: float) -> str:
-    assert run.train_feed is not None
-    return f"{share:.0%} of the time goes to waiting for the training data. {run.train_feed.source.advice()}"
 
 
 @dataclass(frozen=True, slots=True)
