@@ -29,20 +29,25 @@ class Parts(TaskModule):  # runs the blocks with these numbers
         return x.sum()
 
 
-def refused(strategy: Any, steps: list[tuple[list[int], list[int]]], train: bool = True) -> str:
+def refused(
+    strategy: Any, steps: list[tuple[list[int], list[int]]], train: bool = True, update: bool = False
+) -> str:
     strategy.setup()
     try:
         module = StepModule(Parts())
         module.use(module.task)
         make: Callable[..., Any] = lambda of: {"default": torch.optim.SGD(of.parameters(), lr=0.1)}  # noqa: E731
-        model = strategy.prepare(module, make, select_precision("32")).model
+        prepared = strategy.prepare(module, make, select_precision("32"))
+        model = prepared.model
         for number, each in enumerate(steps):
             strategy.microbatch(model, number % 2 == 1)
             with torch.set_grad_enabled(train):
                 loss = model(each[strategy.rank])
             if train:
                 strategy.backward(loss)
-        strategy.ranks.all_gather(None)
+            if update and number % 2 == 1:
+                strategy.optimizer_step(prepared.optimizer)
+            strategy.ranks.all_gather(None)
     except StrategyError as error:
         return str(error).partition(": ")[2].partition(". ")[0]
     finally:

@@ -221,7 +221,8 @@ def test_deepspeed_refusals() -> None:
 
 
 def _different_parts() -> list[str]:
-    found = [refused(zero(stage)(2), [([0, 1], [0, 2])] * 2) for stage in (1, 2, 3)]
+    steps = [([0, 1], [0, 2])] * 2
+    found = [refused(zero(stage)(2), steps, update=True) for stage in (1, 2, 3)]
     return [*found, refused(zero(3)(2), [([0], [1])], train=False)]
 
 
