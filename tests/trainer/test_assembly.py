@@ -79,6 +79,27 @@ def test_a_dataset_is_batched_and_shuffled_in_training_alone() -> None:
         assert torch.allclose(predicted, Regression()(given))
 
 
+def test_columns_train_and_are_evaluated_as_the_dataset_of_their_rows() -> None:
+    x, y = dataset().tensors
+    named = variant(loss=lambda self, outputs, batch: F.mse_loss(outputs, batch["y"]))
+    both = SimpleNamespace(train_data=lambda: (x, y), validation_data=lambda: (x, y))
+    trainer, expected = quiet(max_epochs=2, batch_size=4), Regression()
+    wanted = trainer.fit(expected, dataset(), dataset()).metrics
+    for make, data in (
+        (Regression, (x, y)),
+        (Regression, (x.numpy(), y.numpy())),
+        (named, {"features": x, "y": y}),
+        (Regression, both),
+    ):
+        task = make()
+        assert trainer.fit(task, data, None if data is both else data).metrics == wanted
+        assert weights(task) == weights(expected)
+        assert trainer.plan(make(), data).steps == 6
+    mean = variant(loss=lambda self, outputs, batch: outputs.mean())
+    seen, _ = seen_in([x[:2], x[2:4]], mean(), slice(None), batch_size=None)
+    assert [len(each) for each in seen] == [2, 2]  # a list has batches
+
+
 class Table:  # samples as the datasets package gives them: dicts, and no class of torch's
     def __len__(self) -> int:
         return 9

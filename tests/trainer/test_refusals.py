@@ -129,9 +129,16 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
         table[f"{name} of a loader"] = (fit(pairs(), {"one": pairs(4)}, **{name: value}), *words)
     assert_refused(ConfigError, table)
     wrong: dict[str, tuple[Any, ...]] = {
-        "a tensor": (fit(torch.ones(3, 4)), "TensorDataset(x, y)"),
+        "a tensor": (fit(torch.ones(3, 4)), "a tuple, (x, y)"),
         "batch size": (fit(bare), "Trainer(batch_size=32)"),
         "indexed": (fit(BARE()), "Bare", "Trainer(batch_size=32)"),
+        "list of columns": (
+            fit([torch.ones(3, 4), torch.ones(3)]),
+            "look like the inputs",
+            "a tuple, (x, y)",
+        ),
+        "columns, no size": (fit((torch.ones(3, 4), torch.ones(3))), "Trainer(batch_size=32)", "list(data)"),
+        "columns, odd": (fit({"x": torch.ones(3, 4), "y": torch.ones(2)}), "'x' has 3, 'y' has 2"),
         "empty": (fit([]), "training data is empty"),
         "dropped": (fit(pairs(3, 4, drop_last=True)), "training data is empty"),
     }

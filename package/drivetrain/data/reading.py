@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, StackDataset
 
 from drivetrain.core.containers import opened
 from drivetrain.core.errors import ConfigError, DataError
@@ -178,8 +179,29 @@ def _is_indexed(loader: object) -> bool:
     return not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__")
 
 
-AS_DATASET = "give them as torch.utils.data.TensorDataset(x, y), and the Trainer a batch_size"
+AS_DATASET = "give them as a tuple, (x, y), and the Trainer a batch_size"
 """How tensors of all samples are given as data."""
+
+
+def as_samples(data: Any, name: str) -> Any:
+    """Return columns as the dataset of their samples, and all other data as it is.
+
+    Columns are a tuple of at least two tensors or arrays of one length, or a mapping of names to them. A
+    tuple of other things, and any list, has ready batches.
+
+    Raises:
+        DataError: The columns of a mapping have different lengths.
+    """
+    columns = list(data.values()) if isinstance(data, Mapping) else list(data) if type(data) is tuple else []
+    if not all(isinstance(each, (Tensor, np.ndarray)) and each.ndim for each in columns):
+        return data
+    lengths = [len(each) for each in columns]
+    if isinstance(data, Mapping):
+        if len(set(lengths)) > 1:
+            found = ", ".join(f"{key!r} has {length}" for key, length in zip(data, lengths, strict=True))
+            raise DataError(f"the {name} data is a mapping of columns of different lengths: {found}")
+        return StackDataset(**data) if data else data
+    return StackDataset(*columns) if len(columns) > 1 and len(set(lengths)) == 1 else data
 
 
 def is_dataset(data: object) -> bool:
@@ -236,10 +258,10 @@ def _check_batches(batches: Sequence[Batch], name: str, warns: bool) -> None:
             f"the {name} data is a {kind} of loaders. For evaluation on several, give them names:"
             ' {"first": loader, "second": other}; training takes one loader'
         )
-    if warns and _are_columns(batches):
-        _LOG.warning(
-            f"the {name} data is a {kind} of 2 items of {len(batches[0])} rows each, which are read as ready"
-            f" batches, but they look like the inputs and the targets of all samples: {AS_DATASET}"
+    if _are_columns(batches):
+        raise DataError(
+            f"the {name} data is a {kind} of 2 items of {len(batches[0])} rows each. They would be read as"
+            f" ready batches, but look like the inputs and the targets of all samples: {AS_DATASET}"
         )
     if warns and (label := _label_of_a_sample(batches)) is not None:
         _LOG.warning(
@@ -257,7 +279,7 @@ def _are_columns(batches: Sequence[Batch]) -> bool:
     if len(batches) != 2 or not all(of_rows) or len(batches[0]) != len(batches[1]):
         return False
     kinds = {(getattr(each, "dtype", None), getattr(each, "ndim", None)) for each in batches}
-    return isinstance(batches, tuple) or len(kinds) > 1
+    return len(kinds) > 1
 
 
 def _label_of_a_sample(batches: Sequence[Batch]) -> Any:

@@ -12,6 +12,7 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.synonyms import foreign
 from drivetrain.core.types import Stateful
 from drivetrain.core.validation import check_no_class
+from drivetrain.data.reading import as_samples
 from drivetrain.task.task import TaskModule
 
 _METHODS = ("train_data", "validation_data", "test_data", "predict_data")
@@ -31,7 +32,7 @@ def pick_data(data: Any, stage: str) -> Any:
     """
     method = f"{'train' if stage == 'training' else stage}_data"
     if _has(data, method):
-        return getattr(data, method)()
+        return as_samples(getattr(data, method)(), stage)
     offered = [each for each in _METHODS if _has(data, each)]
     if offered:
         raise ConfigError(f"{type(data).__name__} has no {method}(). {nearest(method, offered)}")
@@ -40,7 +41,7 @@ def pick_data(data: Any, stage: str) -> Any:
     given = _LOADERS[stage]
     if _has(data, given) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(f"{type(data).__name__} has {given}(), which is called {method}() here. Rename it")
-    return data
+    return as_samples(data, stage)
 
 
 def _has(data: Any, method: str) -> bool:
@@ -57,7 +58,7 @@ def fit_data(train_data: Any, validation_data: Any) -> tuple[Any, Any]:
     """
     if validation_data is None and callable(getattr(train_data, "train_data", None)):
         make = getattr(train_data, "validation_data", None)
-        validation_data = make() if callable(make) else None
+        validation_data = as_samples(make(), "validation") if callable(make) else None
     elif validation_data is not None:
         validation_data = pick_data(validation_data, "validation")
     picked = pick_data(train_data, "training")
