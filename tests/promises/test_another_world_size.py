@@ -1,6 +1,6 @@
 """A run that is resumed on another number of ranks still has each sample of its epoch once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from drivetrain import LambdaCallback, Run, Trainer
 
 
 class Noting(Line):  # notes the numbers of the samples that it is trained on
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[list[int]], None]) -> None:
         super().__init__()
-        self.seen: list[int] = []
+        self.note = note
 
     def training_step(self, batch: Mapping[str, Tensor]) -> Any:
-        self.seen += batch["number"].tolist()
+        self.note(batch["number"].tolist())
         return super().training_step(batch)
 
 
@@ -29,11 +29,12 @@ def train(devices: int, run_dir: Path, until: int) -> list[int]:
         if run.progress.steps == until:
             run.stop("half way")
 
-    task, strategy = Noting(), "ddp" if devices > 1 else "cpu"
+    seen: list[int] = []
+    task, strategy = Noting(seen.extend), "ddp" if devices > 1 else "cpu"
     options = {"strategy": strategy, "devices": devices, "run_dir": run_dir, **QUIET}
     trainer = Trainer(max_epochs=1, callbacks=[LambdaCallback(on_step_end=stop)], **options)
     trainer.fit(task, batches(24, 4 // devices, shuffle=True), resume="auto")
-    return task.seen
+    return seen
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.unsaved_tensors import UnsavedTensors
 from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
 from drivetrain.checkpoint.assets import write_assets
@@ -91,7 +90,7 @@ class CheckpointSaver(Callback):
         self._triggers: dict[str, Trigger] = {}
         self._saving_step = -1
         self._unsaved: StorageError | None = None
-        self._unsaved_tensors: UnsavedTensors | None = None
+        self._is_checked = False
         self._must_save = False
 
     def on_fit_start(self, run: Run) -> None:
@@ -104,7 +103,7 @@ class CheckpointSaver(Callback):
         )
         if run.frozen is not None:
             run.frozen.watch(run.task)
-        self._unsaved_tensors = None
+        self._is_checked = False
         self._triggers = {
             each.interval_name: Trigger(each.interval, run.totals.per_epoch)
             for each in self.policies
@@ -157,12 +156,10 @@ class CheckpointSaver(Callback):
     @named_place("in a save")
     def on_save(self, run: Run) -> None:
         """Save if an interval ends here, a metric is among the best, or the run is about to end."""
-        if self._unsaved_tensors is None and run.result is not None:  # the first step of this program
-            self._unsaved_tensors = UnsavedTensors(run.engine)
+        if not self._is_checked and run.result is not None:  # the first step of this program
+            self._is_checked = True
             _check_extent(run)
             _check_storable(snapshot_run(run, self.policies[0].resumable))
-        elif self._unsaved_tensors is not None:
-            self._unsaved_tensors.end_step()
         if self.manager.is_writing:
             committed = None
             with self._tolerating(run):
@@ -195,7 +192,6 @@ class CheckpointSaver(Callback):
 
     def _save(self, run: Run, resume: Sequence[str], best: Sequence[str]) -> None:
         progress = run.progress
-        taken: list[Snapshot] = []
         bad: NonFiniteError | None = None
         with run.timed("save"):
             self.wait_for_save(run)
@@ -204,7 +200,7 @@ class CheckpointSaver(Callback):
                 with self._tolerating(run), ExitStack() as stack:
                     for each in run.callbacks:
                         stack.enter_context(each.saving(run))
-                    factory = partial(self._snapshot, run, taken)
+                    factory = partial(self._snapshot, run)
                     saved = self.manager.save(
                         progress.steps, progress.epoch, run.metrics, factory, resume=resume, best=best
                     )
@@ -214,14 +210,10 @@ class CheckpointSaver(Callback):
                 bad = error
         if bad is not None:
             run.nonfinite.end(bad)
-        if taken and run.is_main and self._unsaved_tensors is not None:
-            self._unsaved_tensors.warn(run.task, taken[0])
 
-    def _snapshot(self, run: Run, taken: list[Snapshot]) -> Snapshot:
-        """Return what the checkpoint holds, and note it in `taken`."""
+    def _snapshot(self, run: Run) -> Snapshot:
         snapshot = snapshot_to_save(run, self.policies[0].resumable)
         snapshot.assets = self._assets
-        taken.append(snapshot)
         return snapshot
 
     @contextmanager

@@ -17,12 +17,13 @@ from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state, parameter_names
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
-from drivetrain.core.random_streams import generator_state, host_state, load_generator_state
+from drivetrain.core.random_streams import host_state, load_generator_state
 from drivetrain.core.types import Json, Stateful
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
 from drivetrain.run.run import Run
+from drivetrain.task.attribute_state import merged
 from drivetrain.task.attributes import generators_of
 from drivetrain.task.model_info import info_of
 from drivetrain.task.optim.given import reordered_state
@@ -30,6 +31,9 @@ from drivetrain.task.optim.state import TRAINED, order_of_groups, take_averages
 from drivetrain.task.stored import pack_hparams
 
 _LOG = logger(__name__)
+
+LOST = "training changes what no checkpoint can hold"
+"""The beginning of a warning."""
 
 
 def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
@@ -42,6 +46,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
     engine.synchronize_buffers()
     # Every save compares the calls of the ranks with it.
     own = engine.data_ranks.all_gather(_own_state(run) if resumable else {})
+    attributes = _attributes(run) if resumable else []
     groups: dict[str, dict[str, Tensor]] = {}
     tree: dict[str, Any] = {}
     with engine.checkpoint_layout() as taken:
@@ -49,7 +54,8 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
         if resumable:
             groups["optimizer"], tree["optimizers"] = optimizer_state(run.task, taken)
     if resumable:
-        tree |= _state(run, own)
+        lost = [] if run.attributes is None else [*run.attributes.lost]
+        tree |= {**_state(run, own), "attributes": attributes, "lost": lost}
     state, groups["state"] = pack({**tree, "module_extras": extras})
     groups["model"], frozen = _without_frozen(run, groups["model"])
     return Snapshot(
@@ -80,6 +86,14 @@ def _state(run: Run, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return tree
 
 
+def _attributes(run: Run) -> list[dict[str, Any]]:
+    """Return, on rank 0, the attributes that have changed; of other ranks those that differ from its own."""
+    if run.attributes is None:
+        return []
+    of_ranks = run.engine.data_ranks.gather_first(run.attributes.state())
+    return [] if of_ranks is None else merged(of_ranks)
+
+
 def _without_frozen(run: Run, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Json]]:
     """Return the weights that the policy stores, and the object with the fingerprints of the others."""
     if run.frozen is None:
@@ -101,6 +115,14 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
     run.engine.buffer.check()
     snapshot = snapshot_run(run, resumable)
     run.nonfinite.check_weights(snapshot)
+    if resumable and run.is_main and run.attributes is not None and (lost := run.attributes.news()):
+        named = ", ".join(f"{name!r} ({kind})" for name, kind in lost.items())
+        _LOG.warning(
+            f"{LOST}: {named} of {type(run.task).__name__}. In a"
+            " resumed run it is as the program makes it. Keep tensors, numbers, generators or containers of"
+            " them in the attribute, give its class state_dict and load_state_dict, or keep it in a callback"
+            " that has both. 'drivetrain check-resume' finds out whether a step depends on it"
+        )
     return snapshot
 
 
@@ -145,7 +167,6 @@ def _own_state(run: Run) -> dict[str, Any]:
     logged = _logged_state(run)
     return {
         "host_streams": host_state(),
-        "generators": {name: generator_state(each) for name, each in generators_of(run.task).items()},
         **(logged if run.unlogged is None else {**run.unlogged, "at_limit": logged}),
         **({"postponed": run.postponed} if run.postponed is not None else {}),
         **({"requests": asked} if (asked := _unmet(run)) else {}),
@@ -333,6 +354,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
             f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
         )
     _check_seed_of_data(run, tree)
+    _restore_attributes(run, tree)  # first, so that the program's own set_extra_state has the last word
     with engine.checkpoint_layout(write=True) as optimizers:
         _load_weights(run, snapshot, tree)
         restore_optimizer_state(
@@ -368,10 +390,29 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
     return orders
 
 
+def _restore_attributes(run: Run, tree: Any) -> None:
+    """Restore the attributes of this rank; ranks that the saved run did not have take those of rank 0."""
+    of_ranks, rank = tree.get("attributes", []), run.engine.data_ranks.rank
+    if run.attributes is None or not of_ranks:
+        return
+    mine = {**of_ranks[0], **(of_ranks[rank] if rank < len(of_ranks) else {})}
+    with well_formed("the checkpoint's attributes of the task"):
+        missing = run.attributes.load(mine, run.engine.device)
+    if run.is_main and (missing := sorted({*missing, *tree.get("lost", ())})):
+        _LOG.warning(
+            f"the checkpoint does not bring back {', '.join(map(repr, missing))} of"
+            f" {type(run.task).__name__}: the attribute could not be stored, or the program has changed. It"
+            " is as the program makes it"
+        )
+
+
 def _restore_own(run: Run, mine: Sequence[Mapping[str, Any]]) -> None:
     """Restore what is this rank's own, from the states of one or more ranks."""
     run.host_streams = mine[0]["host_streams"]
-    _restore_each(generators_of(run.task), mine[0]["generators"], "random generator", load_generator_state)
+    if "generators" in mine[0]:  # of a checkpoint that stores no attributes
+        _restore_each(
+            generators_of(run.task), mine[0]["generators"], "random generator", load_generator_state
+        )
     run.engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), run.engine.device)
     run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
     metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]

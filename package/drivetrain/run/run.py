@@ -34,6 +34,7 @@ from drivetrain.run.ledger import Ledger
 from drivetrain.run.nonfinite import NonFinitePolicy
 from drivetrain.run.save_errors import LEFT_OUT, words_of
 from drivetrain.run.state import RunState, Triggers
+from drivetrain.task.attribute_state import AttributeState
 from drivetrain.task.task import TaskModule
 
 
@@ -53,6 +54,7 @@ class Run(RunState):
         latest_at: The last step, in this program, after which anything was logged; -1 before that.
         run_dir: The directory for files, or None.
         frozen: The frozen parameters that the checkpoints leave out; None if they hold all.
+        attributes: The attributes of the task that its checkpoints hold; None if it saves none.
         nonfinite: The policy for losses, weights and validations that are NaN or infinite.
         is_main: Whether this is rank 0.
         result: The last step's result, or None before the first.
@@ -115,6 +117,7 @@ class Run(RunState):
         self.hooks = Hooks(self.callbacks)
         self.run_dir = run_dir
         self.frozen = frozen
+        self.attributes: AttributeState | None = None
         self.totals = totals or Totals()
         self.triggers = triggers or Triggers()
         self.train_feed = train_feed

@@ -1,18 +1,21 @@
-"""What the plain attributes of a task's modules hold, which torch's state dict leaves out."""
+"""The modules of a task, and what is in their plain attributes, which torch's state dict leaves out."""
 
 from __future__ import annotations
 
 import random
+import sys
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from drivetrain.core.random_streams import generator_state, load_generator_state
 
@@ -22,15 +25,17 @@ _MANY = 1000
 _DEPTH = 4
 """The levels of containers and objects in an attribute to look at."""
 
-_LIBRARIES = frozenset(
-    {"abc", "builtins", "collections", "deepspeed", "drivetrain", "torch", "torch_xla", "torchao", "typing"}
-)
-"""Packages whose classes rebuild or save their attributes without the user's help."""
-
-_opaque = set(_LIBRARIES)
+_opaque = {"deepspeed", "drivetrain", "torch", "torch_xla", "torchao", *sys.stdlib_module_names}
 """Packages whose objects in attributes are not searched: they are no modules, and belong to a library."""
 
-_OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams"})
+_SEARCHED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
+_NOT_SEARCHED = (DataLoader, Dataset, Sampler)
+"""Classes that are searched, and that are not, whatever their package; data goes on by its own state."""
+
+CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, partial)
+"""Classes of attributes' values that are no state."""
+
+OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams", "hparams"})
 """Attributes that torch and this package store in modules of any class."""
 
 PLAIN = (int, float, str, bytes, type(None))
@@ -57,20 +62,18 @@ def modules_of(
         return
     seen.add(module)
     yield prefix, module
-    for name, child in module.named_children():
+    hidden = [(name, each) for name, each in vars(module).items() if isinstance(each, nn.Module)]
+    for name, child in (*module.named_children(), *hidden):
         yield from modules_of(child, f"{prefix}{name}.", seen)
 
 
-def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the plain attributes of a module of the user's class that are no numbers or texts."""
-    if not _is_of_library(type(module)):  # type: ignore[arg-type]  # mypy: no class of modules is hashable
-        yield from _added_to(module)
-
-
-def _added_to(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name not in _OF_MODULES and not isinstance(value, PLAIN):
-            yield name, value
+def is_opaque(value: Any) -> bool:
+    """Return whether an object is not searched: it is code or data, or belongs to a library."""
+    if isinstance(value, (*CODE, *_NOT_SEARCHED)) or _is_metric(value):
+        return True
+    package = type(value).__module__.partition(".")[0]
+    is_of_torch = package == "torch" and isinstance(value, nn.Module)
+    return package in _opaque and not is_of_torch and not isinstance(value, _SEARCHED)
 
 
 def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -91,7 +94,7 @@ def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...
             items = each.items()
         elif isinstance(each, (list, tuple, deque)):
             items = enumerate(each)
-        elif not isinstance(each, type) and type(each).__module__.partition(".")[0] not in _opaque:
+        elif not is_opaque(each):
             items = getattr(each, "__dict__", {}).items()
         for key, inner in islice(items, _MANY):
             yield from search((*place, key), inner, depth - 1)
@@ -104,8 +107,8 @@ def generators_of(task: nn.Module) -> dict[str, RandomGenerator]:
     found: dict[str, RandomGenerator] = {}
     seen: set[int] = set()
     for prefix, module in modules_of(task):
-        for name, value in _added_to(module):  # of torch's modules too: the user may have put one there
-            for place, each in leaves(value, GENERATORS):
+        for name, value in vars(module).items():  # of torch's modules too: the user may have put one there
+            for place, each in leaves(value, GENERATORS) if name not in OF_MODULES else ():
                 if id(each) not in seen and not isinstance(each, random.SystemRandom):
                     seen.add(id(each))
                     found[".".join(map(str, (prefix + name, *place)))] = each
@@ -124,11 +127,6 @@ def generators_kept(task: nn.Module) -> Iterator[None]:
     finally:
         for generator, state in states:
             load_generator_state(generator, state)
-
-
-@cache
-def _is_of_library(kind: type) -> bool:
-    return {each.__module__.partition(".")[0] for each in kind.__mro__} <= _LIBRARIES
 
 
 def _is_metric(value: Any) -> bool:

@@ -56,6 +56,7 @@ from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import as_compile
+from drivetrain.task.attribute_state import AttributeState
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
@@ -534,6 +535,8 @@ def start_from(
             each.begin(run)
     with run.timed("restore"):
         asks = resume is not None or may_start_again()
+        if asks or (saver is not None and saver.policies[0].resumable):
+            run.attributes = AttributeState(run.task, run.engine.data_ranks.size)
         found = find_checkpoint(settings, run, saver, resume) if asks else None
         if found is not None:
             restore(run, found[1], found[0], override)

@@ -11,11 +11,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from drivetrain.callbacks import unsaved_tensors
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.messages import logger
 from drivetrain.core.stages import most
+from drivetrain.run import checkpoint as run_checkpoint
 from drivetrain.testing.resume.digests import short
 from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording, first_step
 
@@ -62,7 +62,7 @@ class RunRecorder:
         changes["checkpoint"] = dataclasses.replace(policy, every=every, best=0, by=None, name=None)
         self._recorder = Recorder(recording)
         # The comparison shows whether anything depends on such tensors, and the report names them only then.
-        logger(unsaved_tensors.__name__).addFilter(self._takes)
+        logger(run_checkpoint.__name__).addFilter(self._takes)
         changes["callbacks"] = (*trainer.callbacks, self._recorder)
         changes["log_every"] = f"{recording.log_every} steps"
         if recording.epoch is not None:
@@ -102,9 +102,10 @@ class RunRecorder:
         return changes
 
     def _takes(self, record: logging.LogRecord) -> bool:
-        """Record a warning of tensors that no checkpoint holds, in place of showing it."""
-        if self._recorder is not None:
-            self._recorder.warned(record.getMessage().partition(". ")[0])
+        """Record a warning of what no checkpoint can hold, in place of showing it."""
+        if self._recorder is None or not record.getMessage().startswith(run_checkpoint.LOST):
+            return True
+        self._recorder.warned(record.getMessage().partition(". ")[0])
         return False
 
     def _end_program(self) -> NoReturn:
