@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.fault_kinds import Killed
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, OptimizerConfig
 from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.storage.schemes import file_system
 
 NAN, INF = math.nan, math.inf
 
@@ -212,3 +215,30 @@ def test_checkpoints_that_are_not_resumable_hold_the_task_alone(tmp_path: Path) 
     assert sizes[False] < sizes[True] / 2
     with pytest.raises(CheckpointError, match=r"holds weights only, .*resumable=False"):
         quiet(run_dir=tmp_path / "False", max_steps=2).fit(Noted(adam), pairs(), resume=path)
+
+
+@pytest.mark.parametrize("scheme", ["", "memory:/"])
+def test_a_start_removes_what_a_killed_removal_has_left(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"{scheme}{tmp_path}"
+    policy = CheckpointConfig(every="1 steps", keep_last=2, by=None, directory=place)
+    begun: list[set[str]] = []
+
+    def fit(steps: int) -> None:
+        look = LambdaCallback(
+            on_epoch_start=lambda run: begun.append(set(file_system(place).entries(folder)))
+        )
+        trainer = quiet(max_steps=steps, checkpoint=policy, run_dir=tmp_path / "run", callbacks=[look])
+        trainer.fit(Regression(), pairs(8), resume="auto")
+
+    def kill(self: Any, path: str) -> None:
+        raise Killed
+
+    folder = file_system(place).join(place, "checkpoints")
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryCheckpointIO, "remove", kill)
+        with pytest.raises(Killed):
+            fit(4)
+    fit(4)
+    assert begun[-1] - {"lock.json"} == {"index.json", "step-00000002", "step-00000003"}

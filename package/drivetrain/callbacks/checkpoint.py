@@ -94,13 +94,15 @@ class CheckpointSaver(Callback):
         self._must_save = False
 
     def on_fit_start(self, run: Run) -> None:
-        """Start the save intervals at the run's progress, and make the assets."""
+        """Remove what a kill has left, start the save intervals at the run's progress, and make assets."""
         for watched in self._all_watched():
             watched.begin(run)
         self.policies = self.manager.policies = tuple(
             each.with_direction(None if each.by is None else run.names.direction(each.by))
             for each in self.policies
         )
+        with self._tolerating(run):
+            self.manager.prune(run.last_checkpoint)
         if run.frozen is not None:
             run.frozen.watch(run.task)
         self._is_checked = False

@@ -287,6 +287,23 @@ class CheckpointManager:
         is_best = any(each.name == entry.name and bool(each.best) for each in job.stays)
         return SavedCheckpoint(self._path(entry.name), is_best)
 
+    def prune(self, spared: str | None = None) -> None:
+        """Remove what no policy keeps and a killed job has not removed; for the start of a fit.
+
+        Args:
+            spared: The path of a checkpoint that stays, because the fit goes on from it.
+        """
+        self._open()
+        stays, goes = retain(self._entries, self.policies)
+        gone = [each for each in goes if self._path(each.name) != spared]
+        if gone:
+            stays = oldest_first([*stays, *(each for each in goes if each not in gone)])
+            job = _PendingSave(stays[-1], self._entries, self._entries, stays, gone)
+            try:
+                self._perform(job, None)
+            finally:
+                self._settle(job)
+
     @property
     def is_writing(self) -> bool:
         """Whether a background save has begun, and neither `poll` nor `wait` has reported its end."""
