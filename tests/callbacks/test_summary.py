@@ -70,6 +70,14 @@ def test_a_batch_adds_shapes_and_operations_to_the_table_and_to_its_data():
     assert (found["total"]["parameters"], found["total"]["bytes"], found["buffer_bytes"]) == (212, 848, 0)
 
 
+def test_an_escape_in_a_name_is_text_in_the_tables_of_a_summary_and_a_plan():
+    task = Regression()
+    task.add_module("odd\x1b[2J", nn.BatchNorm1d(2).eval())
+    for text in (str(summarize(task)), str(quiet(max_steps=1).plan(task, pairs(8)))):
+        assert "odd\\x1b[2J" in text
+        assert "\x1b" not in text
+
+
 def test_summary_undoes_what_a_forward_keeps_also_after_an_error():
     def forward(self, features):
         self.hidden = self.cache[len(features)] = features.mean()

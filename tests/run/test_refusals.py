@@ -171,6 +171,8 @@ def test_metric_names_that_meet_are_refused() -> None:
         loss=lambda self, outputs, batch: {"loss": outputs.mean(), "step": torch.ones(())},
     )
 
+    escapes = variant(loss=lambda self, outputs, batch: {"loss": outputs.mean(), "\x1b[2J": torch.ones(())})
+
     def logs(name: str, key: str, **more: Any) -> Any:
         return lambda: fit(**hook(name, lambda run: run.log(key, 1.0)), **more)
 
@@ -178,6 +180,8 @@ def test_metric_names_that_meet_are_refused() -> None:
         "of two stages": (lambda: fit(same(), validation=pairs(2)), "of train and 'loss' of validation"),
         "logged": (logs("on_log", "train/loss"), "run.log('train/loss'", "'loss' of train"),
         "the tables' count": (lambda: fit(counts()), "metric_name gave 'step'"),
+        "an escape of a step": (lambda: fit(escapes()), r"train/\x1b[2J", "without control characters"),
+        "an escape of a hook": (logs("on_log", "a\x07"), r"'a\x07'", "no control characters"),
         "watched by nobody's name": (
             lambda: fit(validation=pairs(2), log_every=3, callbacks=[EarlyStopping("validation/los")]),
             "'validation/los'",

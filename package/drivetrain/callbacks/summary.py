@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import elements
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError, StrategyError, shown
 from drivetrain.core.messages import columns, logger, sized
 from drivetrain.core.validation import by_name, flag
 from drivetrain.strategies.precision.base import Precision
@@ -101,7 +101,7 @@ class Summary:
         if self.has_layers:
             forward, backward = _flops(total.forward_flops), _flops(total.backward_flops)
             lines.append(f"floating-point operations for this batch: {forward} forward, {backward} backward")
-        return "\n".join(lines)
+        return shown("\n".join(lines))
 
 
 @dataclass(frozen=True)

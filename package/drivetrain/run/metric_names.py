@@ -58,10 +58,10 @@ class MetricNames:
             given = self._task.metric_name(stage, loader, name)
             if given is None:
                 continue
-            if not isinstance(given, str) or not given:
+            if not isinstance(given, str) or not given or not given.isprintable():
                 raise ConfigError(
-                    f"{self._owner}.metric_name gave {given!r} for {source}; it returns the name as a text,"
-                    " or None to leave the value out"
+                    f"{self._owner}.metric_name gave {given!r} for {source}; it returns the name, a text"
+                    " without control characters, or None to leave the value out"
                 )
             if given == _COUNT:
                 raise ConfigError(
@@ -113,8 +113,10 @@ class MetricNames:
 
     def check_logged(self, name: str) -> None:
         """Check a name that a hook logs a value under."""
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"run.log takes a name, which is a text that is not empty, not {name!r}")
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ConfigError(
+                f"run.log takes a name, a text that is not empty and has no control characters, not {name!r}"
+            )
         if name == _COUNT:
             raise ConfigError(f"run.log({name!r}, ...): {_TAKEN}. Log the value under another name")
         source = self._sources.setdefault(name, None)

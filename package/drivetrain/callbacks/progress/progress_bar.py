@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.progress.notebook_table import NotebookTable, html_table
-from drivetrain.core.errors import MissingDependencyError
+from drivetrain.core.errors import MissingDependencyError, plain
 from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import by_name, one_of
 
@@ -183,7 +183,7 @@ class ProgressBar(Callback):
 
     def _draw_evaluation(self, run: Run) -> None:
         evaluation = run.evaluation
-        name = run.stage if evaluation.loader is None else f"{run.stage} {evaluation.loader}"
+        name = run.stage if evaluation.loader is None else plain(f"{run.stage} {evaluation.loader}")
         if self._evaluation_bar is None:
             options = self._bar_class.options | self._bar_class.second
             self._evaluation_bar = self._bar_class(

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
+from drivetrain.core.errors import shown
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
@@ -146,7 +147,8 @@ class Plan:
             *self._memory_rows(),
         ]
         lines = [f"  {each}" for each in columns([(name, text) for name, text in rows if text])]
-        return "\n".join([f"plan of {self.task}", *lines, *(f"warning: {each}" for each in self.warnings)])
+        warned = (f"warning: {each}" for each in self.warnings)
+        return shown("\n".join([f"plan of {self.task}", *lines, *warned]))
 
     def _token_text(self) -> str:
         if self.tokens_per_step is None:
