@@ -112,6 +112,14 @@ def test_a_dataset_that_raises_names_the_batch_and_its_indices(workers: int) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+def test_the_errors_of_a_group_are_named(workers: int) -> None:
+    group = ExceptionGroup("many", [ValueError("bad row"), OSError("no disk")])
+    data = DataLoader(Augmented(fails=(3, group)), batch_size=2, num_workers=workers)
+    with pytest.raises(DataError, match=r"many \(2 .*: ValueError: bad row; OSError: no disk"):
+        run(data)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 def test_only_the_rank_that_reads_it_meets_a_broken_sample_and_names_its_batch(workers: int) -> None:
     data = DataLoader(Augmented(fails=(8, ValueError("broken"))), batch_size=2, num_workers=workers)
     run(data, 1, 2)

@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import is_out_of_memory
+from drivetrain.distributed.failure.messages import summary
 
 _LOG = logger(__name__)
 
@@ -45,7 +46,7 @@ class Raised:
         worker = get_worker_info()
         self.worker = -1 if worker is None else worker.id
         self.pid = os.getpid()
-        self.text = "".join(traceback.format_exception_only(error)).strip()
+        self.text = summary(error)
         self.traceback = "".join(traceback.format_exception(error)).rstrip()
         self._made_by = _made_by(error)
 

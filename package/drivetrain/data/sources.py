@@ -39,6 +39,7 @@ from drivetrain.data.workers.ends import (
 )
 from drivetrain.data.workers.pool import LookAhead
 from drivetrain.data.workers.signals import aside, end, watch_workers, workers_ignoring_signals
+from drivetrain.distributed.failure.messages import summary
 from drivetrain.distributed.ranks import ALONE, Ranks
 
 _LOG = logger(__name__)
@@ -184,7 +185,9 @@ class Source(ABC):
         place = f"batch {number} of epoch {epoch}{detail}"
         if isinstance(error, WorkerEnded):
             return DataError(f"the {self.name} data cannot be read on; {place} was waited for: {error}")
-        return DataError(f"the {self.name} data raised at {place}: {type(error).__name__}: {error}")
+        is_group = isinstance(error, ExceptionGroup)
+        what = summary(error) if is_group else f"{type(error).__name__}: {error}"
+        return DataError(f"the {self.name} data raised at {place}: {what}")
 
 
 class BatchSource(Source):

@@ -7,13 +7,17 @@ import re
 import shutil
 import signal
 import time
+import traceback
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 _TORCHS = re.compile(r"DataLoader worker \((pid(?:\(s\))? [\d, ]+)\) (is killed|exited)")
 """The beginning of torch's error for a dead worker."""
 
-_CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal Traceback ", re.ASCII)
+_OF_GROUP = re.compile(r"^ *\| (\S.*)$", re.MULTILINE)
+"""The line of a group of errors in its traceback, and those of the errors in it."""
+
+_CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal ", re.ASCII)
 """The beginning of torch's error for an exception in a worker; its traceback follows."""
 
 _DYING = 1.0
@@ -99,6 +103,9 @@ def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
     Returns None for an error that was raised here.
     """
     text = str(error.args[0]) if error.args else ""  # str() of a KeyError would quote it
+    for call, _ in traceback.walk_tb(error.__traceback__):
+        if call.f_code.co_name == "reraise":  # torch's, which cannot make a group anew
+            text = str(call.f_locals.get("msg", text))
     found = _CAUGHT.match(text)
     if found is None:
         return None
@@ -107,6 +114,8 @@ def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
     _, frame, after = text.rpartition('\n  File "')
     lines = (frame + after).splitlines()[2:] or text.splitlines()[-1:]
     what = next((each for each in lines if each and not each.startswith(" ")), lines[-1])
+    if members := [each for each in _OF_GROUP.findall(text) if not each.startswith("Traceback ")]:
+        what = f"{members[0]}: {'; '.join(members[1:])}"
     return f", in worker {number}{pid}", what
 
 
