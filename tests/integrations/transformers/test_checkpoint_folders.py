@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.integrations.lazy import Lazy
 from tests.integrations.transformers.families import model
-from tests.integrations.transformers.test_trainer import arguments, equal, even, padded, trainer
+from tests.integrations.transformers.test_trainer import arguments, equal, even, losses, padded, trainer
 from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
@@ -41,12 +41,8 @@ def test_each_checkpoint_has_a_folder_that_from_pretrained_loads_and_that_is_res
     made.train()
     assert _names(tmp_path / "run") == ["checkpoint-2", "checkpoint-3", "checkpoints"]
     last = tmp_path / "run" / "checkpoint-3"
-    assert {each.name for each in last.iterdir()} == {
-        "checkpoints",
-        "config.json",
-        "model.safetensors",
-        "trainer_state.json",
-    }
+    files = "checkpoints config.json model.safetensors optimizer.pt scheduler.pt trainer_state.json"
+    assert sorted(each.name for each in last.iterdir()) == [*files.split(), "training_args.bin"]
     _same(last, made.model)
     state = transformers.TrainerState.load_from_json(str(last / "trainer_state.json"))
     assert (state.global_step, len(state.log_history)) == (3, 3)
@@ -69,6 +65,24 @@ def test_each_checkpoint_has_a_folder_that_from_pretrained_loads_and_that_is_res
     (tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
     with warned("is damaged and skipped"):
         assert hf.get_last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-3")
+
+
+WARM = {"lr_scheduler_type": "cosine", "weight_decay": 0.1, "warmup_steps": 1}
+RARE = {"lr_scheduler_type": "linear", "logging_steps": 500}
+
+
+@pytest.mark.parametrize("options", [WARM, RARE, {"optim": "sgd", "optim_args": "momentum=0.9"}])
+def test_transformers_own_trainer_goes_on_from_a_folder(options: Any, tmp_path: Path) -> None:
+    given = {**EACH, **options, "hub_token": "a secret", "restore_callback_states_from_checkpoint": True}
+    ours, back = trainer(tmp_path, **given), trainer(tmp_path / "back", transformers.Trainer, **given)
+    ours.train()
+    back.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    equal(back, ours)
+    assert losses(back) == losses(ours)
+    assert b"a secret" not in (tmp_path / "checkpoint-4" / "training_args.bin").read_bytes()
+    ours.state = transformers.TrainerState.load_from_json(str(tmp_path / "checkpoint-4/trainer_state.json"))
+    ours._load_callback_state()
+    assert (ours.state.global_step, ours.control.should_training_stop) == (4, True)
 
 
 def test_a_folder_has_what_save_model_writes_and_a_broken_save_leaves_none(tmp_path: Path) -> None:
@@ -178,6 +192,7 @@ def test_training_goes_back_to_earlier_checkpoints_and_to_those_of_other_folders
 
 def test_what_cannot_be_resumed_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(tmp_path / "run", max_steps=1, save_only_model=True, **EACH).train()
+    assert not (tmp_path / "run" / "checkpoint-1" / "optimizer.pt").exists()
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
 

@@ -685,11 +685,15 @@ class CallbackAdapter(OwnCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON, with the states of callbacks that have one."""
         if self._training is not None:
+            self._see(self._training)
             self._add_counts(self._training)
         exported: dict[str, Any] = {}
         for each in self.callbacks:
             if isinstance(each, ExportableState):
                 exported.setdefault(type(each).__name__, []).append(each.state())
+        control = dataclasses.replace(self.control)
+        control.should_training_stop |= 0 < self.state.max_steps <= self.state.global_step
+        exported["TrainerControl"] = [control.state()]
         self.state.stateful_callbacks = {
             name: states[0] if len(states) == 1 else states for name, states in exported.items()
         }
@@ -702,7 +706,7 @@ class CallbackAdapter(OwnCallback):
 
     def state_json(self, indent: int | None = None) -> str:
         """Return the state as JSON; the states of callbacks are those of the last `state_dict`."""
-        return json.dumps(dataclasses.asdict(self.state), indent=indent, default=float)
+        return json.dumps(dataclasses.asdict(self.fresh_state()), indent=indent, default=float)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; the next fit continues from there."""
@@ -726,6 +730,7 @@ class CallbackAdapter(OwnCallback):
                     for name in own_state[part]:  # a file chooses no other attribute
                         if name in saved[part] and hasattr(each, name):
                             setattr(each, name, saved[part][name])
+        exported.pop("TrainerControl", None)  # for transformers' own Trainer
         left = sorted(name for name, states in exported.items() if states)
         if left and restores:
             trainer.logger.warning(

@@ -4,11 +4,11 @@
 
     output_dir/
         checkpoints/step-00000500/      a checkpoint of drivetrain
-        checkpoint-500/                 what `from_pretrained` loads, and trainer_state.json
+        checkpoint-500/                 what `from_pretrained` loads, and transformers' own Trainer
             checkpoints/step-00000500/  the same checkpoint, by hard links
 
 So such a folder is complete by itself: it can be moved or copied, and still be resumed from. Only the
-weights are on the disk a second time, because `from_pretrained` needs them under other names.
+weights and the optimizer are on the disk a second time, because transformers needs them in other files.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ from drivetrain.integrations.transformers.script.pass_outputs import Pass
 from drivetrain.integrations.transformers.script.run import ScriptRun
 from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.script.search import HyperparameterSearch, chosen_search
+from drivetrain.integrations.transformers.script.their_files import write_arguments, write_optimizer
 from drivetrain.integrations.transformers.script.their_names import TheirNames
 from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.run.checkpoint import snapshot_to_save
@@ -214,6 +215,7 @@ class Trainer(TheirNames):
     metrics_format = transformers.Trainer.metrics_format
     save_metrics = transformers.Trainer.save_metrics
     save_state = transformers.Trainer.save_state
+    _load_callback_state = vars(THEIRS)["_load_callback_state"]
     create_model_card = transformers.Trainer.create_model_card
     floating_point_ops = transformers.Trainer.floating_point_ops
 
@@ -966,6 +968,10 @@ class Trainer(TheirNames):
         self._adapter.note_checkpoint(run)
         unfinished = ranks.first(lambda: folders.unfinished(checkpoint))
         self.save_model(unfinished, _internal_call=True)
+        whole = run.engine.strategy.name in ("single", "ddp")  # each process has the whole optimizer
+        if whole and not self.args.save_only_model:
+            made = self.model, self.optimizer, self.lr_scheduler, run.progress.steps
+            ranks.first(lambda: write_optimizer(unfinished, *made))
         state = self._adapter.state_json(indent=2) + "\n"
         ranks.first(lambda: folders.commit(unfinished, checkpoint, state))
         self._save_checkpoint(self.model, None)
@@ -1279,7 +1285,7 @@ class Trainer(TheirNames):
     ) -> None:
         """Write the model and its processor to a folder, for `from_pretrained`; all processes call it.
 
-        See `export_pretrained`.
+        See `export_pretrained`. As in transformers, the folder has the arguments too, in training_args.bin.
 
         Args:
             output_dir: The folder; None for that of the arguments.
@@ -1292,6 +1298,8 @@ class Trainer(TheirNames):
             return
         with nullcontext() if run is None else run.engine.checkpoint_layout():
             export_pretrained(self._task, folder)
+        if self.is_world_process_zero():
+            write_arguments(os.fspath(folder), self.args)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model; an override writes it in a package's own form, for models that are not sharded."""
