@@ -1,6 +1,7 @@
 """Details of a script's Trainer that are transformers': events, callbacks, second trainings, schedules."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,10 @@ def test_a_callback_that_evaluates_at_the_end_of_an_epoch_is_heard_after_the_sav
 
 
 def test_the_list_of_callbacks_is_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
+    found, given = [], {"enable_jit_checkpoint": True, "disable_tqdm": False, "max_steps": 1}
+    handler = signal.getsignal(signal.SIGTERM)
     for kind in (transformers.Trainer, hf.Trainer):
-        made = trainer(tmp_path, kind, max_steps=1, disable_tqdm=False, callbacks=[_recorder()])
+        made = trainer(tmp_path, kind, callbacks=[_recorder()], **given)
         names = [type(each).__name__ for each in made.callback_handler.callbacks]
         made.callback_handler.callbacks.append(transformers.PrinterCallback())
         assert made.pop_callback(transformers.ProgressCallback) is not None
@@ -92,6 +94,7 @@ def test_the_list_of_callbacks_is_transformers(tmp_path: Path, capsys: pytest.Ca
         assert "'loss'" in shown.out
         assert "loss" not in shown.err
         found.append(names)
+        assert signal.getsignal(signal.SIGTERM) is handler
     assert sorted(found[0]) == sorted(found[1])
     assert made.callback_handler.on_push_begin(made.args, made.state, made.control) is made.control
 

@@ -39,7 +39,8 @@ class Line(nn.Module):
     def forward(self, x: Any, labels: Any = None) -> Any:
         if torch.is_grad_enabled():
             self.modes.append(self.training and self.drop[0].training)
-        return {"loss": (self.line(self.drop(x)) - labels).square().mean()}
+        line = self.line(self.drop(x))
+        return {"loss": (line - labels).square().mean(), "line": line}
 
 
 class Head(nn.Module):  # a loss with weights of its own, and the model in it
@@ -55,7 +56,7 @@ def both(folder: Path, methods: Any, read: Any, **options: Any) -> list[Any]:  #
     found = []
     for number, kind in enumerate((transformers.Trainer, hf.Trainer)):
         given = {"per_device_train_batch_size": 1, "max_steps": 8, **options}
-        own = {name: given.pop(name) for name in ("callbacks",) if name in given}
+        own = {name: given.pop(name) for name in ("callbacks", "compute_metrics") if name in given}
         args = arguments(folder / str(number), **given)
         made = type("Scripted", (kind,), methods(kind))(
             Line(), args, train_dataset=ROWS, eval_dataset=ROWS, **own
@@ -246,6 +247,21 @@ def test_accelerates_state_is_there_and_late_changes_are_said(tmp_path: Path) ->
     with warned("max_grad_norm was 1.0 when train.. began, and is 0.1 now|logging_steps was 1"):
         made.train()
     assert made.accelerator.state.num_processes == 1
+
+
+def test_methods_move_a_teacher_read_predictions_and_take_the_weights(tmp_path: Path) -> None:
+    def methods(kind: Any) -> Any:
+        def evaluation_loop(self: Any, *given: Any, **named: Any) -> Any:
+            self._move_model_to_device(teacher, self.args.device)
+            output = kind.evaluation_loop(self, *given, **named)
+            self.read = [*self.accelerator.get_state_dict(self.model)], output.predictions.shape
+            return output
+
+        return {"evaluation_loop": evaluation_loop}
+
+    teacher = Line()
+    theirs, ours = both(tmp_path, methods, lambda made: made.read, compute_metrics=lambda _: {}, **SAVES)
+    assert theirs == ours
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:

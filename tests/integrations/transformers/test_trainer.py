@@ -462,6 +462,15 @@ def test_num_train_epochs_max_steps_and_streams_give_the_length_of_a_training(tm
     assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], rel=1e-6)
 
 
+def test_dataloader_drop_last_drops_the_last_batch_of_evaluations_and_predictions(tmp_path: Path) -> None:
+    data, found = rows(CLASSES, 7), []
+    for kind in (transformers.Trainer, hf.Trainer):
+        made = trainer(tmp_path, kind, eval_dataset=data, dataloader_drop_last=True)
+        assert len(made.predict(data).predictions) == 6
+        found.append(made.evaluate()["eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_a_dataset_of_columns_is_collated_and_smoothed_as_in_transformers(tmp_path: Path) -> None:
     columns = {"input_ids": [[number % 9 + 3, 5] for number in range(8)], "label": [0, 1, 2, 1] * 2}
     data = datasets.Dataset.from_dict({**columns, "text": ["left out"] * 8})

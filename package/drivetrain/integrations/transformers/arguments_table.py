@@ -317,7 +317,8 @@ _SAVES = (
 _DATA = (
     _mapped(
         "dataloader_drop_last",
-        "`.train_data(dataset)` makes a DataLoader with it; an evaluation counts each sample",
+        "`.train_data(dataset)` makes a DataLoader with it; only a script's evaluations leave out their last"
+        " batch",
         True,
     ),
     _mapped("dataloader_num_workers", "`Trainer(num_workers=)`", 2),

@@ -174,15 +174,28 @@ class ScriptAccelerator:
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
         return model.module if isinstance(model, wrappers) else model
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the model's weights by name, on one device and under DDP.
+
+        Raises:
+            ConfigError: The strategy shards them, so that no process has them all.
+        """
+        if self._strategy() not in ("single", "ddp"):
+            raise ConfigError(
+                f"accelerator.get_state_dict is for one device and 'ddp': {self._strategy()!r} shards the"
+                " weights. trainer.save_model(folder) writes them whole"
+            )
+        return dict(self.unwrap_model(model).state_dict())
+
     def prepare_model(self, model: nn.Module, evaluation_mode: bool = False, **options: Any) -> nn.Module:
-        """Return another model, such as a frozen reference, on the device of the trained one.
+        """Return another model, such as a frozen reference, on the device where the other one is trained.
 
         Raises:
             ConfigError: `evaluation_mode` is not set.
         """
         if not evaluation_mode:
             raise ConfigError("accelerator.prepare_model is for a model with evaluation_mode=True")
-        return model.to(self.device)
+        return model.to(self._args.device)  # before a fit, the strategy has not placed the trained one
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: the strategy has set that of the precision."""

@@ -59,6 +59,21 @@ def made_callbacks(given: Any) -> list[Any]:
     return made
 
 
+def is_served(callback: Any) -> bool:
+    """Return whether any fit does what this callback of transformers does, so that it is not called."""
+    kind, served = type(callback), ("DefaultFlowCallback", "JITCheckpointCallback", "ProgressCallback")
+    return kind.__module__.startswith("transformers.") and kind.__name__ in served
+
+
+def jit_checkpoint(script: Any) -> Any:
+    """Return transformers' callback for `enable_jit_checkpoint`. A fit heeds signals itself, without it."""
+    from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
+
+    made = JITCheckpointCallback()
+    made.trainer, made.jit_manager = script, CheckpointManager(script)
+    return made
+
+
 def checked_arguments(args: Any) -> TrainingArguments:
     """Return the arguments, with transformers' defaults for None and one number of micro-batches.
 

@@ -121,7 +121,6 @@ COUNTERPARTS: Mapping[str, str] = {
     "autocast_smart_context_manager": _PRECISION,
     "create_accelerator_and_postprocess": _PLACE,
     "_wrap_model": _PLACE,
-    "_move_model_to_device": _PLACE,
     "place_model_on_device": _PLACE,
     "is_model_parallel": _PLACE,
     "is_deepspeed_enabled": _PLACE,

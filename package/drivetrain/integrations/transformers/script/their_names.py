@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainerMemoryTracker
@@ -120,6 +121,11 @@ class TheirNames:
     def _train_batch_size(self) -> int:
         """The samples of a micro-batch of this process."""
         return int(self._mapped.data_options["batch_size"])
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Move another model, such as a teacher, to where the strategy places the trained one."""
+        if model is not self._task.model:
+            model.to(self.args.device)
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate of the first group of parameters."""

@@ -18,7 +18,14 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from torch.utils.hooks import RemovableHandle
 from transformers import (
     DefaultFlowCallback,
@@ -90,6 +97,8 @@ from drivetrain.integrations.transformers.script.checks import (
     checked_optimizers,
     enable_own_recomputation,
     has_own_recomputation,
+    is_served,
+    jit_checkpoint,
     made_callbacks,
     processor_of,
     ranked_by,
@@ -242,6 +251,8 @@ class Trainer(TheirNames):
         shows: Any = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         if not any(isinstance(each, shows) for each in self._callbacks):
             self._callbacks.append(shows())
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            self._callbacks.insert(1, jit_checkpoint(self))
         transformers.logging.set_verbosity(self.args.get_process_log_level())
         self._memory_tracker.start()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -398,10 +409,7 @@ class Trainer(TheirNames):
 
     def _adapt(self, state: TrainerState, control: TrainerControl) -> tuple[CallbackAdapter, ScriptRun]:
         self._adapted = list(self._callbacks)
-        served = (DefaultFlowCallback, ProgressCallback)  # by the intervals, and by our progress bar
-        theirs = [
-            each for each in self._callbacks if not isinstance(each, Callback) and type(each) not in served
-        ]
+        theirs = [each for each in self._callbacks if not (isinstance(each, Callback) or is_served(each))]
         adapter = CallbackAdapter(
             theirs, self.args, state=state, control=control, log=self._log_point, pushes=True
         )
@@ -632,13 +640,25 @@ class Trainer(TheirNames):
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return the loader of data to predict."""
-        size = self._mapped.data_options["evaluation_batch_size"]
-        return self._loader(test_dataset, self._get_eval_sampler(test_dataset), batch_size=size)
+        """Return the loader of data to predict; `dataloader_drop_last` drops its last batch, too."""
+        options, sampler = self._mapped.data_options, self._get_eval_sampler(test_dataset)
+        size, batches = options["evaluation_batch_size"], None
+        if options["drop_last"] and sampler is not None:  # an evaluation keeps the batches of a batch sampler
+            batches = BatchSampler(sampler, size, drop_last=True)
+        return self._loader(test_dataset, sampler, batches, batch_size=size)
 
-    def _loader(self, dataset: Any, sampler: Sampler[int] | None, **options: Any) -> DataLoader[Any]:
+    def _loader(
+        self,
+        dataset: Any,
+        sampler: Sampler[int] | None,
+        batch_sampler: Sampler[list[int]] | None = None,
+        **options: Any,
+    ) -> DataLoader[Any]:
         if isinstance(dataset, IterableDataset):
             options.pop("drop_last", None)
+        total = options["batch_size"] * self._chosen_strategy.data_size
+        if batch_sampler is not None:
+            sampler, options = None, {"batch_sampler": batch_sampler}
         given = self._mapped.data_options
         made: DataLoader[Any] = DataLoader(
             dataset,
@@ -650,7 +670,7 @@ class Trainer(TheirNames):
             persistent_workers=bool(given["persistent_workers"]),
             **options,
         )
-        made.total_batch_size = options["batch_size"] * self._chosen_strategy.data_size
+        made.total_batch_size = total
         return made
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
@@ -1158,7 +1178,7 @@ class Trainer(TheirNames):
             return metrics
         self._memory_tracker.start()
         loader, start = self.get_eval_dataloader(given), time.time()
-        self._keeps_outputs = False
+        self._keeps_outputs = is_overridden(self, "evaluation_loop")  # which may read the predictions
         try:
             output = self.evaluation_loop(
                 loader,
