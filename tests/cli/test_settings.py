@@ -76,6 +76,7 @@ def test_a_default_tells_the_type_that_no_annotation_does_and_is_added_to(typed)
         "names 8,true": ["8", "true"],
         "sizes.a 5": {"a": 5, "b": 2}, "by_epoch.1 4": {0: 8, 1: 4}, "title a,b": "a,b",
         "whole 0.5": 0.5, "none 5,6": [5, 6], "policy.best 3": Policy(every=5, best=3),
+        "nothing.a 2": {"a": 2}, "other.b.c 1e-3": {"b": {"c": 1e-3}},
     }  # fmt: skip
     two = {"kernel 5": (5,), "widths 8": [8], 'sizes {"a":5}': {"a": 5}, "title 3": "3", "whole none": None}
     assert read("InheritingBare", one, two) == []

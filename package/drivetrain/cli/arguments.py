@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -70,6 +71,8 @@ def _fitting(value: Any, hint: Any, default: Any) -> Any:
     """Return a given value: with the default that it adds to, and a text as a list where one is wanted."""
     if isinstance(value, AddedItems):
         value = [*(default if isinstance(default, _LISTS) else ()), *value]
+    if isinstance(value, ChangedEntries) and any(map(_is_untyped, _members(hint))):
+        value = _typed(value)
     value = _merged(default, value)
     if isinstance(value, str):
         value = _listed(value, [get_origin(each) or each for each in _members(hint)], default)
@@ -86,6 +89,17 @@ def _listed(text: str, kinds: list[Any], default: Any) -> Any:
     if isinstance(found, list) and (found or is_list):
         return found
     return [text] if is_list and isinstance(found, (str, float, bool)) else text
+
+
+def _typed(value: Any) -> Any:
+    """Return entries without an annotation as numbers, truth values and the like, where texts are such."""
+    if isinstance(value, ChangedEntries):
+        return ChangedEntries({name: _typed(each) for name, each in value.items()})
+    found = read_value(value) if isinstance(value, str) else value
+    for kind in (int, float) if isinstance(found, str) else ():
+        with suppress(ValueError):
+            return kind(found)
+    return found
 
 
 def _merged(default: Any, value: Any) -> Any:

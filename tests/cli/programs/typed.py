@@ -34,7 +34,8 @@ class Typed(TaskModule):
 class Bare(TaskModule):
     def __init__(
         self, kernel=(3, 3), widths=[64, 64], rates=[0.1], names=["a"], sizes={"a": 1, "b": 2},
-        by_epoch={0: 8}, title="x", whole=1, none=None, policy: Policy = Policy(every=5),
+        by_epoch={0: 8}, title="x", whole=1, none=None, nothing=None, other=None,
+        policy: Policy = Policy(every=5),
     ):  # fmt: skip
         super().__init__()
         self.given = dict(vars())
