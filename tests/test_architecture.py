@@ -82,7 +82,6 @@ _global_optimizer_pre_hooks _global_optimizer_post_hooks _is_profiler_enabled  #
 _record_memory_history _dump_snapshot  # torch: a device's memory over time
 _local_scalar_dense _get_default_mps_generator  # torch: a number of the meta device, MPS's generator
 _get_default_store _op_dispatcher _remove_autograd_hooks  # torch: stores and groups, DDP
-_pickler _unpickler  # torch: the classes that make and read the pickles of its object collectives
 _dynamo _inductor _compiled_call_impl  # torch: compiled modules, their errors and options
 _C _current_graph_task_id  # torch: whether a forward is recomputed, inside a backward
 _autograd _top_saved_tensors_default_hooks _current_autograd_node  # torch: the same, by checkpoint

@@ -23,7 +23,6 @@ KNOWN = {
     "core/lazy.py": ["importlib"],  # the packages' own tables of names
     "core/public.py": ["importlib", "pkgutil"],  # our own modules, by a fixed table
     "core/synonyms.py": ["importlib"],  # the data file beside it
-    "distributed/secret.py": ["pickle"],  # objects between ranks, read once their signature is right
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
     # by `weights_only=True` alone; the error that it raises

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
 from drivetrain.distributed.call_order import CallOrder, unequal_calls
 from drivetrain.distributed.processes import is_grouped, local_rank
 from drivetrain.distributed.sockets import closing_sockets_in_forks
+from drivetrain.distributed.wire import decode, encode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,21 +115,31 @@ class Ranks:
     def _of_each(self, value: T, compares: bool = True) -> list[T]:
         if self.alone:
             return [value]
-        found: list[Any] = [None] * (self.size * self.copies)
-        sent = (self.order.digest if compares else None, value)
-        torch.distributed.all_gather_object(found, sent, group=self.group)
+        data, sizes = self._measured(value, self.order.digest if compares else None)
+        parts = [torch.empty_like(data) for _ in sizes]
+        torch.distributed.all_gather(parts, data, group=self.group)
+        found = _read(parts, sizes)
         digests = {digest for digest, _ in found}
         if len(digests) > 1 and None not in digests:
             raise unequal_calls(self._of_each(self.order.recent(), compares=False))
         return [each for _, each in found]
 
+    def _measured(self, value: Any, digest: int | None) -> tuple[Tensor, list[int]]:
+        """Return what is sent of a value, filled up to the longest of all ranks, and the sizes of all."""
+        data = _encoded(value, digest)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size * self.copies)]
+        torch.distributed.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
+        counts = [int(each) for each in sizes]
+        return torch.nn.functional.pad(data, (0, max(counts) - data.numel())), counts
+
     def gather_first(self, value: T) -> list[T] | None:
         """Return the values of all ranks, in rank order, on rank 0; None on the others."""
         if self.alone:
             return [value]
-        values: list[Any] | None = [None] * (self.size * self.copies) if self.is_first else None
-        torch.distributed.gather_object(value, values, group=self.group, group_dst=0)
-        return None if values is None else values[:: self.copies]
+        data, sizes = self._measured(value, None)
+        parts = [torch.empty_like(data) for _ in sizes] if self.is_first else None
+        torch.distributed.gather(data, parts, group=self.group, group_dst=0)
+        return None if parts is None else [each for _, each in _read(parts, sizes)][:: self.copies]
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums over all ranks, equal on each to the last bit."""
@@ -170,8 +181,12 @@ class Ranks:
         value: Any
         value, error = _attempt(act) if self.is_first else (None, None)
         if not self.alone:
-            outcome = [value, _sendable(error)]
-            torch.distributed.broadcast_object_list(outcome, group=self.group, group_src=0)
+            data = _encoded((value, _sendable(error))) if self.is_first else torch.empty(0)
+            size = torch.tensor([data.numel()])
+            torch.distributed.broadcast(size, group=self.group, group_src=0)
+            data = data if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+            torch.distributed.broadcast(data, group=self.group, group_src=0)
+            outcome = _read([data], [int(size)])[0][1]
             if not self.is_first:
                 value, error = outcome
         if error is not None:
@@ -240,10 +255,34 @@ def _attempt(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """Return an error that can be pickled: one that cannot be sent would leave the other ranks waiting."""
-    if error is None or (
-        isinstance(error, (DrivetrainError, OSError))
-        and all(isinstance(each, (str, int)) for each in error.args)
-    ):
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    """Return an error that can be sent: its text alone, if the other ranks may not know its class."""
+    if isinstance(error, (DrivetrainError, OSError)):
+        with suppress(CheckpointError):
+            encode(error)
+            return error
+    return None if error is None else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _encoded(value: Any, digest: int | None = None) -> Tensor:
+    """Return the bytes of a value or, for one that cannot be sent, of an error that all ranks raise."""
+    try:
+        data = encode({"order": digest, "value": value})
+    except CheckpointError as error:
+        data = encode({"order": digest, "problem": str(error)})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[int | None, Any]]:
+    """Return what ranks have sent: the digest and the value of each.
+
+    Raises:
+        ConfigError: One of them has a value that cannot be sent.
+    """
+    found = [decode(each[:size].numpy().tobytes()) for each, size in zip(parts, sizes, strict=True)]
+    problem = next((each["problem"] for each in found if "problem" in each), None)
+    if problem is not None:
+        raise ConfigError(
+            f"several processes have to exchange a value, and it cannot be sent: {problem}. Allowed too are"
+            " data classes, named tuples and containers whose classes a module defines"
+        )
+    return [(each["order"], each["value"]) for each in found]

@@ -1,23 +1,14 @@
-"""The secret of a job: what its ranks send one another is read only if it was signed with it.
-
-torch's object collectives unpickle what arrives, and unpickling runs code. torch makes and reads all these
-pickles with two names of one module (`_pickler` and `_unpickler`). While a group of a job exists, these names
-lead here: so the objects of this package, torch, DeepSpeed, torchmetrics and the user are signed.
-"""
+"""The secret of a job: its ranks prove that they have it, and sign their entries in the store with it."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import io
 import os
-import pickle
 import secrets
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
@@ -29,8 +20,6 @@ SECRET = "DRIVETRAIN_SECRET"
 
 _SHORTEST = 16
 """Characters that a secret has at least."""
-
-_LENGTH = hashlib.sha256().digest_size
 
 _AUTHENTICATED = "drivetrain/authenticated/{}"
 """A key in the store for each rank: how often it has done this, the same number on all."""
@@ -51,7 +40,7 @@ _UNSIGNED = (
     " job, or was changed on its way"
 )
 
-_key = _key_of_objects = b""
+_key = b""
 _store: Store | None = None
 """The store of the process group that the key is for."""
 
@@ -69,8 +58,7 @@ def secret() -> bytes:
         found = given if given is not None else _read(path)
     except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: there is no home directory
         raise StrategyError(
-            f"the secret that the ranks sign their messages with cannot be made or read: {error}."
-            f" {_HOW.format(path)}"
+            f"the secret of the job cannot be made or read: {error}. {_HOW.format(path)}"
         ) from error
     source = SECRET if given is not None else path
     if len(found.strip()) < _SHORTEST:
@@ -101,11 +89,11 @@ def _read(path: Path) -> str:
 
 
 def authenticate(rank: int, world_size: int) -> None:
-    """Check that every rank has the job's secret, and sign the objects of its collectives from now on.
+    """Check that every rank has the job's secret, and sign what it writes into the store from now on.
 
     Every rank must call it, when all have reached the store. A second call for the same group does nothing.
     """
-    global _key, _key_of_objects, _store
+    global _key, _store
     store: Store = distributed_c10d._get_default_store()
     if store is _store:
         return
@@ -131,10 +119,7 @@ def authenticate(rank: int, world_size: int) -> None:
             f"rank {', '.join(others[:8])} has another secret than rank {rank}, or is no part of this job."
             f" {_HOW.format('~/.config/drivetrain/secret')}"
         )
-    # Another key than that of texts, whose signatures lie in the store.
-    _key, _key_of_objects, _store = key, _sign(key, b"objects"), store
-    distributed_c10d._pickler = _Pickler  # type: ignore[assignment]
-    distributed_c10d._unpickler = _Unpickler  # type: ignore[assignment]
+    _key, _store = key, store
 
 
 def derived(label: str) -> str | None:
@@ -157,7 +142,7 @@ def verified(label: str, text: str) -> str:
 
 
 def _is_active() -> bool:
-    """Return whether the default group is the one that was authenticated; any other has plain pickles."""
+    """Return whether the default group is the one that was authenticated."""
     return (
         _store is not None
         and distributed_c10d.is_initialized()
@@ -171,31 +156,3 @@ def _proof(key: bytes, rank: int) -> str:
 
 def _sign(key: bytes, data: bytes) -> bytes:
     return hmac.digest(key, data, "sha256")
-
-
-class _Pickler:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def dump(self, value: Any) -> None:
-        if not _is_active():
-            pickle.Pickler(self._file).dump(value)
-            return
-        memory = io.BytesIO()
-        pickle.Pickler(memory).dump(value)
-        data = memory.getvalue()
-        self._file.write(_sign(_key_of_objects, data))
-        self._file.write(data)
-
-
-class _Unpickler:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def load(self) -> Any:
-        if not _is_active():
-            return pickle.Unpickler(self._file).load()
-        signature, data = self._file.read(_LENGTH), self._file.read()
-        if not hmac.compare_digest(signature, _sign(_key_of_objects, data)):
-            raise RankFailure(f"a message between the ranks {_UNSIGNED}")
-        return pickle.loads(data)

@@ -15,9 +15,10 @@ from tests.support.refusals import assert_refused
 from torch import nn
 
 from drivetrain.checkpoint.format.strict_json import dump_json, parse_json
-from drivetrain.checkpoint.format.tree import MAX_DEPTH, pack, unpack
+from drivetrain.checkpoint.format.tree import pack, unpack
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
+from drivetrain.distributed.tree import MAX_DEPTH
 
 
 def through_disk(tree):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain.callbacks import Callback
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.own_loop_checkpoint import optimizer_state
 from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.registry import DEVICES
@@ -185,9 +186,7 @@ class Job:
 
 def assert_same_on_all_ranks(value: Any, what: str) -> None:
     """Check that all ranks have the same value, to the last bit. All ranks must call it."""
-    seen: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(
-        seen, repr(value)
-    )  # compared as text, because NaN differs from itself
+    ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    seen = ranks.all_gather(repr(value))  # compared as text, because NaN differs from itself
     for rank, each in enumerate(seen):
         assert each == seen[0], f"{what}: rank 0 has {seen[0]}, rank {rank} has {each}"

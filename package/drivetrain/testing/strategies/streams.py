@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from drivetrain.core.random_streams import Streams
 from drivetrain.data import Feed, Measure, Shard, Transfer, as_source
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.strategies.job import Job, whole_state
 from drivetrain.testing.strategies.tasks import Tokens
@@ -45,8 +46,7 @@ def each_rank_draws_for_itself(job: Job) -> None:
         job.assert_equals_one_process(
             found.weights, expected, f"the weights ({accumulation} micro-batches with dropout)"
         )
-        seeds: list[Any] = [None] * job.world_size
-        torch.distributed.all_gather_object(seeds, task.seeds)
+        seeds = Ranks(torch.distributed.get_rank(), job.world_size).all_gather(task.seeds)
         different = len(set(map(tuple, seeds)))
         assert different == job.shards, (
             f"{job.shards} shares of the data draw from {different} random streams"

@@ -169,13 +169,13 @@ class OptunaSearch(HyperparameterSearch):
 
         def lead(trial: Any) -> Any:
             self.space(trial)  # draws on this rank alone
-            ranks.first(lambda: optuna.trial.FixedTrial(trial.params, trial.number))
+            ranks.first(lambda: (trial.params, trial.number))
             return one(trial)
 
         if not ranks.is_first:
-            while (trial := ranks.first(lambda: None)) is not None:
+            while (drawn := ranks.first(lambda: None)) is not None:
                 try:
-                    one(trial)
+                    one(optuna.trial.FixedTrial(*drawn))
                 except optuna.TrialPruned:
                     continue
             return None
