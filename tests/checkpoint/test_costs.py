@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
-from drivetrain.checkpoint.locate import newest_first
 from drivetrain.checkpoint.saving.index import Entry, write_index
+from drivetrain.checkpoint.saving.run_directory import newest_first
 from drivetrain.checkpoint.storage import schemes
 from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
 

@@ -10,8 +10,8 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Callback, CheckpointConfig, LambdaCallback
-from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS
 from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.stopping import Poll, Stopping
 from drivetrain.strategies.ddp import DDP

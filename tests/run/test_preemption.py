@@ -20,8 +20,8 @@ from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, LambdaCallback, PreemptionConfig
-from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS
 from drivetrain.core.errors import Preempted
 from drivetrain.distributed import signals
 

@@ -11,7 +11,6 @@ from drivetrain.checkpoint.inspection.compare import compare as compare
 from drivetrain.checkpoint.inspection.listing import Listed as Listed
 from drivetrain.checkpoint.inspection.listing import Listing as Listing
 from drivetrain.checkpoint.inspection.listing import list_checkpoints as list_checkpoints
-from drivetrain.checkpoint.locate import resolve as resolve
 from drivetrain.checkpoint.prediction_files import read_predictions as read_predictions
 from drivetrain.checkpoint.saving.config import CheckpointConfig as CheckpointConfig
 from drivetrain.checkpoint.saving.io import CheckpointIO as CheckpointIO
@@ -20,6 +19,7 @@ from drivetrain.checkpoint.saving.io import read_manifest as read_manifest
 from drivetrain.checkpoint.saving.io import verify as verify
 from drivetrain.checkpoint.saving.manager import CheckpointManager as CheckpointManager
 from drivetrain.checkpoint.saving.manager import SavedCheckpoint as SavedCheckpoint
+from drivetrain.checkpoint.saving.run_directory import resolve as resolve
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError as DamagedCheckpointError
 from drivetrain.checkpoint.storage.filesystem import FileSystem as FileSystem
 from drivetrain.checkpoint.storage.filesystem import LocalFileSystem as LocalFileSystem

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.saving.reading import open_checkpoint
+from drivetrain.checkpoint.saving.run_directory import resolve
 from drivetrain.checkpoint.storage.files import write_atomically
 from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from drivetrain.core.intervals import Trigger
 from drivetrain.core.totals import Totals
@@ -14,6 +14,23 @@ from drivetrain.engine.weighting import StepResult
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.save_errors import SaveErrors
 from drivetrain.task.task import TaskModule
+
+StartKind: TypeAlias = Literal["new", "auto", "own", "checkpoint", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a fit begins.
+
+    Attributes:
+        kind: "new"; "auto", from the newest good checkpoint of the run, or anew if it has none; "own",
+            likewise, but it must have one; "checkpoint", from this one of the run; or "other", from this one
+            of another run.
+        path: The run's directory or the checkpoint; "" if new.
+    """
+
+    kind: StartKind = "new"
+    path: str = ""
 
 
 @dataclass

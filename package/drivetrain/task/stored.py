@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint.format.tree import pack, unpack
 from drivetrain.checkpoint.formats import FORMAT, ORIGIN
-from drivetrain.checkpoint.locate import load_newest
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.saving.run_directory import load_newest
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, fingerprints
 from drivetrain.checkpoint.weights.load import is_torch_file, is_weight_file, torch_weights

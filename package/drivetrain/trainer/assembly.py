@@ -27,7 +27,6 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.totals import Totals
-from drivetrain.core.types import Json, RunLogger
 from drivetrain.core.validation import duration
 from drivetrain.data import Feed
 from drivetrain.data.consistency import check_data
@@ -43,7 +42,6 @@ from drivetrain.engine.updater import warn_of_long_warmup
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
-from drivetrain.run.record import record_of, with_resumes
 from drivetrain.run.run import Run
 from drivetrain.run.settings import (
     RunSettings,
@@ -52,11 +50,10 @@ from drivetrain.run.settings import (
     has_run_dir,
     same_on_all_ranks,
 )
-from drivetrain.run.state import Triggers
+from drivetrain.run.state import Start, Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import as_compile
-from drivetrain.task.attribute_state import AttributeState
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
@@ -253,14 +250,14 @@ def build_fit(
     validation_data: Any,
     resume: str | None,
     body: bool = False,
-) -> tuple[Settings, Run, CheckpointSaver | None]:
+) -> tuple[Settings, Run, CheckpointSaver | None, Start]:
     """Build the run of a fit, and its saver unless checkpoints are off; `start_from` makes it ready to start.
 
     Args:
         body: Whether the user's code runs between steps.
 
     Returns:
-        The settings with the task's callbacks, the run and the saver.
+        The settings with the task's callbacks, the run, the saver, and where the run begins.
     """
     began = fit_began()
     task = check_task(task)
@@ -270,11 +267,11 @@ def build_fit(
         engine.closing.enter_context(begun("fit", task, train_data, validation_data))
         settings = with_callbacks_of(task, settings)
         states = state_of(train_data)
-        train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
-        run, saver = _fit_run(settings, engine, task, train_data, validation_data, states, resume, body)
+        data = checked_fit_data(settings, train_data, validation_data)
+        run, saver, start = _fit_run(settings, engine, task, data, states, resume, body)
     if run.is_main and run.run_dir is not None and (saver is not None or run.loggers):
         run.ledger.keep(run.run_dir, began)
-    return settings, run, saver
+    return settings, run, saver, start
 
 
 def with_callbacks_of(task: TaskModule, settings: Settings) -> Settings:
@@ -299,12 +296,12 @@ def _fit_run(
     settings: RunSettings,
     engine: Engine,
     task: TaskModule,
-    train_data: Any,
-    validation_data: Any,
+    data: tuple[Any, Any],
     states: list[DataObject],
     resume: str | None,
     body: bool,
-) -> tuple[Run, CheckpointSaver | None]:
+) -> tuple[Run, CheckpointSaver | None, Start]:
+    train_data, validation_data = data
     if settings.dry_run == "overfit":
         settings, train_data, validation_data = overfitting(
             settings, engine, task, train_data, validation_data
@@ -351,12 +348,12 @@ def _fit_run(
             if engine.strategy.rank == 0:
                 updater.torch_schedule.warn_if_never(totals.steps, totals.epochs)
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
-    saver = None
-    if settings.checkpoint is not False:
-        from drivetrain.trainer.checkpoints import make_saver
+    saver, start = None, Start()
+    if settings.checkpoint is not False or resume is not None:
+        from drivetrain.trainer.checkpoints import open_checkpoints
 
         names = [name for name, _ in feeds]
-        saver = make_saver(settings, task, run_dir, names, resume, engine.ranks, engine.closing)
+        start, saver = open_checkpoints(settings, task, run_dir, names, resume, engine)
     run = Run(
         task,
         engine,
@@ -388,7 +385,7 @@ def _fit_run(
         engine.micro_batch_end = micro_batch_end
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
-    return run, saver
+    return run, saver, start
 
 
 def _check_watched(settings: RunSettings, run: Run) -> None:
@@ -517,90 +514,6 @@ def with_defaults(
     first = [each for each in callbacks if not each.after_saver]
     first.sort(key=lambda each: not isinstance(each, built_in.WeightAverage))
     return [*first, *states, *([saver] if saver else []), *late]
-
-
-def start_from(
-    settings: RunSettings,
-    run: Run,
-    saver: CheckpointSaver | None,
-    resume: str | None,
-    override: str = "",
-) -> None:
-    """Restore a checkpoint if one is asked for, then set rates and intervals to the run's progress."""
-    from drivetrain.run.checkpoint import restore, snapshot_run
-    from drivetrain.trainer.checkpoints import find_checkpoint, report_start
-
-    for each in run.loggers if run.is_main else ():
-        if isinstance(each, RunLogger):
-            each.begin(run)
-    with run.timed("restore"):
-        asks = resume is not None or may_start_again()
-        if asks or (saver is not None and saver.policies[0].resumable):
-            run.attributes = AttributeState(run.task, run.engine.data_ranks.size)
-        found = find_checkpoint(settings, run, saver, resume) if asks else None
-        if found is not None:
-            restore(run, found[1], found[0], override)
-        if asks:
-            report_start(settings, run, resume)
-    # Values that cannot be stored are found now, not at a save.
-    snapshot = None if saver is None else snapshot_run(run, saver.policies[0].resumable)
-    run.nonfinite.note_weights(snapshot if run.frozen is None else None)
-    run.engine.set_rates()
-    run.triggers.log.start(run.progress)
-    run.triggers.validate.start(run.progress)
-    if found is None and run.triggers.validate.every is not None:
-        run.sanity_batches = sanity_batches(settings, run)
-    if not run.loggers:  # of other ranks too
-        return
-    updaters = run.engine.updaters
-    config: dict[str, Json] = {"trainer": settings.to_json(), "task": describe_task(run.task)}
-    config |= {"optimizers": {name: dict(each.given) for name, each in updaters.items()}}
-    config["run"] = {**record_of(run)}
-    kept: dict[str, Json] = {name: dict(each.kept) for name, each in updaters.items() if each.kept}
-    if kept:  # the arguments of the task say otherwise
-        config["kept_of_checkpoint"] = kept
-    if found is not None:
-        config = with_resumes(config, run, override)
-    for each in run.loggers:
-        with run.logging_to(each, f"the configuration that {type(each).__name__} writes at step"):
-            each.log_config(config)
-
-
-_SANITY_BATCHES = 2
-"""The batches of each loader that the short validation before training takes by default, as in Lightning."""
-
-
-def sanity_batches(settings: RunSettings, run: Run) -> int | None:
-    """Return the batches of each loader that a fit validates on before it trains, or None.
-
-    By default it validates where that is under a hundredth of the batches that it trains on in an epoch, and
-    where what it reads can be read again.
-    """
-    feeds = [feed for _, feed in run.evaluation_feeds]
-    asked = settings.sanity_validation
-    if not isinstance(asked, str) or run.train_feed is None:
-        assert not isinstance(asked, str)
-        once = next((feed.source.name for feed in feeds if feed.source.one_shot), None)
-        if asked is not None and once is not None:
-            raise ConfigError(
-                f"sanity_validation={asked} would use up batches of the {once} data, an iterator that can be"
-                " read once. Give data that can be read again, or sanity_validation=None"
-            )
-        return asked
-    trained = run.train_feed.batches_per_epoch
-    if run.totals.steps is not None and trained is not None:
-        trained = min(trained, run.totals.steps * run.train_feed.accumulation)
-    is_cheap = trained is not None and _SANITY_BATCHES * len(feeds) * 100 < trained
-    return _SANITY_BATCHES if is_cheap and all(feed.source.exact for feed in feeds) else None
-
-
-def describe_task(task: TaskModule) -> dict[str, Any]:
-    """Return a description of a task for a log: its class and constructor arguments."""
-    plain = (bool, int, float, str, type(None))
-    hparams = {
-        name: value if isinstance(value, plain) else repr(value) for name, value in task.hparams.items()
-    }
-    return {"class": type(task).__name__, "hparams": hparams}
 
 
 def build_evaluation(

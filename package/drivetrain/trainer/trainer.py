@@ -32,10 +32,11 @@ from drivetrain.run.session import left_with_program, run_context
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.given import KEEP
 from drivetrain.task.task import TaskModule
-from drivetrain.trainer.assembly import build_evaluation, build_fit, start_from
+from drivetrain.trainer.assembly import build_evaluation, build_fit
 from drivetrain.trainer.curves import plot
 from drivetrain.trainer.dry_run import as_tried, writes_nothing
 from drivetrain.trainer.observer import observed, observed_loop
+from drivetrain.trainer.start import start_from
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -410,14 +411,14 @@ class Trainer(RunSettings):
         trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
         torch_seed = torch.initial_seed()
         with Preemption(self.preemption) as preemption:
-            trainer, run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
+            trainer, run, saver, start = build_fit(trainer, task, train_data, validation_data, resume, body)
             if run.is_main and self.seed == 0 < torch_seed < _LARGEST_SEED:
                 _LOG.info(
                     f"torch.manual_seed({torch_seed}) does not seed this fit: the order of the data, and what"
                     f" steps draw, come from Trainer(seed=0). For another run give Trainer(seed={torch_seed})"
                 )
             with run_context(trainer, run):
-                start_from(trainer, run, saver, resume, overrides)
+                start_from(trainer, run, saver, start, overrides)
                 preemption.attach(run, is_resumable(trainer))
                 yield trainer, run, saver
 

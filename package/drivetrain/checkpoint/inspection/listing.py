@@ -8,17 +8,17 @@ sizes and times of files are read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from drivetrain.checkpoint.format.asset_files import ASSETS
 from drivetrain.checkpoint.format.manifest import MANIFEST
-from drivetrain.checkpoint.locate import CHECKPOINTS
-from drivetrain.checkpoint.saving.index import Entry, entry_from_snapshot, read_index
+from drivetrain.checkpoint.saving.index import Entry, entry_from_snapshot, read_undamaged_index
 from drivetrain.checkpoint.saving.io import UNFINISHED, DirectoryCheckpointIO, is_set_aside
 from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS
 from drivetrain.checkpoint.storage.filesystem import (
     REMOVING,
     SAVING,
@@ -102,24 +102,18 @@ def list_checkpoints(path: str | os.PathLike[str]) -> Listing:
             raise CheckpointError(f"{path!r} {what}. Give a run directory, or one of checkpoints")
         inner = files.join(path, CHECKPOINTS)
         directory = inner if files.entries(inner) else path
-    index = _read_index(files, directory)
+    index = read_undamaged_index(directory, files)
     for _ in range(_TRIES):
         listing = _scan(files, directory, *index)
-        now = _read_index(files, directory)
+        now = read_undamaged_index(directory, files)
         if now == index:
             return listing
         index = now
     return _scan(files, directory, *index)
 
 
-def _read_index(files: FileSystem, directory: str) -> tuple[dict[str, Entry], str]:
-    try:
-        return {entry.name: entry for entry in read_index(directory, files) or []}, ""
-    except DamagedCheckpointError as error:
-        return {}, str(error)
-
-
-def _scan(files: FileSystem, directory: str, entries: Mapping[str, Entry], trouble: str) -> Listing:
+def _scan(files: FileSystem, directory: str, index: Sequence[Entry], trouble: str) -> Listing:
+    entries = {entry.name: entry for entry in index}
     with os_errors("list", directory):
         names = files.entries(directory)
     found = [

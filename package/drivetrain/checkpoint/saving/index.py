@@ -90,6 +90,17 @@ def read_index(directory: str, files: FileSystem = LOCAL) -> list[Entry] | None:
     return sorted(entries, key=lambda entry: entry.order)
 
 
+def read_undamaged_index(directory: str, files: FileSystem) -> tuple[list[Entry], str]:
+    """Return the entries, none if the index is damaged, and what is wrong with it, else "".
+
+    The manager repairs it when the run resumes.
+    """
+    try:
+        return read_index(directory, files) or [], ""
+    except DamagedCheckpointError as error:
+        return [], str(error)
+
+
 def _entry(value: Json, path: str) -> Entry:
     what = f"{path!r}: an entry"
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

@@ -12,13 +12,12 @@ from drivetrain.checkpoint.saving.index import (
     INDEX,
     Entry,
     best_by_metric,
-    entry_from_snapshot,
-    oldest_first,
     read_index,
     write_index,
 )
 from drivetrain.checkpoint.saving.io import UNFINISHED, CheckpointIO, discard, free_bad_name
 from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.saving.run_directory import entries_of
 from drivetrain.checkpoint.saving.sharding import Like
 from drivetrain.checkpoint.storage.filesystem import (
     REMOVING,
@@ -46,18 +45,11 @@ def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[E
     trouble: list[str] = []
     _delete_leftovers(directory, files)
     listed = _listed(directory, files, trouble)
-    present = set(io.list(directory))
-    entries = [entry for entry in listed if entry.name in present]
-    for entry in listed:
-        if entry.name not in present:
-            trouble.append(_lost(files.join(directory, entry.name), files))
-    for name in sorted(present - {entry.name for entry in listed}):
-        # Committed just before a kill, or its index was lost.
-        try:
-            entries.append(entry_from_snapshot(name, io.load(files.join(directory, name), groups=())))
-        except DamagedCheckpointError as error:
-            trouble.append(set_aside(files.join(directory, name), error, files)[1])
-    entries = oldest_first(entries)
+    present = io.list(directory)
+    gone = [entry.name for entry in listed if entry.name not in present]
+    trouble += [_lost(files.join(directory, name), files) for name in gone]
+    entries, damaged = entries_of(directory, present, listed, io, files)
+    trouble += [set_aside(files.join(directory, name), error, files)[1] for name, error in damaged.items()]
     if entries != listed:
         write_index(directory, entries, files)
     return entries, trouble

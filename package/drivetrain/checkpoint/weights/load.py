@@ -14,9 +14,9 @@ from torch import Tensor
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.format.tensors import DTYPES, read_header, read_tensors, room_for
-from drivetrain.checkpoint.locate import CHECKPOINTS, foreign_hint, load_newest
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, foreign_hint, load_newest
 from drivetrain.checkpoint.storage.files import HashedReader
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system

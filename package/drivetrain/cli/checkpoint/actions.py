@@ -18,8 +18,8 @@ from drivetrain.checkpoint.formats import FORMATS, export_folder
 from drivetrain.checkpoint.inspection.compare import compare
 from drivetrain.checkpoint.inspection.description import describe
 from drivetrain.checkpoint.inspection.listing import Listed, list_checkpoints
-from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
+from drivetrain.checkpoint.saving.run_directory import resolve
 from drivetrain.checkpoint.storage.files import replacing
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors, plain_path
 from drivetrain.checkpoint.storage.schemes import file_system

@@ -12,8 +12,8 @@ from drivetrain.checkpoint.assets import copy_assets
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.formats import FORMAT, FORMATS, export_folder, origin_of
 from drivetrain.checkpoint.inspection.description import describe, mapping
-from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.core.errors import ConfigError

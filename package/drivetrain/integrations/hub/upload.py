@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.checkpoint.format.strict_json import MAX_JSON_BYTES
-from drivetrain.checkpoint.locate import resolve
+from drivetrain.checkpoint.saving.run_directory import resolve
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import MODEL, WeightFiles
 from drivetrain.core.errors import ConfigError

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.format.tensors import DTYPES
-from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
+from drivetrain.checkpoint.saving.run_directory import resolve
 from drivetrain.checkpoint.weights.frozen import FROZEN
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource, spec_of
 from drivetrain.checkpoint.weights.module_state import elements, module_state

@@ -12,8 +12,8 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from drivetrain.checkpoint.format.tree import unpack
-from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
+from drivetrain.checkpoint.saving.run_directory import resolve
 from drivetrain.checkpoint.weights.frozen import FROZEN
 from drivetrain.checkpoint.weights.load import is_weight_file
 from drivetrain.core.errors import CheckpointError, MissingDependencyError

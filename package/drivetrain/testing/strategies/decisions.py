@@ -9,8 +9,8 @@ import torch
 
 from drivetrain.callbacks import Callback, EarlyStopping
 from drivetrain.checkpoint import CheckpointConfig
-from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS
 from drivetrain.testing.strategies.job import Job, Outcome, assert_same_on_all_ranks
 from drivetrain.testing.strategies.tasks import Sequences, Tokens
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.callbacks import EarlyStopping
-from drivetrain.checkpoint.locate import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.saving.config import chosen_policies, rankings
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import ConfigError, StrategyError

@@ -25,9 +25,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from drivetrain.checkpoint import DirectoryCheckpointIO
-from drivetrain.checkpoint.locate import CHECKPOINTS, newest_first, resolve
 from drivetrain.checkpoint.saving.io import verify
 from drivetrain.checkpoint.saving.lock import DirectoryLock
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, newest_first, resolve
 from drivetrain.checkpoint.storage.files import write_atomically
 from drivetrain.checkpoint.storage.filesystem import (
     LOCAL,

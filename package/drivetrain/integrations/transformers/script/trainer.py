@@ -50,8 +50,8 @@ from transformers.trainer_utils import (
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, Snapshot
-from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
 from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
+from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, resolve
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.core.messages import logger

@@ -13,8 +13,9 @@ from drivetrain.checkpoint import (
     load_weights,
     resolve,
 )
+from drivetrain.checkpoint.saving.run_directory import RunDirectory
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
-from drivetrain.core.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.task.stored import read_task
 
 
@@ -41,6 +42,19 @@ def test_every_way_to_name_it_leads_to_the_newest(run, monkeypatch, helpers):
     assert resolve(run) == str(newest)
     (run / "checkpoints" / "index.json").unlink()
     assert resolve(run) == str(newest)
+
+
+def test_a_word_names_a_checkpoint_of_a_run(run, helpers):
+    best = CheckpointConfig(keep_last=3, by="validation/loss", best=1)
+    manager = CheckpointManager(str(run / "checkpoints"), best)
+    for step, loss in ((12, 0.1), (13, 0.2)):
+        manager.save(step, 0, {"validation/loss": loss}, lambda: helpers.make_snapshot(), best=True)
+    words = {"last": "step-00000013", "best": "step-00000012", "best:validation/loss": "step-00000012"}
+    assert {word: RunDirectory(run).named(word) for word in words} == {
+        word: str(run / "checkpoints" / name) for word, name in words.items()
+    }
+    with pytest.raises(ConfigError, match="Did you mean 'best:validation/loss'"):
+        RunDirectory(run).named("best:validation/los")
 
 
 def test_damaged_ones_are_passed_over_and_nothing_is_touched(run):
