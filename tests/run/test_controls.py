@@ -44,10 +44,17 @@ def test_run_validate_and_log_now_are_done_in_their_step() -> None:
     assert asks.validated == [2, 6]
     fit(asks := Asks("on_step_end", {2}, Run.validate), pairs(4), validate_every=2, max_steps=3)
     assert asks.validated == [2]  # once, though both ask
-    for hook in ("on_log", "on_epoch_end"):  # late in a step
-        asks = Asks(hook, {6}, lambda run: (run.validate(), run.log_now()))
+    # A log point comes before a validation, and an epoch's end after both: a turn that has passed is the next
+    # step's, or in the last step this one's.
+    for hook, step, validated, logged in (
+        ("on_log", 6, [6], []),  # whose log points are not noted
+        ("on_epoch_end", 6, [7], [6, 7, 12]),
+        ("on_epoch_end", 12, [12], [6, 12]),
+    ):
+        asks = Asks(hook, {step}, lambda run: (run.validate(), run.log_now()))
         fit(asks, pairs(4), validate_every="1000 steps", log_every=6, max_epochs=2)
-        assert asks.validated == [6]  # and not at the end, as a fit that has not validated is
+        assert asks.validated == validated  # and not at the end, as a fit that has not validated is
+        assert list(dict.fromkeys(asks.logged)) == logged
     fit(asks := Asks("on_step_end", {2}, Run.log_now), max_steps=4, log_every=None)
     assert asks.logged == [2, 4]  # and what is left at the end
 

@@ -7,12 +7,12 @@ the same code. Evaluation and prediction are plain passes over their data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -31,11 +31,11 @@ from drivetrain.task.output import read_output
 from drivetrain.task.task import modules_in_evaluation, overrides
 from drivetrain.task.without_trace import without_trace
 
+T = TypeVar("T")
+
 Feeds = Sequence[tuple[str | None, Feed]]
 
 _LEFT = "the loop was left by its caller"
-
-_NOTHING: frozenset[str] = frozenset()
 
 _LOG = logger(__name__)
 
@@ -110,23 +110,20 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         run.agreed -= {"end_epoch"}  # of an epoch that has ended
     if not left:
         run.end_if_asked()
+    _end(run)
+
+
+def _end(run: Run) -> None:
+    """Log what is left, and call the hooks of the fit's end."""
     run.engine.ranks.all_gather(None)  # compares the calls of the last steps
     if run.evaluation_feeds and run.engine.ranks.size > 1 and _ends_itself(run):
         _agree_at_end(run)
     run.is_over = True
     run.log_training()
     run.nonfinite.check_end()
-    run.call(hooks.on_fit_end)
+    run.call(run.hooks.on_fit_end)
     if run.failure is not None:
         raise run.failure
-
-
-def _requests(run: Run) -> frozenset[str]:
-    """Pass a boundary, and take what the hooks of any rank have asked for and all ranks have agreed on."""
-    if run.requests or run.stopping.shared or run.stopping.asked is not None:
-        _agree(run)
-    asked, run.agreed = run.agreed, _NOTHING
-    return asked
 
 
 def _begin(run: Run) -> None:
@@ -137,8 +134,7 @@ def _begin(run: Run) -> None:
     run.ledger.train()
     if run.sanity_batches is not None:
         check_validation(run, run.sanity_batches)
-    if run.requests or run.stopping.shared or run.stopping.asked is not None:
-        _agree(run)
+    _pass_boundary(run)
     if run.stop_reason is None:
         run.stop_reason = run.totals.limit_reached(run.progress)
 
@@ -167,61 +163,104 @@ def _nothing_learned(run: Run) -> DataError:
 
 
 def _end_step(run: Run, epoch_ended: bool) -> bool:
-    """Do all that is due once a step is made; savers last, so that they see what all others changed.
+    """Log, validate, end the epoch and save, in this order: each if it is due or a hook has asked for it.
+
+    Each is done once. What a hook asks for when its turn has passed without it counts for the next step, and
+    in the last step for this one. Savers come last, so that they see what all others changed.
 
     Returns:
         Whether the epoch has ended: with its data, or because a hook asked for it.
+    """
+    epoch_ended, done = _note_due(run, epoch_ended), set[str]()
+    if "log" in run.agreed:
+        _log(run, done)
+    if "validate" in run.agreed:
+        _validate(run, done)
+    if epoch_ended:
+        _end_epoch(run)
+    if done:
+        run.agreed -= done
+    _save(run)
+    return epoch_ended
+
+
+def _note_due(run: Run, epoch_ended: bool) -> bool:
+    """Add to what the ranks have agreed on what is due after this step; return whether the epoch has ended.
+
+    An end of the epoch is asked for before all else, which is due by epochs too.
     """
     progress, triggers, stopping = run.progress, run.triggers, run.stopping
     progress.seconds = perf_counter() - run.origin
     if run.by_time:
         run.sync_clock()
-    done, counted, has_called, calls = _NOTHING, None, False, True
-    while calls:  # hooks were called, which may have asked; each request is met once
-        calls, asked = False, _NOTHING
-        if run.postponed is not None:
-            run.stop_if_postponed()
-        if run.requests or run.agreed or stopping.shared or stopping.asked is not None:
-            asked = _requests(run)
-            epoch_ended = epoch_ended or "end_epoch" in asked
-        if counted is not epoch_ended:  # at first, and when a hook has ended the epoch
-            counted = epoch_ended
-            progress.epoch += epoch_ended
-            if epoch_ended or run.result is None or run.result.applied:
-                if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
-                    asked |= {"log"}
-                if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):
-                    asked |= {"validate"}
-        asked -= done
-        if asked:
-            done |= asked
-            _log_and_validate(run, asked)
-            calls = True
-        elif epoch_ended and not has_called:
-            with shielded():
-                run.call(run.hooks.on_epoch_end)
-            has_called = calls = True
-    if epoch_ended:
-        _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
-        progress.position = progress.epoch_steps = progress.epoch_batches = 0
-    limit = run.totals.limit_reached(progress)
+    if run.requests or stopping.shared or stopping.asked is not None:
+        _agree(run)
+    epoch_ended = epoch_ended or "end_epoch" in run.agreed
+    progress.epoch += epoch_ended
+    if run.postponed is not None:
+        run.stop_if_postponed()
+    if epoch_ended or run.result is None or run.result.applied:
+        if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
+            run.agreed |= {"log"}
+        if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):
+            run.agreed |= {"validate"}
+    return epoch_ended
+
+
+def _log(run: Run, done: set[str]) -> None:
+    run.log_training()
+    done.add("log")
+    _pass_boundary(run)
+
+
+def _validate(run: Run, done: set[str]) -> None:
+    if run.nonfinite.spoiled is None:
+        validate(run)
+    done.add("validate")
+    _pass_boundary(run)
+
+
+def _end_epoch(run: Run) -> None:
+    progress = run.progress
+    with shielded():
+        run.call(run.hooks.on_epoch_end)
+    _pass_boundary(run)
+    _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
+    progress.position = progress.epoch_steps = progress.epoch_batches = 0
+
+
+def _save(run: Run) -> None:
+    """Call the savers; a fit that stops first logs and validates what is left."""
+    limit = run.totals.limit_reached(run.progress)
     if run.stop_reason is None:  # after the answer: a reason of the program's own comes before a limit
         run.stop_reason = limit
     stops = run.stop_reason is not None
+    if stops:
+        _meet_last_requests(run)
     if limit is not None:
         _log_at_limit(run)
     if stops:
         _validate_at_end(run)
     if run.hooks.on_save:
-        run.saves_now = "save" in done
+        run.saves_now = "save" in run.agreed
+        run.agreed -= {"save"}
         for hook in run.hooks.on_save:
             hook(run)
-    if run.requests or stopping.shared or stopping.asked is not None:
+    if run.requests or run.stopping.shared or run.stopping.asked is not None:
         _agree(run)
     if run.stop_reason is not None and not stops:  # asked for meanwhile: a run that stops is saved
         _validate_at_end(run)
         run.call(run.hooks.on_save)
-    return epoch_ended
+
+
+def _meet_last_requests(run: Run) -> None:
+    """Log and validate in the last step what hooks have asked for when its turn had passed."""
+    done = set[str]()
+    if "log" in run.agreed:
+        _log(run, done)
+    if "validate" in run.agreed:
+        _validate(run, done)
+    run.agreed -= done
 
 
 def _log_at_limit(run: Run) -> None:
@@ -231,13 +270,6 @@ def _log_at_limit(run: Run) -> None:
     run.unlogged, run.is_over = unlogged_state(run), True
     run.log_training()
     run.is_over = False  # the hooks of a validation and of savers may ask for more
-
-
-def _log_and_validate(run: Run, asked: frozenset[str]) -> None:
-    if "log" in asked:
-        run.log_training()
-    if "validate" in asked and run.nonfinite.spoiled is None:
-        validate(run)
 
 
 def _validate_at_end(run: Run) -> None:
@@ -264,6 +296,12 @@ def _steps_at_end(run: Run) -> int:
         return 0
     before = (per_epoch(epoch) if callable(per_epoch) else per_epoch for epoch in range(progress.epoch))
     return totals.steps - sum(before)
+
+
+def _pass_boundary(run: Run) -> None:
+    """Take what hooks have asked for on any rank, once all ranks have agreed on it."""
+    if run.requests or run.stopping.shared or run.stopping.asked is not None:
+        _agree(run)
 
 
 def _agree(run: Run) -> None:
@@ -378,37 +416,43 @@ def _end_evaluation(
 
 
 def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None) -> dict[str, float]:
-    engine, hooks = run.engine, run.hooks.on_evaluation_step_end
-    step, sharded = engine.evaluation_step, engine.strategy.sharded
-    batches = feed.batches_per_epoch
+    after_step, batches = run.hooks.on_evaluation_step_end, feed.batches_per_epoch
     if limit is not None:
         batches = limit = min(limit, batches or limit)
     run.evaluation = Evaluation(loader, 0, batches, is_sanity_check=limit is not None)
     run.milestones += 1
     with ExitStack() as stack:
         made = EvaluationPass(run, limit is None, stack)
-        add, read, reads, needs_all = made.add, made.read, made.reads, made.needs_all
-        for number, micro_batch in enumerate(feed.micro_batches(limit=limit)):
-            run.evaluation.batch = number
-            if micro_batch.is_placeholder:  # this rank has no samples left
-                if sharded:  # all ranks run every forward
-                    run.evaluation.is_placeholder = True
-                    step(micro_batch, number)
-                    run.evaluation.is_placeholder = False
-                if needs_all:
-                    made.end_round()
-                continue
-            loss, names, scalars, outputs = step(micro_batch, number)
-            run.evaluation.samples += micro_batch.samples
-            if scalars is not None:
-                add([(names, scalars, micro_batch.weight)], number)
-            if reads:
-                read(micro_batch, loss, outputs)
-            if needs_all:
+        outputs = _outputs(run, feed.micro_batches(limit=limit), run.engine.evaluation_step)
+        for number, (micro_batch, returned) in enumerate(outputs):
+            if returned is not None:
+                made.take(micro_batch, number, returned)
+            if made.needs_all:
                 made.end_round()
-            if hooks:
-                run.call(hooks)
+            if after_step and returned is not None:
+                run.call(after_step)
         return made.values()
+
+
+def _outputs(
+    run: Run, micro_batches: Iterable[MicroBatch], step: Callable[[MicroBatch, int], T]
+) -> Iterator[tuple[MicroBatch, T | None]]:
+    """Yield the micro-batches of an evaluation or a prediction, with what the step returns for each.
+
+    None comes with a placeholder, of a rank that has no samples left. If the model is sharded, its step runs
+    too, because all ranks run every forward.
+    """
+    evaluation, sharded = run.evaluation, run.engine.strategy.sharded
+    for number, micro_batch in enumerate(micro_batches):
+        evaluation.batch, evaluation.is_placeholder = number, micro_batch.is_placeholder
+        if not micro_batch.is_placeholder:  # this rank has samples left
+            evaluation.samples += micro_batch.samples
+            yield micro_batch, step(micro_batch, number)
+        else:
+            if sharded:
+                step(micro_batch, number)
+            yield micro_batch, None
+    evaluation.is_placeholder = False
 
 
 def predict(
@@ -420,34 +464,23 @@ def predict(
         values: Gets the values of a validation on the same data, by name, at the end; None makes none.
         sizes: Gets the number of samples of each batch before its outputs are yielded.
     """
-    engine, after_step = run.engine, run.hooks.on_evaluation_step_end
-    ranks, sharded, alone = engine.data_ranks, engine.strategy.sharded, engine.data_ranks.alone
+    engine, after_step, ranks = run.engine, run.hooks.on_evaluation_step_end, run.engine.data_ranks
     run.stage = "predict"
     step = run.task.predict_step if values is None else _validating(run)
     with engine.evaluating(step), run.collecting() as logged, ExitStack() as stack:
-        run.evaluation = evaluation = Evaluation(None, 0, feed.batches_per_epoch)
+        run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(run.hooks.on_evaluation_start)
         made = None if values is None else EvaluationPass(run, True, stack)
-        seed, predict_step = engine.streams.seed_evaluation, engine.evaluate_step
         micro_batches = feed.micro_batches()
         if made is not None:  # whose weight `loss_weight` may have to read from targets
             micro_batches = iter(_needing_targets()(partial(next, micro_batches, None)), None)
-        for number, micro_batch in enumerate(micro_batches):
-            mine, evaluation.batch = None, number
-            evaluation.is_placeholder = micro_batch.is_placeholder
-            if sharded or not micro_batch.is_placeholder:
-                if made is not None:
-                    outputs = _predicted_and_evaluated(run, micro_batch, number, made)
-                else:
-                    seed(number)
-                    outputs = to_host(predict_step(micro_batch.batch))
-                mine = None if micro_batch.is_placeholder else (outputs, micro_batch.samples)
+        for _, mine in _outputs(run, micro_batches, _predicting(run, made)):
             if made is not None and made.needs_all:
                 made.end_round()
             if after_step:
                 run.call(after_step)
             # In one global micro-batch the ranks hold consecutive samples: their order is the data's.
-            for each in (mine,) if alone else ranks.all_gather(mine):
+            for each in (mine,) if ranks.alone else ranks.all_gather(mine):
                 if each is not None:
                     if sizes is not None:
                         sizes.append(each[1])
@@ -477,18 +510,28 @@ def _validating(run: Run) -> Callable[[Any], tuple[Any, Any]]:
     return both if overrides(task, "validation_step") or overrides(task, "predict_step") else once
 
 
-def _predicted_and_evaluated(run: Run, micro_batch: MicroBatch, number: int, made: EvaluationPass) -> Any:
-    """Return the outputs for a batch on the host; the pass takes what its validation step returns."""
+def _predicting(run: Run, made: EvaluationPass | None) -> Callable[[MicroBatch, int], tuple[Any, int]]:
+    """Return a step that returns the outputs for a batch on the host, and its number of samples.
+
+    Args:
+        made: The pass that takes what the batch's validation step returns, if it is evaluated too.
+    """
     engine = run.engine
-    own = not micro_batch.is_placeholder
-    if own:
-        run.evaluation.samples += micro_batch.samples
-    with _needing_targets():
+
+    def predicted(micro_batch: MicroBatch, number: int) -> tuple[Any, int]:
         engine.streams.seed_evaluation(number)
-        evaluated, outputs = engine.evaluate_step(micro_batch.batch)
-        if own:
-            made.take(micro_batch, number, read_output(evaluated))
-        return to_host(outputs)
+        return to_host(engine.evaluate_step(micro_batch.batch)), micro_batch.samples
+
+    def predicted_and_evaluated(micro_batch: MicroBatch, number: int) -> tuple[Any, int]:
+        assert made is not None
+        with _needing_targets():
+            engine.streams.seed_evaluation(number)
+            evaluated, outputs = engine.evaluate_step(micro_batch.batch)
+            if not micro_batch.is_placeholder:
+                made.take(micro_batch, number, read_output(evaluated))
+            return to_host(outputs), micro_batch.samples
+
+    return predicted if made is None else predicted_and_evaluated
 
 
 @contextmanager

@@ -512,7 +512,7 @@ class CallbackAdapter(OwnCallback):
     def on_epoch_end(self, run: Run) -> None:
         """Call `on_epoch_end`, unless it was called, or is called after the save of this step."""
         if not (self._epoch_ended or self._ends_after_save):
-            self._end_epoch(run)
+            self._meet_now(run, self._end_epoch(run))
 
     def _end_epoch(self, run: Run) -> set[str]:
         self._epoch_ended, self._ends_after_log, self._ends_after_save = True, False, False
@@ -633,8 +633,15 @@ class CallbackAdapter(OwnCallback):
         self._event(run, "on_save")
         if not self._ends_after_save:
             return
-        asked = self._end_epoch(run)
-        if any(run.engine.ranks.all_gather("should_evaluate" in asked)):  # now: there may be no further step
+        self._meet_now(run, self._end_epoch(run))
+
+    def _meet_now(self, run: Run, asked: set[str]) -> None:
+        """Log and evaluate at once what a callback on any rank has asked for at the end of an epoch."""
+        of_ranks: set[str] = set().union(*run.engine.ranks.all_gather(asked))
+        if "should_log" in of_ranks:
+            run.requests.pop("log", None)
+            run.log_training()
+        if "should_evaluate" in of_ranks:
             run.requests.pop("validate", None)
             validate(run)
 
