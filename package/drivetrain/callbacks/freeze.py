@@ -18,8 +18,9 @@ from drivetrain.core.validation import by_name, globs
 from drivetrain.task.optim.groups import matches_part, named_parameters, names_matching
 
 if TYPE_CHECKING:
+    from drivetrain.core.intervals import Interval
     from drivetrain.run.run import Run
-    from drivetrain.run.settings import Interval, RunSettings
+    from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
     from drivetrain.task.task import TaskModule
 

@@ -19,8 +19,9 @@ from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
 from drivetrain.task.without_trace import without_trace
 
 if TYPE_CHECKING:
+    from drivetrain.core.intervals import Interval
     from drivetrain.run.run import Run
-    from drivetrain.run.settings import Interval, RunSettings
+    from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
 
 _LOG = logger(__name__)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
+from typing import TypeAlias
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.progress import Progress
@@ -59,6 +60,10 @@ class Every:
     def __str__(self) -> str:
         number = str(int(self.amount)) if self.amount == int(self.amount) else repr(self.amount)
         return f"{number} {self.unit[:-1] if self.amount == 1 else self.unit}"
+
+
+Interval: TypeAlias = str | int | float | timedelta | Every
+"""An interval: "500 steps", "1 epoch", "10 minutes", or a number of steps."""
 
 
 def _unit(name: str, spec: object) -> str:

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
 from drivetrain.checkpoint import CheckpointConfig
-from drivetrain.checkpoint.saving.assets import Assets, checked_assets
-from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
-from drivetrain.core.files import check_path
-from drivetrain.core.intervals import Every
-from drivetrain.core.registry import is_installed
-from drivetrain.core.stages import Stages, most, stages_or_number
+from drivetrain.checkpoint.saving.assets import Assets
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.intervals import Every, Interval
+from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Logger
-from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
+from drivetrain.core.validation import check_no_class
 from drivetrain.engine.evaluation_precision import check_evaluation_precision
 from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
 from drivetrain.engine.splitting import check_micro_batch
 from drivetrain.loggers.base import check_loggers
-from drivetrain.run.hooks import Hooks
 from drivetrain.run.nonfinite import check_on_nonfinite
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
+from drivetrain.run.setting_checks import CHECKS
 from drivetrain.strategies import SharedSettings, Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import CompileConfig, as_compile, check_compile, makes_graphs
-
-Interval = str | int | float | timedelta | Every
-"""An interval: "500 steps", "1 epoch", "10 minutes", or a number of steps."""
 
 _OF_EACH_RANK = (
     "strategy",
@@ -55,11 +49,6 @@ _OF_EACH_RANK = (
     "hang_timeout",
 )
 """The settings that may differ between ranks. All others affect what a rank does and when."""
-
-_LONGEST_NAME = 200
-"""The bytes of a run's name: with the time behind it, a directory's name may have 255."""
-
-_LIMITS = ("limit_train_batches", "limit_validation_batches", "limit_test_batches", "limit_predict_batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,129 +114,20 @@ class RunSettings:
             if each.name not in ("collate", "group_by_length"):  # functions, which a class may be
                 value = getattr(self, each.name)
                 check_no_class(each.name, *(value if isinstance(value, (list, tuple)) else (value,)))
-        if self.max_epochs is not None:
-            epochs = number("max_epochs", self.max_epochs, above=0)
-            object.__setattr__(self, "max_epochs", int(epochs) if epochs.is_integer() else epochs)
-        for name in (
-            "max_steps",
-            "min_epochs",
-            "min_steps",
-            "evaluation_batch_size",
-        ):
-            if (given := getattr(self, name)) is not None:
-                if name.endswith("_steps") and isinstance(given, str):
-                    raise ConfigError(
-                        f"{name} must be a whole number of steps, not {given!r}. For epochs give"
-                        f" {name.replace('steps', 'epochs')}, for a time max_time"
-                    )
-                count(name, given, at_least=1)
-        for name in ("epochs", "steps"):
-            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if least is not None and most is not None and least > most:
-                raise ConfigError(
-                    f"min_{name}={least} with max_{name}={most}: the fit ends before. Give a min_{name} of at"
-                    f" most {most}"
-                )
-        for name in _LIMITS:
-            limit = getattr(self, name)
-            if limit is not None and not (isinstance(limit, float) and 0 < limit < 1):
-                if isinstance(limit, float):
-                    raise ConfigError(
-                        f"{name} must be a number of batches, a fraction below 1, or None for all, not"
-                        f" {limit}"
-                    )
-                count(name, limit, at_least=1)
-        if self.sanity_validation not in (None, "auto"):
-            if isinstance(self.sanity_validation, str) or self.sanity_validation < 1:
-                raise ConfigError(
-                    "sanity_validation must be a number of batches, 'auto', or None for no such validation,"
-                    f" not {self.sanity_validation!r}"
-                )
-            count("sanity_validation", self.sanity_validation, at_least=1)
-            if self.validate_every is None:
-                raise ConfigError(
-                    f"sanity_validation={self.sanity_validation} with validate_every=None: a fit that never"
-                    " validates needs no check of it. Leave one of them out"
-                )
-        if isinstance(self.dry_run, bool):
-            object.__setattr__(self, "dry_run", "batches" if self.dry_run else None)
-        if self.dry_run not in (None, "batches", "overfit"):
-            if isinstance(self.dry_run, str):
-                raise ConfigError(
-                    f"dry_run must be True, 'batches', a number of them, or 'overfit', not {self.dry_run!r}"
-                )
-            count("dry_run", self.dry_run, at_least=1)
-        for name in ("gradient_accumulation_steps", "batch_size"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, stages_or_number(name, given))
-        check_stages(self)
-        count("num_workers", self.num_workers)
-        count("seed", self.seed)
-        if self.data_seed is not None:
-            count("data_seed", self.data_seed)
-        if self.collate is not None and not callable(self.collate):
-            raise ConfigError(f"collate must be a function of a list of samples, not {self.collate!r}")
-        by = self.group_by_length
-        if not (by is None or callable(by) or (isinstance(by, str) and by)):
-            raise ConfigError(
-                f"group_by_length must be the name of a column or a function of a sample, not {by!r}"
-            )
-        if self.max_grad_norm is not None:
-            number("max_grad_norm", self.max_grad_norm, above=0)
-        if self.max_grad_value is not None:
-            number("max_grad_value", self.max_grad_value, above=0)
-            if self.max_grad_norm is not None:
-                raise ConfigError("max_grad_norm and max_grad_value are two ways to clip: give one of them")
-        for name in ("max_time", "hang_timeout"):
-            object.__setattr__(self, name, duration(name, getattr(self, name)))
-        for name in ("validate_every", "validate_from", "log_every"):
-            given = getattr(self, name)
-            if given is not None and (name, given) != ("log_every", "auto"):
-                try:
-                    object.__setattr__(self, name, Every(given))
-                except ConfigError as error:
-                    also = "; 'auto' is allowed too" if name == "log_every" else ""
-                    raise ConfigError(f"{name}: {error}{also}") from None
-        for name in ("log_first_step", "train_metrics", "deterministic"):
-            flag(name, getattr(self, name))
-        if isinstance(self.progress_bar, str):
-            one_of("progress_bar", self.progress_bar, ("tqdm", "rich"))
-            if self.progress_bar == "rich" and not is_installed("rich"):
-                raise MissingDependencyError("rich", "rich", "Trainer(progress_bar='rich')")
-        else:
-            flag("progress_bar", self.progress_bar)
-        if self.validate_from is not None and self.validate_every is None:
-            raise ConfigError("validate_from with validate_every=None: there is no validation to delay")
-        if self.log_first_step and self.log_every is None:
-            raise ConfigError(
-                "log_first_step with log_every=None: give an interval, or leave log_first_step out"
-            )
-        one_of("on_bad_batch", self.on_bad_batch, ("raise", "skip"))
-        one_of("on_save_error", self.on_save_error, ("raise", "warn"))
-        check_run_dir(self.run_dir)
-        check_run_name(self.run_name)
-        chosen = select_precision(self.precision, strategy=self.strategy)
-        object.__setattr__(self, "precision", chosen)
-        object.__setattr__(self, "checkpoint", checkpoint_policy(self.checkpoint))
-        object.__setattr__(self, "assets", checked_assets(self.assets, "Trainer(assets=)"))
-        if self.assets and self.checkpoint is False:
-            raise ConfigError(
-                "Trainer(assets=) is stored in checkpoints, and checkpoint=False saves none. Leave one out"
-            )
-        object.__setattr__(self, "callbacks", checked_callbacks(self.callbacks))
+        for name, check in CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        object.__setattr__(self, "precision", select_precision(self.precision, strategy=self.strategy))
         as_preemption(self.preemption)
         check_loggers(self.loggers)
+        _check_together(self)
+        check_stages(self)
         strategy = self.select_strategy()
         check_compile(self.compile, strategy)
         _check_graphs(self)
         check_micro_batch(self.micro_batch, strategy)
         check_evaluation_precision(self.evaluation_precision, strategy)
         check_on_nonfinite(self.on_nonfinite, strategy)
-        if self.max_grad_value is not None and (reason := strategy.refuses("value_clipping")):
-            raise StrategyError(
-                f"max_grad_value with strategy {strategy.name!r}: {reason}. Use"
-                " max_grad_norm, or strategy 'ddp' or 'fsdp'"
-            )
+        _check_value_clipping(self.max_grad_value, strategy)
         check_strategy_settings(self, strategy, self.batch_size)
         check_memory(as_memory(self.memory), strategy, self.compile)
         check_callbacks(self, strategy)
@@ -264,6 +144,40 @@ class RunSettings:
     def to_json(self) -> dict[str, Any]:
         """Return all arguments for a log, objects as text."""
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def _check_together(settings: RunSettings) -> None:
+    """Check the arguments that exclude or need one another."""
+    for name in ("epochs", "steps"):
+        least, most = getattr(settings, f"min_{name}"), getattr(settings, f"max_{name}")
+        if least is not None and most is not None and least > most:
+            raise ConfigError(
+                f"min_{name}={least} with max_{name}={most}: the fit ends before. Give a min_{name} of at"
+                f" most {most}"
+            )
+    if settings.validate_every is None and settings.sanity_validation not in (None, "auto"):
+        raise ConfigError(
+            f"sanity_validation={settings.sanity_validation} with validate_every=None: a fit that never"
+            " validates needs no check of it. Leave one of them out"
+        )
+    if settings.validate_every is None and settings.validate_from is not None:
+        raise ConfigError("validate_from with validate_every=None: there is no validation to delay")
+    if settings.max_grad_norm is not None and settings.max_grad_value is not None:
+        raise ConfigError("max_grad_norm and max_grad_value are two ways to clip: give one of them")
+    if settings.log_first_step and settings.log_every is None:
+        raise ConfigError("log_first_step with log_every=None: give an interval, or leave log_first_step out")
+    if settings.assets and settings.checkpoint is False:
+        raise ConfigError(
+            "Trainer(assets=) is stored in checkpoints, and checkpoint=False saves none. Leave one out"
+        )
+
+
+def _check_value_clipping(max_grad_value: float | None, strategy: Strategy) -> None:
+    if max_grad_value is not None and (reason := strategy.refuses("value_clipping")):
+        raise StrategyError(
+            f"max_grad_value with strategy {strategy.name!r}: {reason}. Use"
+            " max_grad_norm, or strategy 'ddp' or 'fsdp'"
+        )
 
 
 def check_stages(settings: RunSettings) -> None:
@@ -299,19 +213,6 @@ def same_on_all_ranks(settings: RunSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in names if name not in _OF_EACH_RANK}
 
 
-def check_run_dir(spec: object) -> None:
-    """Check that it is a local path, or None."""
-    if not isinstance(spec, (str, os.PathLike, type(None))):
-        raise ConfigError(f"run_dir must be a path, or None for a new one, not {spec!r}")
-    if "://" in str(spec):
-        raise ConfigError(
-            f"run_dir={spec!r} is an address, and logs are written to a local directory. Keep run_dir local,"
-            " and send the checkpoints there: checkpoint=CheckpointConfig(directory=...)"
-        )
-    if spec is not None:
-        check_path(spec)
-
-
 def has_run_dir(settings: RunSettings) -> bool:
     """Return whether a fit with these settings has a run directory, given or new."""
     named = [settings.loggers] if isinstance(settings.loggers, str) else settings.loggers
@@ -319,49 +220,9 @@ def has_run_dir(settings: RunSettings) -> bool:
     return settings.run_dir is not None or bool(settings.checkpoint) or logs
 
 
-def check_run_name(name: Any) -> None:
-    """Check that a new directory may have this name, or that it is None."""
-    is_text = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
-    if name is None or (is_text and name.strip(". ") and not {"/", "\\"} & {*name}):
-        return
-    raise ConfigError(
-        f"run_name must be a text of at most {_LONGEST_NAME} bytes, without '/' and control characters, that"
-        f" can name a directory, not {name!r}"
-    )
-
-
-def checked_callbacks(spec: Any, given_by: str = "callbacks") -> tuple[Any, ...]:
-    """Return the callbacks after a check."""
-    if not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping)):
-        raise ConfigError(
-            f"{given_by} must be a sequence of callback objects, such as [EarlyStopping(...)], not {spec!r}"
-        )
-    callbacks = tuple(spec)
-    check_no_class(given_by, *callbacks)
-    Hooks(callbacks)
-    return callbacks
-
-
 def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
     for callback in settings.callbacks:
         callback.check_trainer(settings, strategy)
-
-
-def checkpoint_policy(spec: object) -> object:
-    """Return what the Trainer was given as `checkpoint` after a check; several policies as a tuple."""
-    if isinstance(spec, (bool, CheckpointConfig)) or spec == "async":
-        return spec
-    if isinstance(spec, (list, tuple)):
-        policies = as_policies(spec)
-        return policies if len(policies) > 1 else policies[0]
-    hint = ""
-    if isinstance(spec, Mapping):
-        hint = ". Options are given as CheckpointConfig(every=..., by=...)"
-    elif isinstance(spec, (str, os.PathLike)):
-        hint = ". A path is CheckpointConfig(directory=...); a checkpoint to go on from is fit(resume=...)"
-    raise ConfigError(
-        f"checkpoint must be True, False, 'async', a CheckpointConfig or a list of them, not {spec!r}{hint}"
-    )
 
 
 def plain(value: Any) -> Any:

@@ -43,10 +43,10 @@ from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
 from drivetrain.run.run import Run
+from drivetrain.run.setting_checks import checked_callbacks
 from drivetrain.run.settings import (
     RunSettings,
     check_strategy_settings,
-    checked_callbacks,
     has_run_dir,
     same_on_all_ranks,
 )
@@ -312,11 +312,6 @@ def _fit_run(
     totals = planned_totals(settings, feed, engine.strategy.world_size)
     engine.closing.enter_context(known_fit(task, totals, engine.progress))
     declared = declared_by(task)
-    train_metrics = (
-        DeclaredMetrics(declared, engine.device, engine.data_ranks)
-        if declared and settings.train_metrics
-        else None
-    )
     feeds = evaluation_feeds(
         settings, engine, task, validation_data, "validation", callbacks, changes, declared
     )
@@ -328,6 +323,7 @@ def _fit_run(
         feed.begin(until=totals.epochs_until(engine.progress))  # which is at its beginning
     engine.closing.enter_context(preparing(callbacks, task))
     frozen = frozen_parameters(settings, engine, task)
+    train_metrics = _made_metrics(engine, declared) if settings.train_metrics else None
     engine.prepare_task(
         task,
         total_steps=totals.steps,
@@ -337,16 +333,7 @@ def _fit_run(
         micro_batch=settings.micro_batch,
         show=bool(settings.progress_bar),
     )
-    if engine.strategy.rank == 0:
-        advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
-    check_same_optimizers(task, engine.updaters, totals.steps, engine.ranks)
-    if engine.strategy.rank == 0 and not settings.dry_run:
-        warn_of_long_warmup(engine.updaters, totals.steps)
-    for updater in engine.updaters.values():
-        if updater.torch_schedule is not None:
-            updater.torch_schedule.check_length(totals.steps, totals.epochs)
-            if engine.strategy.rank == 0:
-                updater.torch_schedule.warn_if_never(totals.steps, totals.epochs)
+    _preflight(settings, engine, task, totals)
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
     saver, start = None, Start()
     if settings.checkpoint is not False or resume is not None:
@@ -371,10 +358,32 @@ def _fit_run(
         frozen=frozen,
     )
     _check_watched(settings, run)
+    _connect(settings, run)
+    return run, saver, start
+
+
+def _preflight(settings: RunSettings, engine: Engine, task: TaskModule, totals: Totals) -> None:
+    """Check that the optimizers and their schedules fit the length of the fit; warn of likely mistakes."""
+    check_same_optimizers(task, engine.updaters, totals.steps, engine.ranks)
+    schedules = [each.torch_schedule for each in engine.updaters.values() if each.torch_schedule is not None]
+    for schedule in schedules:
+        schedule.check_length(totals.steps, totals.epochs)
+    if engine.strategy.rank != 0:
+        return
+    advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
+    if not settings.dry_run:
+        warn_of_long_warmup(engine.updaters, totals.steps)
+    for schedule in schedules:
+        schedule.warn_if_never(totals.steps, totals.epochs)
+
+
+def _connect(settings: RunSettings, run: Run) -> None:
+    """Give the schedules, the policy on NaN and the engine what they need of the run."""
+    engine = run.engine
     for updater in engine.updaters.values():
         updater.resolve_direction(run.names.direction)
         if run.is_main and updater.torch_schedule is not None:
-            updater.torch_schedule.report(totals.steps)
+            updater.torch_schedule.report(run.totals.steps)
     run.nonfinite.begin(settings.on_nonfinite)
     if run.hooks.on_micro_batch_end:
 
@@ -385,7 +394,6 @@ def _fit_run(
         engine.micro_batch_end = micro_batch_end
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
-    return run, saver, start
 
 
 def _check_watched(settings: RunSettings, run: Run) -> None:
@@ -422,6 +430,10 @@ def _validates_late(settings: RunSettings, totals: Totals) -> str | None:
         if length is not None and given.amount * (per or 1) > length:
             return f"{name}={str(given)!r}"
     return None
+
+
+def _made_metrics(engine: Engine, declared: Mapping[str, Any]) -> DeclaredMetrics | None:
+    return DeclaredMetrics(declared, engine.device, engine.data_ranks) if declared else None
 
 
 def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[str, Any]) -> DeclaredMetrics:
@@ -569,5 +581,5 @@ def _evaluation_run(
         callbacks=[each for each in callbacks if not isinstance(each, built_in.ModelSummary)],
         run_dir=Path(settings.run_dir) if settings.run_dir is not None else None,
         evaluation_feeds=feeds,
-        evaluation_metrics=DeclaredMetrics(declared, engine.device, engine.data_ranks) if declared else None,
+        evaluation_metrics=_made_metrics(engine, declared or {}),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
@@ -21,16 +21,8 @@ def plot(history: Sequence[Mapping[str, float]], names: Sequence[str] = ()) -> F
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependencyError("matplotlib", "plots", "FitResult.plot") from None
-    logged = dict.fromkeys(name for row in history for name in row if name != "step")
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(f"plot() takes names, such as plot('train/loss', 'lr'), not {name!r}")
-        if name not in logged:
-            raise ConfigError(f"no value {name!r} was logged. {nearest(name, logged)}")
-    if not logged:
-        raise ConfigError("there is nothing to plot: no value was logged")
     plots: dict[str, list[str]] = {}
-    for name in names or logged:
+    for name in _chosen(history, names):
         stage, _, what = name.partition("/")
         plots.setdefault(what if stage in ("train", "validation", "test") else name, []).append(name)
     columns = min(_COLUMNS, len(plots))
@@ -44,3 +36,16 @@ def plot(history: Sequence[Mapping[str, float]], names: Sequence[str] = ()) -> F
         if len(shown) > 1:
             axes.legend()
     return figure
+
+
+def _chosen(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> Collection[str]:
+    """Return the names to plot, all that were logged by default."""
+    logged = dict.fromkeys(name for row in history for name in row if name != "step")
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"plot() takes names, such as plot('train/loss', 'lr'), not {name!r}")
+        if name not in logged:
+            raise ConfigError(f"no value {name!r} was logged. {nearest(name, logged)}")
+    if not logged:
+        raise ConfigError("there is nothing to plot: no value was logged")
+    return names or logged

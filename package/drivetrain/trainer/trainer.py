@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -331,32 +332,11 @@ class Trainer(RunSettings):
         with self._begin(task, train_data, validation_data, resume, override) as (trainer, run, saver):
             for _ in train_steps(run):
                 pass
-        best = saver.best_checkpoints() if saver else {}
-        directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
-        weights = saver.weights if saver and run.nonfinite.spoiled is None else None
-        assert run.stop_reason is not None
-        table = table_of(trainer.loggers, run.run_dir)
-        table = table if table is not None and run.metrics else None
-        last, weights, history = (
-            as_given(trainer, path)
-            for path in (run.last_checkpoint, weights, None if table is None else str(table))
-        )
-        best = {by: as_given(trainer, path) or path for by, path in best.items()}
-        if history and directory is not None and (directory / LEDGER).exists() and not is_part():
-            _LOG.info("curves: drivetrain runs report %s", as_given(trainer, str(directory)))
+        result = _result(trainer, run, saver)
+        if result.history_path and result.run_dir and (result.run_dir / LEDGER).exists() and not is_part():
+            _LOG.info("curves: drivetrain runs report %s", result.run_dir)
         _report_early_end(run)
-        return FitResult(
-            dict(run.metrics),
-            run.progress,
-            run.stop_reason,
-            None if directory is None else Path(as_given(trainer, str(directory)) or directory),
-            last,
-            next(iter(best.values()), None),
-            weights,
-            history,
-            best,
-            saver.best_value() if saver else None,
-        )
+        return result
 
     @by_name
     def steps(
@@ -665,6 +645,29 @@ class Trainer(RunSettings):
         from drivetrain.trainer.find_batch_size import find_batch_size
 
         return find_batch_size(self, task, data, type(self).fit, memory, largest)
+
+
+def _result(settings: RunSettings, run: Run, saver: CheckpointSaver | None) -> FitResult:
+    """Return what a fit returns, its paths as the user would write them."""
+    assert run.stop_reason is not None
+    shown = partial(as_given, settings)
+    directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
+    table = table_of(settings.loggers, run.run_dir) if run.metrics else None
+    best: dict[str, str] = {}
+    if saver is not None:
+        best = {by: shown(path) or path for by, path in saver.best_checkpoints().items()}
+    return FitResult(
+        dict(run.metrics),
+        run.progress,
+        run.stop_reason,
+        None if directory is None else Path(shown(str(directory)) or directory),
+        shown(run.last_checkpoint),
+        next(iter(best.values()), None),
+        shown(saver.weights) if saver and run.nonfinite.spoiled is None else None,
+        None if table is None else shown(str(table)),
+        best,
+        saver.best_value() if saver else None,
+    )
 
 
 def _report_early_end(run: Run) -> None:

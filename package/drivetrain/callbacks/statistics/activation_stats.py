@@ -21,8 +21,8 @@ from drivetrain.task.blocks import select_modules
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from drivetrain.core.intervals import Interval
     from drivetrain.run.run import Run
-    from drivetrain.run.settings import Interval
 
 _LOG = logger(__name__)
 

@@ -16,8 +16,9 @@ from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import by_name, one_of
 
 if TYPE_CHECKING:
+    from drivetrain.core.intervals import Interval
     from drivetrain.run.run import Run
-    from drivetrain.run.settings import Interval, RunSettings
+    from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
 
 _LOG = logger(__name__)

@@ -9,8 +9,8 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.core.intervals import steps_or_epochs
 
 if TYPE_CHECKING:
+    from drivetrain.core.intervals import Interval
     from drivetrain.run.run import Run
-    from drivetrain.run.settings import Interval
 
 
 def may_be_logged(run: Run) -> bool:

@@ -16,8 +16,9 @@ from drivetrain.loggers.media import BinCounts, Histogram
 from drivetrain.task.optim.groups import select_parameters
 
 if TYPE_CHECKING:
+    from drivetrain.core.intervals import Interval
     from drivetrain.run.run import Run
-    from drivetrain.run.settings import Interval, RunSettings
+    from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
 
 _CHUNK = 1 << 20
