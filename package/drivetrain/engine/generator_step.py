@@ -17,7 +17,6 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
     """Make one step of a generator task: forward, backward and an optimizer's step at each yield."""
     # All bodies of the window run side by side, so that each named optimizer gets the whole window's
     # gradient.
-    placeholders, task = engine.placeholders, engine.task
     pairs = list(engine.transfer.moving(pairs))
     bodies = [engine.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
     rows: list[Row] = []
@@ -26,12 +25,7 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
     applied, norm = False, None
     while bodies:
         engine.passes += 1
-        yielded = [
-            placeholders.forward(task, engine.run_step, body)
-            if micro_batch.is_placeholder
-            else engine.run_step(body)
-            for body, (micro_batch, _) in zip(bodies, pairs, strict=True)
-        ]
+        yielded = _forward(engine, bodies, pairs)
         if any(isinstance(each, Returned) for each in yielded):
             engine.ranks.order.note("ends the step")
             returned = returned_rows(yielded, pairs)
@@ -43,22 +37,7 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
         name, losses = same_optimizer(yielded, engine.updaters)
         updater = engine.updaters[name]
         engine.ranks.order.note(f"steps optimizer {name!r}")
-        own: list[Row] = []
-        own_seen: list[Any] = []
-        for value, (micro_batch, factor) in zip(losses, pairs, strict=True):
-            loss, names, values, outputs = read_output(value)
-            if loss is None or values is None or not loss.requires_grad:
-                raise no_loss(engine.task, loss)
-            # Only this optimizer's parameters get gradients, whatever else the loss depends on.
-            if micro_batch.is_placeholder:
-                placeholders.backward(task, engine.strategy, loss, factor, updater.parameters)
-            else:
-                engine.strategy.backward(loss, factor, updater.parameters)
-            own.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
-            if engine.train_metrics is not None and outputs is not None and not micro_batch.is_placeholder:
-                engine.show_metrics(outputs, micro_batch.batch, own_seen)
-            if engine.micro_batch_end is not None and not micro_batch.is_placeholder:
-                engine.micro_batch_end()
+        own, own_seen = _backward(engine, name, losses, pairs)
         engine.strategy.synchronize(updater.parameters)
         try:
             stepped, norm = engine.update(updater, own, engine.parameters)
@@ -73,6 +52,40 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
         else:  # a skipped step, perhaps of this optimizer alone, enters no average
             dropped += own
     return Optimized(rows, applied, norm, seen, dropped)
+
+
+def _forward(engine: StepContext, bodies: Sequence[Any], pairs: Weighted) -> list[Any]:
+    """Run each micro-batch's body to its next yield."""
+    return [
+        engine.placeholders.forward(engine.task, engine.run_step, body)
+        if micro_batch.is_placeholder
+        else engine.run_step(body)
+        for body, (micro_batch, _) in zip(bodies, pairs, strict=True)
+    ]
+
+
+def _backward(
+    engine: StepContext, name: str, losses: Sequence[Any], pairs: Weighted
+) -> tuple[list[Row], list[Any]]:
+    """Run backward for one optimizer's losses; return their rows, and what the metrics have seen."""
+    rows: list[Row] = []
+    seen: list[Any] = []
+    parameters = engine.updaters[name].parameters
+    for value, (micro_batch, factor) in zip(losses, pairs, strict=True):
+        loss, names, values, outputs = read_output(value)
+        if loss is None or values is None or not loss.requires_grad:
+            raise no_loss(engine.task, loss)
+        rows.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
+        # Only this optimizer's parameters get gradients, whatever else the loss depends on.
+        if micro_batch.is_placeholder:
+            engine.placeholders.backward(engine.task, engine.strategy, loss, factor, parameters)
+            continue
+        engine.strategy.backward(loss, factor, parameters)
+        if engine.train_metrics is not None and outputs is not None:
+            engine.show_metrics(outputs, micro_batch.batch, seen)
+        if engine.micro_batch_end is not None:
+            engine.micro_batch_end()
+    return rows, seen
 
 
 class Returned:

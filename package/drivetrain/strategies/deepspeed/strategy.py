@@ -184,15 +184,7 @@ class DeepSpeed(Strategy):
     ) -> Prepared:
         """Build the optimizer, and pass it and the module to DeepSpeed's engine."""
         task = module.task
-        check_values(task, self.name, meta=self.sharded)
-        if self.sharded and self.config.gather_at_end:
-            check_gathering(task)
-        settings = realise(self.config, precision, self._asked)
-        if not isinstance(task, TaskModule):
-            # A user's own loop may make a step at any time.
-            if self._plain and make_optimizers:
-                raise StrategyError("stage 0 is for the Trainer; in your own loop use strategy 'ddp'")
-            settings["managed_gradient_accumulation"] = False
+        settings = self._checked_settings(task, precision, has_optimizers=make_optimizers is not None)
         module.context = precision.forward_context(self.device)
         trained = any(each.requires_grad for each in task.parameters())
         if not (self.sharded or (make_optimizers and trained)):
@@ -205,20 +197,22 @@ class DeepSpeed(Strategy):
         deepspeed = library(self.device.type)
         connect(deepspeed)
         self._before = ModulesBeforeZero(module)
-        stored: dict[nn.Parameter, torch.dtype] = {}
-        exact: dict[nn.Parameter, Tensor] = {}
-        received = self.sharded and starts_from_rank_0(module, task, self.ranks)
-        if received or on_meta(module):
-            self._materialize(module, deepspeed, settings, precision, stored, exact, received)
-        else:
-            read_stored(module, task, self.device, self.device)
-        module.to(self.device)
-        broadcast_module(module, self.world_size)
-        if not stored:
-            stored = {each: each.dtype for each in task.parameters()}
-            if precision.compute_dtype is not None:
-                exact = {each: each.detach().clone() for each in stored if each.requires_grad}
+        stored, exact = self._placed(module, deepspeed, settings, precision)
         optimizers = self._optimizers(module, make_optimizers)  # raises if nothing is trained
+        self._start_engine(module, optimizers, deepspeed, settings, stored, exact)
+        return Prepared(self._engine, optimizers)
+
+    def _start_engine(
+        self,
+        module: StepModule,
+        optimizers: dict[str, Optimizer],
+        deepspeed: Any,
+        settings: dict[str, Any],
+        stored: dict[nn.Parameter, torch.dtype],
+        exact: dict[nn.Parameter, Tensor],
+    ) -> None:
+        """Start DeepSpeed's engine, with the order of its calls and the state of its optimizer."""
+        task = module.task
         optimizer = next(iter(optimizers.values()), None)
         members = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         if optimizers:
@@ -236,7 +230,43 @@ class DeepSpeed(Strategy):
         if self.sharded:
             self._watch_forwards(task)
         self._norms = WideNorms(module)
-        return Prepared(self._engine, optimizers)
+
+    def _checked_settings(
+        self, task: nn.Module, precision: Precision, has_optimizers: bool
+    ) -> dict[str, Any]:
+        """Return DeepSpeed's settings for a task that ZeRO can train."""
+        check_values(task, self.name, meta=self.sharded)
+        if self.sharded and self.config.gather_at_end:
+            check_gathering(task)
+        settings = realise(self.config, precision, self._asked)
+        if not isinstance(task, TaskModule):
+            # A user's own loop may make a step at any time.
+            if self._plain and has_optimizers:
+                raise StrategyError("stage 0 is for the Trainer; in your own loop use strategy 'ddp'")
+            settings["managed_gradient_accumulation"] = False
+        return settings
+
+    def _placed(
+        self, module: StepModule, deepspeed: Any, settings: dict[str, Any], precision: Precision
+    ) -> tuple[dict[nn.Parameter, torch.dtype], dict[nn.Parameter, Tensor]]:
+        """Place the weights on the device, the same on all ranks; return their dtypes, and exact values that
+        DeepSpeed would round.
+        """
+        task = module.task
+        stored: dict[nn.Parameter, torch.dtype] = {}
+        exact: dict[nn.Parameter, Tensor] = {}
+        received = self.sharded and starts_from_rank_0(module, task, self.ranks)
+        if received or on_meta(module):
+            self._materialize(module, deepspeed, settings, precision, stored, exact, received)
+        else:
+            read_stored(module, task, self.device, self.device)
+        module.to(self.device)
+        broadcast_module(module, self.world_size)
+        if not stored:
+            stored = {each: each.dtype for each in task.parameters()}
+            if precision.compute_dtype is not None:
+                exact = {each: each.detach().clone() for each in stored if each.requires_grad}
+        return stored, exact
 
     def _watch_forwards(self, task: nn.Module) -> None:
         """Note the order of the modules whose weights stage 3 gathers, once DeepSpeed has hooked them."""
