@@ -1,9 +1,10 @@
-"""The commands that make a task, such as `fit` and `plan`, given their settings."""
+"""The commands that make a task, such as `fit` and `plan`: functions of the settings and of whether to print
+JSON.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -112,11 +113,6 @@ def _show(found: Any, as_json: bool) -> None:
         print(found)
 
 
-def search(settings: Settings, as_json: bool) -> None:
-    """Search hyper-parameters, then print the best."""
-    importlib.import_module("drivetrain.integrations.optuna.command").search_command(settings, as_json)
-
-
 def benchmark(settings: Settings, as_json: bool) -> None:
     """Measure a task's steps under every combination of some settings, and print the table."""
     from drivetrain.cli.benchmark import run_benchmark
@@ -125,17 +121,8 @@ def benchmark(settings: Settings, as_json: bool) -> None:
     run_benchmark(settings, _training_option(settings), as_json)
 
 
-COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
-    "fit": fit,
-    "validate": partial(evaluate, "validation"),
-    "test": partial(evaluate, "test"),
-    "predict": predict,
-    "plan": plan,
-    "benchmark": benchmark,
-    "summary": summary,
-    "search": search,
-}
-"""The function for each command. It takes the settings, and whether to print JSON."""
+validate = partial(evaluate, "validation")
+test = partial(evaluate, "test")
 
 
 def _trainer_and_task(settings: Settings, without_values: bool = False) -> tuple[Trainer, Any]:

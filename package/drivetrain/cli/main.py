@@ -10,11 +10,13 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import importable_here
 from drivetrain.core.errors import ConfigError, DrivetrainError, shown, without_secrets
 from drivetrain.core.mps_fallback import enable_mps_fallback
+from drivetrain.core.registry import Registry
 from drivetrain.core.version import __version__
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
@@ -30,6 +32,13 @@ _RUNS = {
     "summary": "show a task's parameters, shapes and operations by module",
     "search": "search hyper-parameters; `search show DIR` shows the trials",
 }
+_COMMANDS: Registry[Any] = Registry(
+    "command",
+    {
+        **{name: f"drivetrain.cli.commands:{name}" for name in _RUNS},
+        "search": "drivetrain.integrations.optuna.command:search_command",
+    },
+)
 _LISTS = {
     "env": "say what is installed and which devices there are",
     "strategies": "list the strategies, what they need and which can run here",
@@ -102,7 +111,6 @@ def _run(words: Sequence[str]) -> int:
 def _run_task(command: str, words: Sequence[str]) -> int:
     if "--mps-fallback" in words:  # before torch is imported
         enable_mps_fallback()
-    from drivetrain.cli.commands import COMMANDS
     from drivetrain.cli.settings import Settings
     from drivetrain.distributed.launch.environment import detect
 
@@ -115,7 +123,7 @@ def _run_task(command: str, words: Sequence[str]) -> int:
         if settings.option("print_config"):
             print(without_secrets(settings.as_file()), end="")
         else:
-            COMMANDS[command](settings, bool(settings.option("json")))
+            _COMMANDS[command](settings, bool(settings.option("json")))
     return 0
 
 
