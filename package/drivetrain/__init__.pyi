@@ -49,6 +49,6 @@ from drivetrain.task.optim.groups import ParameterGroup as ParameterGroup
 from drivetrain.task.optim.torch_schedule import TorchSchedule as TorchSchedule
 from drivetrain.task.task import TaskModule as TaskModule
 from drivetrain.testing.benchmark.benchmark import benchmark as benchmark
-from drivetrain.trainer.trainer import FitResult as FitResult
-from drivetrain.trainer.trainer import PredictResult as PredictResult
+from drivetrain.trainer.result import FitResult as FitResult
+from drivetrain.trainer.result import PredictResult as PredictResult
 from drivetrain.trainer.trainer import Trainer as Trainer

@@ -22,7 +22,8 @@ from drivetrain import CheckpointConfig, OptimizerConfig, TaskModule, Trainer
 from drivetrain.core.errors import ConfigError, NonFiniteError, StrategyError
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.skip import all_finite
-from drivetrain.run.nonfinite import IN_A_ROW, check_on_nonfinite
+from drivetrain.run.nonfinite import IN_A_ROW
+from drivetrain.run.setting_checks import check_on_nonfinite
 from drivetrain.strategies import STRATEGIES
 from drivetrain.strategies.single import SingleDevice
 

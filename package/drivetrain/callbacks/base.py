@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import EvaluationReader
 from drivetrain.run.hooks import HOOKS, Hooked
-from drivetrain.run.run import Run
 
 if TYPE_CHECKING:
+    from drivetrain.run.run import Run
     from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
     from drivetrain.task.task import TaskModule

@@ -20,7 +20,7 @@ from drivetrain.core.validation import by_name, count, flag, number
 from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.own_loop_checkpoint import like_module
 from drivetrain.run.checkpoint import roll_back
-from drivetrain.run.nonfinite import check_skipping
+from drivetrain.run.setting_checks import check_skipping
 from drivetrain.task.output import wide_dtype
 
 if TYPE_CHECKING:

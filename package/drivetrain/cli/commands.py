@@ -19,7 +19,8 @@ from drivetrain.core.random_streams import seed_host
 from drivetrain.data import batch_size
 from drivetrain.trainer.first_batch import first_batch
 from drivetrain.trainer.plan.plan import make_plan
-from drivetrain.trainer.trainer import FitResult, Trainer
+from drivetrain.trainer.result import FitResult
+from drivetrain.trainer.trainer import Trainer
 
 _LOG = logger(__name__)
 

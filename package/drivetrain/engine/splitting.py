@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import ConfigError, DataError, StrategyError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
 from drivetrain.core.random_streams import HostDraws, generator_state, load_generator_state, shielded
@@ -29,7 +29,6 @@ from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.engine.split_batch import split_batch
 from drivetrain.engine.split_micro_batch import weighted_parts
 from drivetrain.engine.weighting import StepResult, Weighted, weigh
-from drivetrain.strategies import Strategy
 from drivetrain.task.attributes import generators_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import measure_of
@@ -41,20 +40,6 @@ T = TypeVar("T")
 AUTO = "auto"
 
 _NOT_EVEN_ONE = "drivetrain: not even a micro-batch of one sample fits"
-
-
-def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
-    if spec is None:
-        return
-    if isinstance(spec, str) and spec != AUTO:
-        raise ConfigError(f"micro_batch must be 'auto', a number of samples, or None, not {spec!r}")
-    if not isinstance(spec, str):
-        count("micro_batch", spec, at_least=1)
-    if reason := strategy.refuses("micro_batch"):
-        raise StrategyError(
-            f"micro_batch={spec!r} with strategy {strategy.name!r}: {reason}. Use a smaller"
-            " batch with gradient_accumulation_steps"
-        )
 
 
 class _RepeatStep(Exception):  # noqa: N818 - no error: another process ran out of memory

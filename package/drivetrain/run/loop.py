@@ -265,9 +265,11 @@ def _meet_last_requests(run: Run) -> None:
 
 def _log_at_limit(run: Run) -> None:
     """Log before the last save: a resume finds nothing to train, and logs nothing again."""
-    from drivetrain.run.checkpoint import unlogged_state
+    if run.hooks.on_save:
+        from drivetrain.run.checkpoint import unlogged_state
 
-    run.unlogged, run.is_over = unlogged_state(run), True
+        run.unlogged = unlogged_state(run)
+    run.is_over = True
     run.log_training()
     run.is_over = False  # the hooks of a validation and of savers may ask for more
 

@@ -10,38 +10,20 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.weights.module_state import parameter_names
-from drivetrain.core.errors import ConfigError, NonFiniteError, StrategyError, nearest
+from drivetrain.core.errors import NonFiniteError
 from drivetrain.core.messages import logger
 from drivetrain.engine.metrics.means import Row, bad_losses, refuse_nonfinite
 from drivetrain.engine.skip import StepGate, all_finite, names_of_nonfinite
 from drivetrain.engine.updater import Updater
 from drivetrain.run.state import RunState
-from drivetrain.strategies import Strategy
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.format.manifest import Snapshot
 
 _LOG = logger(__name__)
 
-CHOICES = ("raise", "skip", "stop")
-
 IN_A_ROW = 100
 """The number of steps skipped in a row for a NaN or an infinity that ends the run with an error."""
-
-
-def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
-    if choice not in CHOICES or not isinstance(choice, str):
-        raise ConfigError(f"on_nonfinite={choice!r}. {nearest(str(choice), CHOICES)}")
-    if choice == "skip":
-        check_skipping("on_nonfinite='skip'", strategy)
-
-
-def check_skipping(asked: str, strategy: Strategy) -> None:
-    if reason := strategy.refuses("skipping"):
-        raise StrategyError(
-            f"{asked} with strategy {strategy.name!r}: {reason}. Use on_nonfinite='stop', or"
-            " strategy 'ddp' or 'fsdp'"
-        )
 
 
 class NonFinitePolicy:

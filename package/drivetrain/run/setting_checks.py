@@ -10,16 +10,19 @@ from typing import Any, TypeAlias
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.core.errors import ConfigError, MissingDependencyError
+from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError, nearest
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.registry import is_installed
 from drivetrain.core.stages import stages_or_number
 from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
 from drivetrain.run.hooks import Hooks
+from drivetrain.strategies import Strategy
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """A check of an argument, by its name and value; returns the value to keep."""
+
+_ON_NONFINITE = ("raise", "skip", "stop")
 
 _LONGEST_NAME = 200
 """The bytes of a run's name: with the time behind it, a directory's name may have 255."""
@@ -199,3 +202,32 @@ CHECKS: Mapping[str, Check] = {
     "hang_timeout": duration,
 }
 """The arguments that are checked by themselves. The strategy checks the others."""
+
+
+def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
+    if not isinstance(choice, str) or choice not in _ON_NONFINITE:
+        raise ConfigError(f"on_nonfinite={choice!r}. {nearest(str(choice), _ON_NONFINITE)}")
+    if choice == "skip":
+        check_skipping("on_nonfinite='skip'", strategy)
+
+
+def check_skipping(asked: str, strategy: Strategy) -> None:
+    if reason := strategy.refuses("skipping"):
+        raise StrategyError(
+            f"{asked} with strategy {strategy.name!r}: {reason}. Use on_nonfinite='stop', or"
+            " strategy 'ddp' or 'fsdp'"
+        )
+
+
+def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
+    if spec is None:
+        return
+    if isinstance(spec, str) and spec != "auto":
+        raise ConfigError(f"micro_batch must be 'auto', a number of samples, or None, not {spec!r}")
+    if not isinstance(spec, str):
+        count("micro_batch", spec, at_least=1)
+    if reason := strategy.refuses("micro_batch"):
+        raise StrategyError(
+            f"micro_batch={spec!r} with strategy {strategy.name!r}: {reason}. Use a smaller"
+            " batch with gradient_accumulation_steps"
+        )

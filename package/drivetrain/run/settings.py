@@ -19,11 +19,9 @@ from drivetrain.core.types import Logger
 from drivetrain.core.validation import check_no_class
 from drivetrain.engine.evaluation_precision import check_evaluation_precision
 from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
-from drivetrain.engine.splitting import check_micro_batch
 from drivetrain.loggers.base import check_loggers
-from drivetrain.run.nonfinite import check_on_nonfinite
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
-from drivetrain.run.setting_checks import CHECKS
+from drivetrain.run.setting_checks import CHECKS, check_micro_batch, check_on_nonfinite
 from drivetrain.strategies import SharedSettings, Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision

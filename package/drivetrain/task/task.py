@@ -31,7 +31,6 @@ from drivetrain.task.output import Optimized
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.weights.warm_start import LoadReport, WeightSource
-
 TARGETS = ("label", "labels", "target", "targets", "y")
 """The columns that `metric_inputs` looks for, in this order."""
 

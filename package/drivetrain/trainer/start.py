@@ -21,8 +21,6 @@ def start_from(
     settings: RunSettings, run: Run, saver: CheckpointSaver | None, start: Start, override: str = ""
 ) -> None:
     """Restore the checkpoint that the fit begins from, then set rates and intervals to the run's progress."""
-    from drivetrain.run.checkpoint import restore, snapshot_run
-
     for each in run.loggers if run.is_main else ():
         if isinstance(each, RunLogger):
             each.begin(run)
@@ -30,6 +28,7 @@ def start_from(
         run.attributes = AttributeState(run.task, run.engine.data_ranks.size)
     found = None
     if start.kind != "new":
+        from drivetrain.run.checkpoint import restore
         from drivetrain.trainer.checkpoints import load_start, report_start
 
         with run.timed("restore"):
@@ -37,8 +36,11 @@ def start_from(
             if found is not None:
                 restore(run, found[1], found[0], override)
             report_start(settings, run, start)
-    # Values that cannot be stored are found now, not at a save.
-    snapshot = None if saver is None else snapshot_run(run, saver.policies[0].resumable)
+    snapshot = None
+    if saver is not None:  # values that cannot be stored are found now, not at a save
+        from drivetrain.run.checkpoint import snapshot_run
+
+        snapshot = snapshot_run(run, saver.policies[0].resumable)
     run.nonfinite.note_weights(snapshot if run.frozen is None else None)
     run.engine.set_rates()
     run.triggers.log.start(run.progress)

@@ -2,145 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
-from drivetrain.core.errors import ConfigError
-from drivetrain.core.messages import logger
-from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import missing
-from drivetrain.core.validation import by_name, flag, local_path
-from drivetrain.distributed.launch.environment import detect
-from drivetrain.distributed.launch.programs import rerun_obstacle
-from drivetrain.engine.split_batch import join_batches
-from drivetrain.engine.weighting import StepResult
-from drivetrain.loggers.files import prepare_results_file, write_results
-from drivetrain.loggers.history import read_history, table_of
-from drivetrain.run.ledger_report import NAME as LEDGER
-from drivetrain.run.loop import evaluate, predict, train_steps
-from drivetrain.run.messages import as_given, is_part, is_resumable
-from drivetrain.run.preemption import Preemption
-from drivetrain.run.run import Run
-from drivetrain.run.session import left_with_program, run_context
+from drivetrain.core.validation import by_name
 from drivetrain.run.settings import RunSettings
-from drivetrain.task.optim.given import KEEP
 from drivetrain.task.task import TaskModule
-from drivetrain.trainer.assembly import build_evaluation, build_fit
-from drivetrain.trainer.curves import plot
-from drivetrain.trainer.dry_run import as_tried, writes_nothing
-from drivetrain.trainer.observer import observed, observed_loop
-from drivetrain.trainer.start import start_from
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from drivetrain.callbacks.checkpoint import CheckpointSaver
+    from drivetrain.engine.weighting import StepResult
     from drivetrain.trainer.find_batch_size import BatchSizeResult
     from drivetrain.trainer.find_learning_rate import LearningRateCurve
     from drivetrain.trainer.plan.plan import Plan
-
-_LOG = logger(__name__)
-
-_LARGEST_SEED = 2**32
-"""A program gives smaller seeds; larger ones are torch's own."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """The result of a finished fit.
-
-    Attributes:
-        metrics: The latest value of every logged name.
-        progress: The counts at the end.
-        stop_reason: Why training ended.
-        run_dir: Where files went, or None when none were asked for.
-        last_checkpoint: The newest checkpoint, or None.
-        best_checkpoint: The best checkpoint, or None; of several policies, by the first that keeps any.
-        model_path: The finished weights: the file, or the folder that the task writes; or None.
-        history_path: The file that `history` reads, or None.
-        best_checkpoints: The best checkpoint by each metric that ranks and has had a value.
-        best_value: The value of the metric that `best_checkpoint` is the best by, or None.
-    """
-
-    metrics: dict[str, float]
-    progress: Progress
-    stop_reason: str
-    run_dir: Path | None
-    last_checkpoint: str | None
-    best_checkpoint: str | None
-    model_path: str | None
-    history_path: str | None = None
-    best_checkpoints: dict[str, str] = field(default_factory=dict)
-    best_value: float | None = None
-
-    @property
-    def history(self) -> list[dict[str, float]]:
-        """The logged values from the start of the run, before a resume too: for each log point a mapping with
-        "step", the number of steps made, and the values by name.
-
-        They are read from the file of the logger "csv" or "jsonl", so that a long run holds none in memory.
-
-        Raises:
-            ConfigError: Neither logger was in use, or the file is gone.
-        """
-        if self.history_path is None:
-            raise ConfigError(
-                "this fit has no history: it is read from the file of the logger 'csv' or 'jsonl', and the"
-                " fit had neither. Give the Trainer loggers='csv'"
-            )
-        return read_history(Path(self.history_path))
-
-    def _repr_html_(self) -> str:
-        """Return the result as a table, which a notebook shows."""
-        from drivetrain.callbacks.progress.notebook_table import html_table
-
-        progress = self.progress
-        facts: list[tuple[str, object]] = [("ended", self.stop_reason)]
-        facts += [("steps, epochs", f"{progress.steps:,}, {progress.epoch}")]
-        facts += [("time", f"{progress.seconds:,.1f} s")]
-        places = {"run directory": self.run_dir, "weights": self.model_path}
-        places |= {f"best by {by}": path for by, path in self.best_checkpoints.items()}
-        facts += [(name, path) for name, path in places.items() if path is not None]
-        values = [(name, f"{value:.6g}") for name, value in self.metrics.items()]
-        return html_table((), facts) + html_table(("value", "last"), values)
-
-    def plot(self, *names: str) -> Figure:
-        """Return the logged values as a figure of matplotlib, which a notebook shows.
-
-        `figure.savefig("curves.png")` writes it. "train/loss" and "validation/loss" share a plot.
-
-        Args:
-            *names: Of the values, such as "train/loss"; without any, all of them.
-
-        Raises:
-            ConfigError: There is no `history`, or no value has the name.
-            MissingDependencyError: matplotlib is not installed.
-        """
-        return plot(self.history, names)
-
-
-@dataclass(frozen=True)
-class PredictResult:
-    """The result of `Trainer.predict(..., metrics=True)`.
-
-    Attributes:
-        outputs: What `predict` returns without metrics: the outputs of each batch, those of all samples
-            with `joined`, or the list of files.
-        metrics: What `validate` returns on the same data.
-    """
-
-    outputs: Any
-    metrics: dict[str, float]
+    from drivetrain.trainer.result import FitResult
 
 
 @by_name
@@ -325,18 +202,9 @@ class Trainer(RunSettings):
             Preempted: A signal has ended the run in order; the program ends with exit code 75.
             KeyboardInterrupt: Likewise by Ctrl-C; once more ends it at once.
         """
-        if self._has_to_fork():
-            return self._forked(
-                lambda: self.fit(task, train_data, validation_data, resume=resume, override=override)
-            )
-        with self._begin(task, train_data, validation_data, resume, override) as (trainer, run, saver):
-            for _ in train_steps(run):
-                pass
-        result = _result(trainer, run, saver)
-        if result.history_path and result.run_dir and (result.run_dir / LEDGER).exists() and not is_part():
-            _LOG.info("curves: drivetrain runs report %s", result.run_dir)
-        _report_early_end(run)
-        return result
+        from drivetrain.trainer.verbs import fit
+
+        return fit(self, task, train_data, validation_data, resume, override)
 
     @by_name
     def steps(
@@ -354,53 +222,9 @@ class Trainer(RunSettings):
         the run in order. If only one of several ranks leaves, it first finishes the step that the others
         have begun, and the loops of all ranks end. Arguments and errors are those of `fit`.
         """
-        return left_with_program(self._steps(task, train_data, validation_data, resume, override))
+        from drivetrain.trainer.verbs import steps
 
-    def _steps(
-        self,
-        task: TaskModule,
-        train_data: Any,
-        validation_data: Any,
-        resume: str | None,
-        override: Sequence[str],
-    ) -> Generator[StepResult, None, None]:
-        with self._begin(task, train_data, validation_data, resume, override, body=True) as (_, run, _):
-            run.loop = train_steps(run)
-            try:
-                yield from observed_loop(run.loop)
-            finally:
-                run.loop = None
-        _report_early_end(run)
-
-    @contextmanager
-    def _begin(
-        self,
-        task: TaskModule,
-        train_data: Any,
-        validation_data: Any,
-        resume: str | None,
-        override: Sequence[str],
-        body: bool = False,
-    ) -> Iterator[tuple[Trainer, Run, CheckpointSaver | None]]:
-        """Build a fit, start it from its checkpoint, and run the block, its loop, inside `run_context`.
-
-        Yields the settings, the run, and its saver unless checkpoints are off.
-        """
-        overrides = _overrides(override, resume)
-        trainer, resume = observed(self, is_fit=True, resume=resume)
-        trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
-        torch_seed = torch.initial_seed()
-        with Preemption(self.preemption) as preemption:
-            trainer, run, saver, start = build_fit(trainer, task, train_data, validation_data, resume, body)
-            if run.is_main and self.seed == 0 < torch_seed < _LARGEST_SEED:
-                _LOG.info(
-                    f"torch.manual_seed({torch_seed}) does not seed this fit: the order of the data, and what"
-                    f" steps draw, come from Trainer(seed=0). For another run give Trainer(seed={torch_seed})"
-                )
-            with run_context(trainer, run):
-                start_from(trainer, run, saver, start, overrides)
-                preemption.attach(run, is_resumable(trainer))
-                yield trainer, run, saver
+        return steps(self, task, train_data, validation_data, resume, override)
 
     @by_name
     def validate(
@@ -425,7 +249,9 @@ class Trainer(RunSettings):
             Values by name: `validation/loss`, `validation/accuracy`, with named loaders
             `validation/<loader>/loss`.
         """
-        return self._evaluate("validation", task, data, checkpoint, save_to)
+        from drivetrain.trainer.verbs import evaluate_on
+
+        return evaluate_on(self, "validation", task, data, checkpoint, save_to)
 
     @by_name
     def test(
@@ -437,25 +263,9 @@ class Trainer(RunSettings):
         save_to: str | os.PathLike[str] | None = None,
     ) -> dict[str, float]:
         """Evaluate on test data; as `validate`, with names that begin with `test/`."""
-        return self._evaluate("test", task, data, checkpoint, save_to)
+        from drivetrain.trainer.verbs import evaluate_on
 
-    def _evaluate(
-        self,
-        stage: str,
-        task: TaskModule,
-        data: Any,
-        checkpoint: str | None,
-        save_to: str | os.PathLike[str] | None,
-    ) -> dict[str, float]:
-        if save_to is not None:
-            prepare_results_file(save_to, makes_folder=not writes_nothing(self))
-        if self._has_to_fork():
-            return self._forked(lambda: self._evaluate(stage, task, data, checkpoint, save_to))
-        with self._begin_evaluation(stage, task, data, checkpoint) as run:
-            values = evaluate(run, stage, run.evaluation_feeds)
-            if save_to is not None and not writes_nothing(self):
-                run.engine.ranks.first(lambda: write_results(values, save_to))
-            return values
+        return evaluate_on(self, "test", task, data, checkpoint, save_to)
 
     @by_name
     def predict(
@@ -491,82 +301,9 @@ class Trainer(RunSettings):
             DataError: `metrics` is given, and the data lacks targets; or `joined` is given, and the outputs
                 lack one entry for each sample or have different shapes.
         """
-        flag("predict(metrics=)", metrics)
-        flag("predict(joined=)", joined)
-        if save_to is not None:
-            local_path("save_to", save_to)
-            if joined:
-                raise ConfigError(
-                    f"predict(joined=True, save_to={str(save_to)!r}): save_to streams one file a batch, and"
-                    " joined returns the outputs of all from memory. Leave one of them out"
-                )
-        if self._has_to_fork():
-            return self._forked(
-                lambda: self.predict(
-                    task, data, checkpoint=checkpoint, save_to=save_to, metrics=metrics, joined=joined
-                )
-            )
-        values: dict[str, float] | None = {} if metrics else None
-        sizes: list[int] = []
-        # Closed at once even when writing fails: a suspended pass would leave gradients disabled for the
-        # caller.
-        with (
-            self._begin_evaluation("predict", task, data, checkpoint, metrics) as run,
-            closing(predict(run, run.evaluation_feeds[0][1], values, sizes)) as outputs,
-        ):
-            found: Any = self._collected(run, outputs, save_to)
-        if joined:
-            found = join_batches(found, sizes)
-        return found if values is None else PredictResult(found, values)
+        from drivetrain.trainer.verbs import predict_on
 
-    def _collected(
-        self, run: Run, outputs: Iterator[Any], save_to: str | os.PathLike[str] | None
-    ) -> list[Any]:
-        """Return all outputs, or write them and return the files."""
-        if save_to is None:
-            return list(outputs)
-        if writes_nothing(self):
-            for _ in outputs:
-                pass
-            return []
-        from drivetrain.checkpoint.prediction_files import write_predictions
-
-        return write_predictions(outputs, Path(save_to), run.engine.ranks)
-
-    @contextmanager
-    def _begin_evaluation(
-        self, stage: str, task: TaskModule, data: Any, checkpoint: str | None, metrics: bool = True
-    ) -> Iterator[Run]:
-        """Build a validation, test or prediction, and run the block inside `run_context`."""
-        trainer, _ = observed(self, is_fit=False)
-        trainer = as_tried(trainer, stage)
-        if trainer.dry_run is not None and str(checkpoint).partition(":")[0] in ("best", "last"):
-            checkpoint = None  # the trial of a fit has saved none
-        run = build_evaluation(trainer, task, data, stage, checkpoint, metrics)
-        with run_context(trainer, run):
-            yield run
-
-    def _has_to_fork(self) -> bool:
-        """Return whether to start the other ranks as copies of this process: where the engine cannot start
-        them by running the program again, as in a notebook.
-        """
-        if self.select_strategy().world_size == 1 or self.num_nodes > 1 or torch.distributed.is_initialized():
-            return False
-        return detect(os.environ) is None and rerun_obstacle() is not None
-
-    def _forked(self, act: Callable[[], T]) -> T:
-        """Run a function as every rank, in copies of this process, and remove their traces afterwards."""
-        from drivetrain.distributed.group import disband
-        from drivetrain.distributed.launch.forks import fork_ranks
-
-        def act_and_leave() -> T:
-            try:
-                return act()
-            finally:
-                disband()
-
-        gc.collect()  # the copies must not inherit remains of an earlier run's process group
-        return fork_ranks(act_and_leave, self.select_strategy().world_size)
+        return predict_on(self, task, data, checkpoint, save_to, metrics, joined)
 
     @by_name
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
@@ -645,50 +382,3 @@ class Trainer(RunSettings):
         from drivetrain.trainer.find_batch_size import find_batch_size
 
         return find_batch_size(self, task, data, type(self).fit, memory, largest)
-
-
-def _result(settings: RunSettings, run: Run, saver: CheckpointSaver | None) -> FitResult:
-    """Return what a fit returns, its paths as the user would write them."""
-    assert run.stop_reason is not None
-    shown = partial(as_given, settings)
-    directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
-    table = table_of(settings.loggers, run.run_dir) if run.metrics else None
-    best: dict[str, str] = {}
-    if saver is not None:
-        best = {by: shown(path) or path for by, path in saver.best_checkpoints().items()}
-    return FitResult(
-        dict(run.metrics),
-        run.progress,
-        run.stop_reason,
-        None if directory is None else Path(shown(str(directory)) or directory),
-        shown(run.last_checkpoint),
-        next(iter(best.values()), None),
-        shown(saver.weights) if saver and run.nonfinite.spoiled is None else None,
-        None if table is None else shown(str(table)),
-        best,
-        saver.best_value() if saver else None,
-    )
-
-
-def _report_early_end(run: Run) -> None:
-    """Log why a fit has ended before its planned length, if it has."""
-    totals, reason = run.totals, run.stop_reason or ""
-    planned = ["max_steps=", "max_epochs="]
-    if totals.max_steps is None and totals.max_epochs is None:
-        planned.append("max_time=")
-    if not reason.startswith(tuple(planned)) and not is_part():
-        of = "" if totals.steps is None else f" of {totals.steps}"
-        _LOG.info(f"the fit ended early, after step {run.progress.steps}{of}: {reason}")
-
-
-def _overrides(given: object, resume: object) -> str:
-    """Return the word for the optimizer's settings in a resume; empty if there is none."""
-    words = list(given) if isinstance(given, (list, tuple)) else [None]
-    if len(words) > 1 or any(each not in ("optimizer", KEEP) for each in words):
-        raise ConfigError(
-            "override must be a list with one of two words, ['optimizer'] for the settings of this program or"
-            f" [{KEEP!r}] for those of the checkpoint; not {given!r}"
-        )
-    if words and resume is None:
-        raise ConfigError(f"override={given!r} is for a resume: give resume='auto', or leave it out")
-    return str(words[0]) if words else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from drivetrain.checkpoint.storage.filesystem import LOCAL, FileSystem, plain_path
-from drivetrain.checkpoint.storage.remote import RemoteFileSystem
 
 
 def file_system(path: str) -> FileSystem:
@@ -18,5 +17,7 @@ def file_system(path: str) -> FileSystem:
 
 
 @cache
-def _remote(protocol: str) -> RemoteFileSystem:
+def _remote(protocol: str) -> FileSystem:
+    from drivetrain.checkpoint.storage.remote import RemoteFileSystem
+
     return RemoteFileSystem(protocol)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.call_order import CallOrder
 from drivetrain.distributed.failure import messages as failure_wire
-from drivetrain.distributed.failure.hub import Hub
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
 from drivetrain.distributed.failure.messages import (
     TOKEN_BYTES,
@@ -47,6 +46,8 @@ from drivetrain.distributed.stopping import Stopping
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from drivetrain.distributed.failure.hub import Hub
 
 
 class FailureChannel:
@@ -141,6 +142,8 @@ class FailureChannel:
             local = environment is not None and environment.one_machine
             address = environment.address if environment is not None else None
             host = "127.0.0.1" if local else own_address(address or "") or ""
+            from drivetrain.distributed.failure.hub import Hub
+
             self._hub = Hub(
                 self.world_size, host, self._timing, self._hang_timeout, token=secret and secret[:TOKEN_BYTES]
             ).start()

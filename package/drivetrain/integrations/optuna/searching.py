@@ -37,7 +37,8 @@ from drivetrain.integrations.optuna.result import (
 )
 from drivetrain.run.messages import part_of
 from drivetrain.run.preemption import as_preemption
-from drivetrain.trainer.trainer import FitResult, Trainer
+from drivetrain.trainer.result import FitResult
+from drivetrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     import optuna

@@ -29,7 +29,8 @@ from drivetrain.integrations.optuna.result import SearchMistake
 from drivetrain.integrations.optuna.space import Parameters, Space
 from drivetrain.integrations.optuna.study import FAILURE, Claim, claim_trial, fail, id_of, trial_directory
 from drivetrain.task.task import TaskModule
-from drivetrain.trainer.trainer import FitResult, Trainer
+from drivetrain.trainer.result import FitResult
+from drivetrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run

@@ -19,7 +19,8 @@ from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.registry import DEVICES
 from drivetrain.task.task import TaskModule
 from drivetrain.testing.strategies.tasks import Sequences
-from drivetrain.trainer.trainer import FitResult, Trainer
+from drivetrain.trainer.result import FitResult
+from drivetrain.trainer.trainer import Trainer
 
 MakeStrategy = Callable[[int], Strategy]
 """Makes a new strategy for this process, given the number of processes."""

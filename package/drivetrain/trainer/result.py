@@ -1,0 +1,105 @@
+"""What `fit` and `predict` return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.progress import Progress
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The result of a finished fit.
+
+    Attributes:
+        metrics: The latest value of every logged name.
+        progress: The counts at the end.
+        stop_reason: Why training ended.
+        run_dir: Where files went, or None when none were asked for.
+        last_checkpoint: The newest checkpoint, or None.
+        best_checkpoint: The best checkpoint, or None; of several policies, by the first that keeps any.
+        model_path: The finished weights: the file, or the folder that the task writes; or None.
+        history_path: The file that `history` reads, or None.
+        best_checkpoints: The best checkpoint by each metric that ranks and has had a value.
+        best_value: The value of the metric that `best_checkpoint` is the best by, or None.
+    """
+
+    metrics: dict[str, float]
+    progress: Progress
+    stop_reason: str
+    run_dir: Path | None
+    last_checkpoint: str | None
+    best_checkpoint: str | None
+    model_path: str | None
+    history_path: str | None = None
+    best_checkpoints: dict[str, str] = field(default_factory=dict)
+    best_value: float | None = None
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The logged values from the start of the run, before a resume too: for each log point a mapping with
+        "step", the number of steps made, and the values by name.
+
+        They are read from the file of the logger "csv" or "jsonl", so that a long run holds none in memory.
+
+        Raises:
+            ConfigError: Neither logger was in use, or the file is gone.
+        """
+        if self.history_path is None:
+            raise ConfigError(
+                "this fit has no history: it is read from the file of the logger 'csv' or 'jsonl', and the"
+                " fit had neither. Give the Trainer loggers='csv'"
+            )
+        from drivetrain.loggers.history import read_history
+
+        return read_history(Path(self.history_path))
+
+    def _repr_html_(self) -> str:
+        """Return the result as a table, which a notebook shows."""
+        from drivetrain.callbacks.progress.notebook_table import html_table
+
+        progress = self.progress
+        facts: list[tuple[str, object]] = [("ended", self.stop_reason)]
+        facts += [("steps, epochs", f"{progress.steps:,}, {progress.epoch}")]
+        facts += [("time", f"{progress.seconds:,.1f} s")]
+        places = {"run directory": self.run_dir, "weights": self.model_path}
+        places |= {f"best by {by}": path for by, path in self.best_checkpoints.items()}
+        facts += [(name, path) for name, path in places.items() if path is not None]
+        values = [(name, f"{value:.6g}") for name, value in self.metrics.items()]
+        return html_table((), facts) + html_table(("value", "last"), values)
+
+    def plot(self, *names: str) -> Figure:
+        """Return the logged values as a figure of matplotlib, which a notebook shows.
+
+        `figure.savefig("curves.png")` writes it. "train/loss" and "validation/loss" share a plot.
+
+        Args:
+            *names: Of the values, such as "train/loss"; without any, all of them.
+
+        Raises:
+            ConfigError: There is no `history`, or no value has the name.
+            MissingDependencyError: matplotlib is not installed.
+        """
+        from drivetrain.trainer.curves import plot
+
+        return plot(self.history, names)
+
+
+@dataclass(frozen=True)
+class PredictResult:
+    """The result of `Trainer.predict(..., metrics=True)`.
+
+    Attributes:
+        outputs: What `predict` returns without metrics: the outputs of each batch, those of all samples
+            with `joined`, or the list of files.
+        metrics: What `validate` returns on the same data.
+    """
+
+    outputs: Any
+    metrics: dict[str, float]
