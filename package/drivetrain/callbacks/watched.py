@@ -62,18 +62,17 @@ class Watched:
             )
         if stage is None and validates and (self._user_callbacks_log or run.names.are_own):
             return  # it may come with a validation
-        if stage != "validation":
-            if self._of_validations:
-                raise self._error("which no validation gives", self._possible(run))
-            self._begin_logging(run)
+        if stage == "validation":
+            self._check_loader(run)
+        elif self._of_validations:
+            raise self._error("which no validation gives", self._possible(run))
         else:
-            loaders = [loader for loader, _ in run.evaluation_feeds if loader is not None]
-            if (
-                loaders
-                and not self._user_callbacks_log
-                and not self.name.startswith(tuple(f"validation/{each}/" for each in loaders))
-            ):
-                raise self._error("which no validation loader gives", self._possible(run))
+            self._begin_logging(run)
+
+    def _check_loader(self, run: Run) -> None:
+        loaders = tuple(f"validation/{loader}/" for loader, _ in run.evaluation_feeds if loader is not None)
+        if loaders and not self._user_callbacks_log and not self.name.startswith(loaders):
+            raise self._error("which no validation loader gives", self._possible(run))
 
     def _begin_logging(self, run: Run) -> None:
         every, per_epoch = run.triggers.log.every, run.totals.steps_per_epoch

@@ -128,14 +128,7 @@ def _devices(given: str) -> int:
 def _where(parsed: argparse.Namespace) -> list[str]:
     """Return torchrun's options for the machines and their rendezvous."""
     if parsed.rendezvous is not None:
-        if parsed.address is not None or parsed.node_rank is not None:
-            raise ConfigError("--rendezvous numbers the machines itself: leave out --address and --node-rank")
-        if ":" in parsed.nodes and parsed.max_restarts == 0:
-            raise ConfigError(
-                f"--nodes {parsed.nodes}: all processes restart when a machine joins or leaves. Allow"
-                " restarts after failures too, such as --max-restarts 3"
-            )
-        return _meeting(parsed.nodes, "drivetrain-elastic", parsed.rendezvous, parsed.job)
+        return _elastic(parsed)
     if parsed.nodes == "1" and parsed.address is None and parsed.node_rank in (None, 0):
         return [*_meeting("1", "drivetrain", "127.0.0.1:0", parsed.job), "--rdzv-conf", "number=0"]
     if not re.fullmatch(r"[1-9]\d{0,5}", parsed.nodes):
@@ -153,6 +146,17 @@ def _where(parsed: argparse.Namespace) -> list[str]:
     endpoint = f"{host or parsed.address}:{port or _PORT}"
     meeting = _meeting(parsed.nodes, "drivetrain", endpoint, parsed.job)
     return [*meeting, "--rdzv-conf", f"number={parsed.node_rank}"]
+
+
+def _elastic(parsed: argparse.Namespace) -> list[str]:
+    if parsed.address is not None or parsed.node_rank is not None:
+        raise ConfigError("--rendezvous numbers the machines itself: leave out --address and --node-rank")
+    if ":" in parsed.nodes and parsed.max_restarts == 0:
+        raise ConfigError(
+            f"--nodes {parsed.nodes}: all processes restart when a machine joins or leaves. Allow"
+            " restarts after failures too, such as --max-restarts 3"
+        )
+    return _meeting(parsed.nodes, "drivetrain-elastic", parsed.rendezvous, parsed.job)
 
 
 def _meeting(nodes: str, backend: str, endpoint: str, job: str) -> list[str]:
@@ -201,9 +205,9 @@ class _Attempts:
                     say(text)
                 return code
             is_refused = code == _USAGE or (code == 1 and _REFUSAL.search(text) is not None)
+            if is_refused and self._left:
+                say("not started again: the same error would come back")
             if self._received is not None or is_refused or not self._left:
-                if is_refused and self._left:
-                    say("not started again: the same error would come back")
                 say(text or f"torchrun {ending(code)}")
                 return max(code, 1)
             self._left -= 1

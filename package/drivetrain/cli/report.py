@@ -25,8 +25,24 @@ def make_report(runs: Sequence[RunRecord]) -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise MissingDependencyError("plotly", "report", "drivetrain runs report") from None
+    parts = {
+        "title": html.escape(", ".join(run.name for run in runs)),
+        **_tables(runs),
+        "messages": _messages(runs),
+        "unknown": html.escape(unknown_settings(runs)),
+        # In a script "<" could begin its end.
+        "data": json.dumps(_data(runs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "plotly": get_plotlyjs(),
+    }
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    pieces = page.split("@@")  # every second one is the name of a part
+    return "".join(parts[each] if number % 2 else each for number, each in enumerate(pieces))
+
+
+def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return what the page draws: the curves and where the time went."""
     values = dict.fromkeys(name for run in runs for name in run.curves)
-    data = {
+    return {
         "runs": [run.name for run in runs],
         "curves": [
             {"name": name, "of": [_drawn(run.curves.get(name, ([], []))) for run in runs]} for name in values
@@ -41,8 +57,11 @@ def make_report(runs: Sequence[RunRecord]) -> str:
             ],
         },
     }  # fmt: skip
-    parts = {
-        "title": html.escape(", ".join(run.name for run in runs)),
+
+
+def _tables(runs: Sequence[RunRecord]) -> dict[str, str]:
+    values = dict.fromkeys(name for run in runs for name in run.curves)
+    return {
         "runs": _table(
             ("run", "steps", "attempts", "wall time", "goodput", "ended"),
             [
@@ -61,20 +80,12 @@ def make_report(runs: Sequence[RunRecord]) -> str:
             ("value", *(f"{run.name}: {what}" for run in runs for what in ("last", "least", "most"))),
             [(name, *(each for run in runs for each in _extent(run.curves.get(name)))) for name in values],
         ),
-        "messages": _messages(runs),
         "settings": _table(
             ("setting", *(run.name for run in runs)),
             [(name, *row) for name, row in differences(runs).items()],
         )
         or f"<p>{'' if unknown_settings(runs) else 'None.'}</p>",
-        "unknown": html.escape(unknown_settings(runs)),
-        # In a script "<" could begin its end.
-        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
-        "plotly": get_plotlyjs(),
     }
-    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    pieces = page.split("@@")  # every second one is the name of a part
-    return "".join(parts[each] if number % 2 else each for number, each in enumerate(pieces))
 
 
 def _drawn(curve: Curve) -> dict[str, list[float | None]]:

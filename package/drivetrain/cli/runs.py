@@ -145,18 +145,23 @@ def _compare(parsed: argparse.Namespace) -> int:
     differing = differences(runs)
     names = dict.fromkeys(name for run in runs for name in run.curves)
     last = {name: [run.last(name) for run in runs] for name in names}
+    unknown = unknown_settings(runs)
     if parsed.json:
         print_json({"runs": [str(run.ledger.directory) for run in runs], "settings": differing, "last": last})
         return 0
     head = ["", *(run.name for run in runs)]
     table(head, [[name, *map(shortened, row)] for name, row in differing.items()])
-    if not differing or unknown_settings(runs):
-        line(unknown_settings(runs) or "the settings are the same")
+    if not differing or unknown:
+        line(unknown or "the settings are the same")
     line()
-    rows = [[name, *("" if each is None else f"{each:.6g}" for each in row)] for name, row in last.items()]
+    rows = [[name, *map(_number, row)] for name, row in last.items()]
     steps = ["step", *(f"{run.ledger.steps}" for run in runs)]
     table(head, [steps, *rows], numbers=range(1, len(head)))
     return 0
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
 
 
 def _report(parsed: argparse.Namespace) -> int:

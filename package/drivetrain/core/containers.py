@@ -44,6 +44,11 @@ def opened(value: Any) -> Container | None:
         return Container(keys, list(value.values()), lambda others: dict(zip(keys, others, strict=True)))
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return Container(getattr(value, "_fields", range(len(value))), list(value), value._make)
+    return _opened_by_kind(value)
+
+
+def _opened_by_kind(value: Any) -> Container | None:
+    """Return one level of a dataclass, of a type of torch's pytree, or of another mapping or sequence."""
     is_mapping = isinstance(value, Mapping)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not is_mapping:
         names = [field.name for field in dataclasses.fields(value)]
@@ -51,7 +56,7 @@ def opened(value: Any) -> Container | None:
         return Container(names, entries, lambda others: _dataclass_like(value, names, others))
     entries, structure = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if not (len(entries) == 1 and entries[0] is value):
-        keys = list(value.keys()) if is_mapping else ()
+        keys: Sequence[Any] = list(value.keys()) if is_mapping else ()
         keys = keys if len(keys) == len(entries) else range(len(entries))
         return Container(keys, entries, lambda others: _pytree.tree_unflatten(others, structure))
     if isinstance(value, (tuple, list)):

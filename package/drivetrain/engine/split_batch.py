@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from itertools import pairwise
 from numbers import Number
@@ -109,11 +110,9 @@ def join_batches(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = outputs[0]
-    if any(type(each) is not type(first) for each in outputs):
-        raise _NotJoinable(
-            f"they are of kinds {', '.join(sorted({type(each).__name__ for each in outputs}))}"
-        )
+    first, kinds = outputs[0], {*map(type, outputs)}
+    if len(kinds) > 1:
+        raise _NotJoinable(f"they are of kinds {', '.join(sorted(each.__name__ for each in kinds))}")
     if isinstance(first, (Tensor, np.ndarray)):
         return _joined_rows(outputs, sizes)
     if isinstance(first, (tuple, list)) and not hasattr(first, "_make"):
@@ -184,7 +183,7 @@ def _joined_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             f"a {type(first).__name__} of {len(first)} for {len(first)} samples may have an entry for each"
             " sample, or be columns"
         )
-    whole = columns if columns is not None else [each for one in outputs for each in one]
+    whole = columns if columns is not None else [*itertools.chain.from_iterable(outputs)]
     return whole if isinstance(first, list) else tuple(whole)
 
 

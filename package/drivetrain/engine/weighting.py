@@ -43,13 +43,20 @@ def weigh(
         The micro-batches with their factors, times the number of ranks, because strategies average over
         ranks; and the window's counts on all ranks together, None for one process.
     """
-    if ranks is None:
-        if len(micro_batches) == 1 and not sums:
-            weight = micro_batches[0].weight
-            return ([(micro_batches[0], None)] if isinstance(weight, Tensor) or weight else []), None
-        kept = [each for each in micro_batches if isinstance(each.weight, Tensor) or each.weight]
-        weight = 1 if sums else sum(each.weight for each in kept)
-        return [(each, each.weight / weight) for each in kept], None
+    if ranks is not None:
+        return _weigh_together(micro_batches, ranks, placeholders, sums)
+    if len(micro_batches) == 1 and not sums:
+        weight = micro_batches[0].weight
+        return ([(micro_batches[0], None)] if isinstance(weight, Tensor) or weight else []), None
+    kept = [each for each in micro_batches if isinstance(each.weight, Tensor) or each.weight]
+    weight = 1 if sums else sum(each.weight for each in kept)
+    return [(each, each.weight / weight) for each in kept], None
+
+
+def _weigh_together(
+    micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Placeholders, sums: bool
+) -> tuple[Weighted, Everywhere | None]:
+    """Give each micro-batch its factor in the step that several ranks make."""
     if len(micro_batches) == 1 and micro_batches[0].everywhere is not None:
         total = micro_batches[0].everywhere
     elif None not in (known := [each.everywhere for each in micro_batches]):

@@ -52,10 +52,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         NonFiniteError: A loss was NaN or infinite.
         ConfigError: A metric that a callback decides by did not come.
     """
-    progress, hooks, timing, splitter = run.progress, run.hooks, run.timing, run.engine.splitter
-    train_step = run.engine.train_step if splitter is None else splitter.train_step
-    feed = run.train_feed
-    assert feed is not None
+    progress, hooks, timing, train_step = run.progress, run.hooks, run.timing, _train_step(run)
+    feed: Any = run.train_feed
     skips_bad_batches = feed.skips_bad_batches
     left = False
     _begin(run)
@@ -99,22 +97,27 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                     # is made up, so that a resumed run has all that the uninterrupted one has. Ranks whose
                     # loop goes on may be in the next step already, which they cannot make alone.
                     run.stop_now(_LEFT)
-                    left = True
+                    left, idle = True, False
             last = window.last  # of data without a length, this reads the next batch
             timing["data"] += window.waited
-            if idle and last and not left:
+            if idle and last:
                 raise _nothing_learned(run)
             if _end_step(run, last) or run.stop_reason is not None:
                 break
         windows.close()
         run.agreed -= {"end_epoch"}  # of an epoch that has ended
+    _end(run, left)
+
+
+def _train_step(run: Run) -> Callable[[Sequence[MicroBatch]], StepResult]:
+    splitter = run.engine.splitter
+    return run.engine.train_step if splitter is None else splitter.train_step
+
+
+def _end(run: Run, left: bool) -> None:
+    """Log what is left, and call the hooks of the fit's end."""
     if not left:
         run.end_if_asked()
-    _end(run)
-
-
-def _end(run: Run) -> None:
-    """Log what is left, and call the hooks of the fit's end."""
     run.engine.ranks.all_gather(None)  # compares the calls of the last steps
     if run.evaluation_feeds and run.engine.ranks.size > 1 and _ends_itself(run):
         _agree_at_end(run)

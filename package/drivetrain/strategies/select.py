@@ -95,8 +95,7 @@ def choose(
     if name not in ("auto", "accelerate") or request is None:
         request = Request()
     if request.strategy is not None:
-        name = request.strategy
-        config = configure(name, request.options)
+        name, config = request.strategy, configure(request.strategy, request.options)
     kind = _device_kind(name, request.device, hardware)
     if gpus is not None:
         _check_gpus(gpus, kind, hardware)
@@ -106,11 +105,16 @@ def choose(
     # Each process of a launcher that has started one per GPU sees all GPUs: see `join`.
     if kind == "cuda" and local > hardware.cuda:
         raise _too_few_gpus(hardware, environment, local)
+    return Choice(_resolved(name, kind, hardware, total), kind, local, total, config, gpus)
+
+
+def _resolved(name: str, kind: str, hardware: Hardware, total: int) -> str:
+    """Return the strategy that a name such as "auto" stands for."""
     if name == "auto" and kind == "xla":
-        name = "xla_fsdp" if hardware.tpu > 1 else "xla"
+        return "xla_fsdp" if hardware.tpu > 1 else "xla"
     if name in ("auto", "single", *DEVICES):
-        name = "ddp" if total > 1 else "single"
-    return Choice(name, kind, local, total, config, gpus)
+        return "ddp" if total > 1 else "single"
+    return name
 
 
 def select_strategy(
@@ -252,16 +256,19 @@ def _check_available(name: str, hardware: Hardware) -> Any:
     return made
 
 
+def _is_count(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
 def _checked_counts(devices: object, num_nodes: object) -> tuple[int, ...] | None:
     """Return the indices of the GPUs if `devices` chooses them, after a check of both arguments."""
-    if not isinstance(num_nodes, int) or isinstance(num_nodes, bool) or num_nodes < 1:
+    if not _is_count(num_nodes, 1):
         raise StrategyError(f"num_nodes must be a positive number, not {num_nodes!r}")
-    if devices == "auto" or (isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1):
+    if devices == "auto" or _is_count(devices, 1):
         return None
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         gpus = tuple(devices)
-        whole = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in gpus)
-        if gpus and whole and len(set(gpus)) == len(gpus):
+        if gpus and all(_is_count(each, 0) for each in gpus) and len(set(gpus)) == len(gpus):
             return gpus
         raise StrategyError(
             f"devices={devices!r} must be different indices of GPUs, such as [0, 2], one for each process"

@@ -20,7 +20,6 @@ from drivetrain.core.totals import Totals
 from drivetrain.core.types import Batch, StepOutput
 from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size, described
-from drivetrain.data.counting import Measure
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.task.assigned_loss import check_assigned_loss, counts_labels, is_sum, total_of_labels
 from drivetrain.task.forward import FORWARDS, call_forward, read_forward
@@ -31,6 +30,7 @@ from drivetrain.task.output import Optimized
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.weights.warm_start import LoadReport, WeightSource
+    from drivetrain.data.counting import Measure
 TARGETS = ("label", "labels", "target", "targets", "y")
 """The columns that `metric_inputs` looks for, in this order."""
 
@@ -560,6 +560,8 @@ def measure_of(task: TaskModule) -> Measure:
     Raises:
         ConfigError: An assigned loss with settings that allow no exact weight.
     """
+    from drivetrain.data.counting import Measure
+
     weighs, loss = overrides(task, "loss_weight"), assigned_loss(task)
     if loss is not None:
         own = {each for each in ("training_step", "loss_weight") if overrides(task, each)}

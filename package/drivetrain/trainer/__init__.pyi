@@ -20,6 +20,6 @@ from drivetrain.run.state import Evaluation as Evaluation
 from drivetrain.trainer.find_batch_size import BatchSizeResult as BatchSizeResult
 from drivetrain.trainer.find_learning_rate import LearningRateCurve as LearningRateCurve
 from drivetrain.trainer.plan.plan import Plan as Plan
-from drivetrain.trainer.trainer import FitResult as FitResult
-from drivetrain.trainer.trainer import PredictResult as PredictResult
+from drivetrain.trainer.result import FitResult as FitResult
+from drivetrain.trainer.result import PredictResult as PredictResult
 from drivetrain.trainer.trainer import Trainer as Trainer

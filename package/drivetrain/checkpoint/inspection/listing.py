@@ -8,7 +8,7 @@ sizes and times of files are read.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -139,10 +139,9 @@ def _look(files: FileSystem, path: str, name: str, entry: Entry | None) -> Liste
     """Return the listing of one directory; None if it is not a checkpoint, or has been removed."""
     listed = Listed(name, path, "committed", entry)
     saving = replace(listed, condition="unfinished", trouble="is being saved, or its save was interrupted")
-    if name.startswith(SAVING):
-        return saving
-    if name.startswith(REMOVING):
-        return replace(saving, trouble="is being removed, or its removal was interrupted")
+    if name.startswith((SAVING, REMOVING)):
+        removing = replace(saving, trouble="is being removed, or its removal was interrupted")
+        return saving if name.startswith(SAVING) else removing
     if name.startswith("."):
         return None
     try:
@@ -154,17 +153,22 @@ def _look(files: FileSystem, path: str, name: str, entry: Entry | None) -> Liste
         size = sum(each[0] for each in inside.values()) + _bytes_of_assets(path)
         saved_at = inside[MANIFEST][1] if MANIFEST in inside else None
         listed = replace(listed, bytes=size, saved_at=saved_at)
-    # Where directories cannot be renamed, the manifest was renamed instead.
-    marks = [file for file in inside if file.startswith(MANIFEST) and is_set_aside(file)]
-    if is_set_aside(name) or (marks and MANIFEST not in inside):
+    if is_set_aside(name):
         return replace(listed, condition="set aside", trouble="was set aside as damaged")
     if MANIFEST not in inside:
-        if UNFINISHED in inside:
-            return replace(saving, bytes=listed.bytes, saved_at=listed.saved_at)
-        if entry is not None and inside:
-            return replace(listed, condition="damaged", trouble=f"has lost its {MANIFEST}")
-        return None if entry is None else replace(listed, condition="gone", trouble="is empty")
+        return _without_manifest(listed, inside, saving.trouble)
     return _described_by_files(files, listed)
+
+
+def _without_manifest(listed: Listed, inside: Collection[str], unfinished: str) -> Listed | None:
+    # Where directories cannot be renamed, the manifest of a damaged one was renamed instead.
+    if any(file.startswith(MANIFEST) and is_set_aside(file) for file in inside):
+        return replace(listed, condition="set aside", trouble="was set aside as damaged")
+    if UNFINISHED in inside:
+        return replace(listed, condition="unfinished", trouble=unfinished)
+    if listed.entry is not None and inside:
+        return replace(listed, condition="damaged", trouble=f"has lost its {MANIFEST}")
+    return None if listed.entry is None else replace(listed, condition="gone", trouble="is empty")
 
 
 def _inside(files: FileSystem, path: str) -> dict[str, tuple[int, float]]:

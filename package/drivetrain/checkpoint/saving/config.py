@@ -189,10 +189,17 @@ def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[C
             "several policies of checkpoint= have restore_best=True, and a task has one set of weights: give"
             " it in one of them"
         )
-    first, modes = policies[0], dict[str, str]()
-    for number, each in enumerate(policies if len(policies) > 1 else (), start=1):
+    if len(policies) > 1:
+        _check_together(policies)
+    return policies
+
+
+def _check_together(policies: Sequence[CheckpointConfig]) -> None:
+    """Check that several policies say how many they keep, and contradict one another in nothing."""
+    modes = dict[str, str]()
+    for number, each in enumerate(policies, start=1):
         for name in _OF_RUN:
-            mine, theirs = getattr(each, name), getattr(first, name)
+            mine, theirs = getattr(each, name), getattr(policies[0], name)
             if mine != theirs:
                 raise ConfigError(
                     f"the policies of checkpoint= contradict each other: {name}={theirs!r} in the first, and"
@@ -208,7 +215,6 @@ def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[C
                 f"the policies of checkpoint= contradict each other: they rank by {each.by!r} with"
                 f" mode={modes[each.by]!r} and with mode={each.mode!r}. Give one of them"
             )
-    return policies
 
 
 def chosen_policies(checkpoint: object) -> tuple[CheckpointConfig, ...]:

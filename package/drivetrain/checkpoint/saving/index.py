@@ -150,16 +150,8 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
     Returns:
         The entries to keep, with their remaining purposes, and those to remove; both oldest first.
     """
-    resume: dict[str, set[str]] = {entry.name: set() for entry in entries}
+    resume = _resume_points(entries, policies)
     best: dict[str, dict[str, str]] = {entry.name: {} for entry in entries}
-    known = {policy.interval_name for policy in policies}
-    for policy in policies:
-        own = set() if policy.interval_name is None else {policy.interval_name}
-        if policy is policies[0]:
-            own |= {each for entry in entries for each in entry.resume if each not in known}
-        points = [entry for entry in entries if not own.isdisjoint(entry.resume)]
-        for entry in points if policy.keep_last is None else points[max(0, len(points) - policy.keep_last) :]:
-            resume[entry.name] |= own.intersection(entry.resume)
     ranked = best_by_metric(entries, policies)
     for by, policy in rankings(policies).items():
         for entry in ranked[by][: policy.best_count]:
@@ -174,6 +166,20 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
     ]
     goes = [entry for entry in flagged[:-1] if not (entry.resume or entry.best)]
     return [entry for entry in flagged if entry.resume or entry.best or entry is flagged[-1]], goes
+
+
+def _resume_points(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> dict[str, set[str]]:
+    """Return the intervals that each entry stays a resume point of, by its name."""
+    resume: dict[str, set[str]] = {entry.name: set() for entry in entries}
+    known = {policy.interval_name for policy in policies}
+    for policy in policies:
+        own = set() if policy.interval_name is None else {policy.interval_name}
+        if policy is policies[0]:
+            own |= {each for entry in entries for each in entry.resume if each not in known}
+        points = [entry for entry in entries if not own.isdisjoint(entry.resume)]
+        for entry in points if policy.keep_last is None else points[max(0, len(points) - policy.keep_last) :]:
+            resume[entry.name] |= own.intersection(entry.resume)
+    return resume
 
 
 def oldest_first(entries: Iterable[Entry]) -> list[Entry]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
+from operator import attrgetter
 
 from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.checkpoint.saving.background import Background, HostBuffers
@@ -251,15 +252,14 @@ class CheckpointManager:
             self.ranks.first(self._lock.confirm)
         self._forget_removed()
         # The pruning, which ranks it with the others, decides whether it is good enough.
-        policies = self._rankings() if best is True else {}
-        for by in best if not isinstance(best, bool) else ():
-            policies |= self._rankings(by)
-        among = _among(policies, metrics)
-        ranking = [each.by for each in self.policies if each.by is not None]
-        known = {by: float(metrics[by]) for by in ranking if by in metrics}
-        same = next(
-            (each for each in self._entries if each.step == step and each.name in self._matching), None
-        )
+        among = _among(self._rankings_for(best), metrics)
+        known = {
+            by: float(metrics[by])
+            for by in filter(None, map(attrgetter("by"), self.policies))
+            if by in metrics
+        }
+        candidates = (each for each in self._entries if each.step == step)
+        same = next((each for each in candidates if each.name in self._matching), None)
         snapshot = None
         if same is None:
             order = max((each.order for each in self._entries), default=0) + 1
@@ -421,6 +421,11 @@ class CheckpointManager:
         if by not in policies:
             raise ConfigError(f"no policy keeps the best by {by!r}. {nearest(by, policies)}")
         return {by: policies[by]}
+
+    def _rankings_for(self, best: bool | Collection[str]) -> dict[str, CheckpointConfig]:
+        if isinstance(best, bool):
+            return self._rankings() if best else {}
+        return {name: each for by in best for name, each in self._rankings(by).items()}
 
     def _intervals(self, resume: bool | Collection[str]) -> tuple[str, ...]:
         if isinstance(resume, bool):

@@ -95,6 +95,32 @@ def full_state(module: nn.Module) -> dict[str, Any]:
     return {clean: state[name] for clean, name in clean_names(state, type(module).__name__).items()}
 
 
+def _problems(
+    own: Mapping[str, Any],
+    given: Mapping[str, Any],
+    buffers: Collection[str],
+    kept: Collection[str],
+    adopt_dtypes: bool,
+) -> list[str]:
+    """Return what of the given state does not fit a module's own."""
+    lacking = sorted(own.keys() - given.keys() - set(kept))
+    problems = [f"missing {name!r}" for name in lacking if not is_extra(name)]
+    strangers = sorted(given.keys() - own.keys() - set(buffers))
+    problems += [f"unexpected {name!r}{hint(name, own)}" for name in strangers[:SHOWN]]
+    problems += [f"unexpected {name!r}" for name in strangers[SHOWN:]]
+    for name in sorted(own.keys() & given.keys()):
+        if is_extra(name):  # the module checks it itself; it may have any size and type
+            continue
+        mine, stored = own[name], given[name]
+        if name not in buffers and not is_lazy(mine) and mine.shape != stored.shape:
+            problems.append(f"{name!r} has shape {tuple(stored.shape)} there, {tuple(mine.shape)} here")
+        elif mine.dtype != stored.dtype and not adopt_dtypes:
+            problems.append(f"{name!r} is {stored.dtype} there, {mine.dtype} here (another precision?)")
+    if given and own and not own.keys() & given.keys():
+        problems.insert(0, "it is a checkpoint of another task, for no weight has a name of this one's")
+    return problems
+
+
 def load_module_state(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
@@ -122,21 +148,7 @@ def load_module_state(
     empty = sorted(none & {name for name, (owner, key) in buffers.items() if owner._buffers[key] is not None})
     given = {name: value for name, value in given.items() if name not in none}
     own = {name: value for name, value in full_state(module).items() if name not in none}
-    lacking = sorted(own.keys() - given.keys() - set(kept))
-    problems = [f"missing {name!r}" for name in lacking if not is_extra(name)]
-    strangers = sorted(given.keys() - own.keys() - buffers.keys())
-    problems += [f"unexpected {name!r}{hint(name, own)}" for name in strangers[:SHOWN]]
-    problems += [f"unexpected {name!r}" for name in strangers[SHOWN:]]
-    for name in sorted(own.keys() & given.keys()):
-        if is_extra(name):  # the module checks it itself; it may have any size and type
-            continue
-        mine, stored = own[name], given[name]
-        if name not in buffers and not is_lazy(mine) and mine.shape != stored.shape:
-            problems.append(f"{name!r} has shape {tuple(stored.shape)} there, {tuple(mine.shape)} here")
-        elif mine.dtype != stored.dtype and not adopt_dtypes:
-            problems.append(f"{name!r} is {stored.dtype} there, {mine.dtype} here (another precision?)")
-    if given and own and not own.keys() & given.keys():
-        problems.insert(0, "it is a checkpoint of another task, for no weight has a name of this one's")
+    problems = _problems(own, given, buffers, kept, adopt_dtypes)
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         shown = "; ".join(problems[:SHOWN])

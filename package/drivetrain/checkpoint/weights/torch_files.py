@@ -95,19 +95,20 @@ def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
     if not found.is_checkpoint and all(name.startswith("module.") for name in names):  # by DDP
         names = {name.removeprefix("module."): old for name, old in names.items()}
     tensors = {name: state[old].detach() for name, old in names.items()}
-    hparams = content.get(_HPARAMS, {})
-    is_lightning = isinstance(hparams, dict) and found.key == "state_dict"
-    taken = {found.key, _VERSION, *((_HPARAMS, "hparams_name") if is_lightning else ())}
-    argument = content.get("hparams_name", "kwargs") if is_lightning else "kwargs"
-    return TorchWeights(
-        tensors,
-        found.origin,
-        path,
-        **_divided(hparams if is_lightning else {}),
-        argument="" if argument == "kwargs" else str(argument),
-        left=tuple(str(name) for name in found.beside if name not in taken) if found.key else (),
-        averaged=is_lightning and _AVERAGED_FROM in content,
-    )
+    of_lightning, taken = _of_lightning(content, found.key), {found.key, _VERSION}
+    if of_lightning:
+        taken |= {_HPARAMS, "hparams_name"}
+    left = tuple(str(name) for name in found.beside if name not in taken) if found.key else ()
+    return TorchWeights(tensors, found.origin, path, left=left, **(of_lightning or _divided({})))
+
+
+def _of_lightning(content: Mapping[str, Any], key: str | None) -> dict[str, Any]:
+    """Return what Lightning's file says of the constructor and of averages; nothing for another's file."""
+    hparams, argument = content.get(_HPARAMS, {}), content.get("hparams_name", "kwargs")
+    if not isinstance(hparams, dict) or key != "state_dict":
+        return {}
+    argument = "" if argument == "kwargs" else str(argument)
+    return {**_divided(hparams), "argument": argument, "averaged": _AVERAGED_FROM in content}
 
 
 def _content(path: str, files: FileSystem) -> Any:

@@ -144,17 +144,7 @@ def load_weights_into(
         note = f"the other {len(frozen)} are frozen, and left out there"
     fitting, report = _compare(module, own, named, where, later)
     if (report.missing or report.unexpected or report.mismatched) and (strict or not fitting):
-        suggestion = prefix_hint(named, own)
-        problems = "; ".join(_problems(report, () if suggestion else report.missing or own))
-        if strict:
-            raise CheckpointError(
-                f"the weights of {where} do not fit {type(module).__name__}: {problems}. {suggestion}"
-                "strict=False loads those that fit"
-            )
-        raise CheckpointError(
-            f"nothing of {where} fits {type(module).__name__}, so nothing was loaded: {problems}. "
-            f"{suggestion}Give `rename` to turn the source's names into the module's"
-        )
+        raise CheckpointError(_refusal(report, named, own, where, type(module).__name__, strict))
     if later:
         plan_weights(module, fitting, own, where)
         note = "; ".join(filter(None, ("each process reads its rows when a run shards the task", note)))
@@ -163,6 +153,20 @@ def load_weights_into(
         if strict:  # of everything, also of what was to be read later
             forget_weights(module)
     return replace(report, dropped=tuple(dropped), note=note)
+
+
+def _refusal(
+    report: LoadReport, named: Collection[str], own: Collection[str], where: str, kind: str, strict: bool
+) -> str:
+    suggestion = prefix_hint(named, own)
+    problems = "; ".join(_problems(report, () if suggestion else report.missing or own))
+    if strict:
+        hint = f"{suggestion}strict=False loads those that fit"
+        return f"the weights of {where} do not fit {kind}: {problems}. {hint}"
+    return (
+        f"nothing of {where} fits {kind}, so nothing was loaded: {problems}. {suggestion}Give `rename` to"
+        " turn the source's names into the module's"
+    )
 
 
 def _read(source: WeightSource, later: bool) -> tuple[str, Mapping[str, Any], str, Json]:
@@ -216,12 +220,12 @@ def _compare(
     converted: list[UnfitTensor] = []
     for name in [name for name in own if name in named]:  # in the module's order
         value = named[name]
-        if is_extra(name) and later:
-            raise CheckpointError(
-                f"{where} has the extra state {name!r}, which a module on the meta device cannot take. Make"
-                f" {type(module).__name__} without torch.device('meta')"
-            )
         if is_extra(name):  # the module checks it itself; it may have any size and type
+            if later:
+                raise CheckpointError(
+                    f"{where} has the extra state {name!r}, which a module on the meta device cannot take."
+                    f" Make {type(module).__name__} without torch.device('meta')"
+                )
             fitting[name] = value.clone()  # the module may keep it; what it is given is a mapped file
             continue
         mine = own[name]
@@ -241,17 +245,19 @@ def _compare(
     twins = _tied(module)
     if not later:
         _check_twins(twins, fitting, where)
-    wrong = {each.name for each in mismatched}
-    loaded, missing = [], []
-    for name in own:
-        if name in wrong:
-            continue
-        if name in fitting or not fitting.keys().isdisjoint(twins.get(name, ())):
-            loaded.append(name)
-        elif not is_extra(name):
-            missing.append(name)
+    loaded, missing = _reached(own, fitting, twins, {each.name for each in mismatched})
     unexpected = tuple(name for name in named if name not in own)
-    return fitting, LoadReport(tuple(loaded), tuple(missing), unexpected, tuple(mismatched), tuple(converted))
+    return fitting, LoadReport(loaded, missing, unexpected, tuple(mismatched), tuple(converted))
+
+
+def _reached(
+    own: Collection[str], fitting: Mapping[str, Any], twins: Mapping[str, Collection[str]], wrong: set[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the module's names that get a value, by themselves or as a tied one, and those that get none."""
+    tried = [name for name in own if name not in wrong]
+    loaded = [each for each in tried if not fitting.keys().isdisjoint((each, *twins.get(each, ())))]
+    reached = set(loaded)
+    return tuple(loaded), tuple(each for each in tried if each not in reached and not is_extra(each))
 
 
 def _check_usable(name: str, mine: Tensor, value: Tensor | FileTensor, where: str) -> None:

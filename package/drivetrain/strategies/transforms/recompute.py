@@ -111,6 +111,11 @@ def chosen_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
                 " classes or modules: activation_checkpointing=('encoder.*',)"
             )
         return blocks
+    return _blocks_named(model, again)
+
+
+def _blocks_named(model: nn.Module, again: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of these classes, or whose names match these globs; none inside another one."""
     named = [(name, each) for name, each in model.named_modules() if name and is_called(each)]
     kinds = {type(each).__name__ for _, each in named}
     for wanted in again:

@@ -155,6 +155,15 @@ def _set_float16_eps(groups: Sequence[dict[str, Any]], config: OptimizerConfig) 
             group.setdefault("eps", _FLOAT16_EPS)
 
 
+def _obstacle(factory: Any, parameters: Sequence[Tensor]) -> str:
+    """Return the kind of parameters that a fused step of this optimizer does not take, or ""."""
+    obstacle = next((each for each in parameters if not _can_fuse(factory, each)), None)
+    if obstacle is not None:
+        return f"{obstacle.dtype}"
+    # torch cannot fuse a step over both kinds
+    return "sharded and whole" if len({_is_sharded(each) for each in parameters}) > 1 else ""
+
+
 def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tensor]) -> bool | None:
     """Return the value of `fused`; None leaves the choice to the optimizer."""
     factory = config.factory
@@ -162,21 +171,17 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
         return None
     if config.fused is False:
         return False
-    obstacle = next((each for each in parameters if not _can_fuse(factory, each)), None)
-    mixed = len({_is_sharded(each) for each in parameters}) > 1  # torch cannot fuse a step over both kinds
+    obstacle = _obstacle(factory, parameters)
     if config.fused:
-        if obstacle is not None or mixed:
-            which = "sharded and whole" if obstacle is None else f"{obstacle.dtype}"
+        if obstacle:
             raise ConfigError(
-                f"{optimizer_title(config)} has no sound fused implementation for {which} "
+                f"{optimizer_title(config)} has no sound fused implementation for {obstacle} "
                 f"parameters on {parameters[0].device.type}. Leave fused at None"
             )
         return True
-    conflicting = is_dampened(config) or any(
-        config.options.get(name) for name in ("foreach", "differentiable")
-    )
+    conflicting = any(config.options.get(name) for name in ("foreach", "differentiable"))
     # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
-    if factory is torch.optim.Adagrad or conflicting or mixed or obstacle is not None:
+    if factory is torch.optim.Adagrad or is_dampened(config) or conflicting or obstacle:
         return None
     if not all(is_lazy(each) or _is_dense(each) for each in parameters):
         return None

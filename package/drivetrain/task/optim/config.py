@@ -232,20 +232,8 @@ def unlike_defaults(factory: OptimizerFactory, options: Mapping[str, Any]) -> It
     for name, value in options.items():
         if name not in parameters:
             continue
-        default, wanted = parameters[name].default, ""
-        if isinstance(default, bool) or name == "foreach":
-            wanted = "" if isinstance(value, bool) or value is default else "True or False"
-        elif _is_number(default):
-            whole = parameters[name].annotation in (int, "int")
-            if not _is_number(value) or (whole and not isinstance(value, int)):
-                wanted = f"a {'whole ' if whole else ''}number, such as {default}"
-        elif isinstance(default, tuple) and any(map(_is_number, default)):
-            pairs = isinstance(value, (tuple, list)) and len(value) == len(default)
-            if not pairs or not all(
-                _is_number(given) or given is own for given, own in zip(value, default, strict=True)
-            ):
-                wanted = f"{len(default)} numbers, such as {default}"
-        if wanted:
+        whole = parameters[name].annotation in (int, "int")
+        if wanted := _wanted_instead(value, parameters[name].default, whole, is_flag=name == "foreach"):
             yield f"{name} takes {wanted}, not {value!r}"
 
 
@@ -281,26 +269,27 @@ def _check_groups(config: OptimizerConfig) -> None:
             raise ConfigError(f"parameters must be globs such as 'generator.*', not {pattern!r}")
 
 
+def _wanted_instead(value: Any, default: Any, whole: bool, is_flag: bool) -> str:
+    """Return the kind of value that an option with this default takes, if it was given another one."""
+    if isinstance(default, bool) or is_flag:
+        return "" if isinstance(value, bool) or value is default else "True or False"
+    if _is_number(default):
+        fits = _is_number(value) and (isinstance(value, int) or not whole)
+        return "" if fits else f"a {'whole ' if whole else ''}number, such as {default}"
+    if isinstance(default, tuple) and any(map(_is_number, default)):
+        return "" if _are_numbers(value, default) else f"{len(default)} numbers, such as {default}"
+    return ""
+
+
+def _are_numbers(value: Any, default: Sequence[Any]) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != len(default):
+        return False
+    return all(_is_number(given) or given is own for given, own in zip(value, default, strict=True))
+
+
 def _check_schedule(config: OptimizerConfig) -> None:
-    if config.warmup_steps and config.warmup_ratio:
-        raise ConfigError(
-            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} exclude one "
-            "another: give one"
-        )
+    _check_warmup(config)
     schedule: object = config.schedule
-    if config.lr is None:
-        scaled = any(each.lr_scale is not None for each in config.groups)
-        if schedule != "constant" or config.warmup_steps or config.warmup_ratio or scaled:
-            raise ConfigError(
-                "lr=None leaves the rate to the optimizer, and a schedule, a warm-up or lr_scale multiplies a"
-                " rate. Give lr, or leave them out"
-            )
-    if config.warmup_power != 1 and not (config.warmup_steps or config.warmup_ratio):
-        raise ConfigError(
-            f"warmup_power={config.warmup_power:g} without a warm-up: give warmup_steps or warmup_ratio"
-        )
-    if config.warmup_power != 1 and schedule == "reduce_on_plateau":
-        raise ConfigError("the schedule 'reduce_on_plateau' has a linear warm-up: leave warmup_power at 1")
     if isinstance(schedule, str):
         # Built once with a dummy length of the run: a wrong option is refused here, not in the run.
         make_schedule(schedule, 0, 1, config.schedule_options)
@@ -323,3 +312,26 @@ def _check_schedule(config: OptimizerConfig) -> None:
         raise ConfigError(f"schedule must be a name or a function of the step's number, not {schedule!r}")
     if config.schedule_options:
         raise ConfigError("schedule_options are for named schedules; a function takes none")
+
+
+def _check_warmup(config: OptimizerConfig) -> None:
+    """Check that a warm-up fits the rate and the schedule."""
+    if config.warmup_steps and config.warmup_ratio:
+        raise ConfigError(
+            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} exclude one "
+            "another: give one"
+        )
+    warms_up = bool(config.warmup_steps or config.warmup_ratio)
+    if config.lr is None:
+        scaled = any(each.lr_scale is not None for each in config.groups)
+        if config.schedule != "constant" or warms_up or scaled:
+            raise ConfigError(
+                "lr=None leaves the rate to the optimizer, and a schedule, a warm-up or lr_scale multiplies a"
+                " rate. Give lr, or leave them out"
+            )
+    if config.warmup_power != 1 and not warms_up:
+        raise ConfigError(
+            f"warmup_power={config.warmup_power:g} without a warm-up: give warmup_steps or warmup_ratio"
+        )
+    if config.warmup_power != 1 and config.schedule == "reduce_on_plateau":
+        raise ConfigError("the schedule 'reduce_on_plateau' has a linear warm-up: leave warmup_power at 1")

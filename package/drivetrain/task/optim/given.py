@@ -90,6 +90,13 @@ def is_restored(name: str) -> bool:
     return name not in (*_OF_SCHEDULE, *_OF_TIMES)
 
 
+def _set_within(inner: Any, way: Sequence[str], value: Any) -> None:
+    """Set a value inside nested mappings and lists, at the keys and indices of `way`."""
+    for each in way[:-1]:
+        inner = inner[int(each) if isinstance(inner, (list, tuple)) else each]
+    inner[int(way[-1]) if isinstance(inner, list) else way[-1]] = value
+
+
 def apply_changes(
     changed: Mapping[str, tuple[str, str]],
     fresh: Mapping[str, Any],
@@ -106,11 +113,7 @@ def apply_changes(
         first, _, setting = name.partition(" ")
         value: Any = fresh.get(name)
         if name in stored:
-            *way, last = setting.split(".")
-            inner: Any = state
-            for each in way:
-                inner = inner[int(each) if isinstance(inner, (list, tuple)) else each]
-            inner[int(last) if isinstance(inner, list) else last] = value
+            _set_within(state, setting.split("."), value)
         elif first.isdigit():
             group = optimizer.param_groups[int(first)]
             if setting == "lr":

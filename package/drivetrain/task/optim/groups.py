@@ -222,18 +222,7 @@ def group_titles(
     names = {each.parameter: each for each in named_parameters(module)}
     groups = [[names[each] for each in group["params"] if each in names] for group in optimizer.param_groups]
     if rules is not None:
-        known = [_title(rule.pattern) for rule in rules]
-        unique = [
-            title if title and known.count(title) == 1 else f"{title}_{index}".strip("_")
-            for index, title in enumerate(known)
-        ]
-        found = []
-        for members in groups:
-            index = next((i for i, rule in enumerate(rules) if members[0].matches((rule.pattern,))), None)
-            found.append(
-                "" if index is None or rules[index].lr is rules[index].lr_scale is None else unique[index]
-            )
-        return found
+        return _titles_of_rules(groups, rules)
     if len(groups) == 1:
         return [""]
     given = [group.get("name") for group in optimizer.param_groups]
@@ -245,6 +234,20 @@ def group_titles(
             for members in groups
         ]
     return titles if all(titles) and len({*titles}) == len(titles) else [f"{i}" for i in range(len(groups))]
+
+
+def _titles_of_rules(groups: Sequence[Sequence[Any]], rules: Sequence[ParameterGroup]) -> list[str]:
+    """Return the title of the rule that each group follows, if the rule has a rate of its own; else ""."""
+    known = [_title(rule.pattern) for rule in rules]
+    found = []
+    for members in groups:
+        index = next((i for i, rule in enumerate(rules) if members[0].matches((rule.pattern,))), None)
+        if index is None or rules[index].lr is rules[index].lr_scale is None:
+            found.append("")
+        else:
+            is_clear = known[index] and known.count(known[index]) == 1
+            found.append(known[index] if is_clear else f"{known[index]}_{index}".strip("_"))
+    return found
 
 
 def _title(pattern: str) -> str:

@@ -170,11 +170,8 @@ class _Steps:
             for group, given in zip(groups, own, strict=True):
                 group["params"] = given
 
-    def _lay_out(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Divide the groups' parameters into pieces, with float32 copies for 16-bit weights.
-
-        An optimizer that may compute something over all of its parameters gets all of them at once.
-        """
+    def _divided(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[list[list[nn.Parameter]]]:
+        """Return the pieces, each with the parameters of every group."""
         divides, total = _by_parameter(self._optimizer), 0
         pieces: list[list[list[nn.Parameter]]] = [[[] for _ in groups]]
         for index, group in enumerate(groups):
@@ -186,8 +183,15 @@ class _Steps:
                         total = 0
                     total += parameter.numel()
                 pieces[-1][index].append(parameter)
+        return pieces
+
+    def _lay_out(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Divide the groups' parameters into pieces, with float32 copies for 16-bit weights.
+
+        An optimizer that may compute something over all of its parameters gets all of them at once.
+        """
         self._pieces = []
-        for piece in pieces:
+        for piece in self._divided(groups):
             places: dict[Any, list[nn.Parameter]] = {}
             for each in itertools.chain.from_iterable(piece):
                 if each.dtype in _DROPPED:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -103,24 +104,20 @@ def check_quantized(optimizer: Optimizer) -> None:
     """
     if not compiles_itself(optimizer):
         return
-    name = type(optimizer).__name__
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
+    name, groups = type(optimizer).__name__, optimizer.param_groups
+    if any(group.get("amsgrad") for group in groups):
         raise ConfigError(f"{name}(amsgrad=True): torchao has no such step. Leave it out, or use 'adamw'")
     size = getattr(optimizer, "block_size", None)
-    if size is not None and (type(size) is not int or size < 1):
+    if size is not None and not (type(size) is int and size >= 1):
         raise ConfigError(f"{name}(block_size=...) is a whole number of elements, such as 256, not {size!r}")
-    large = [
-        each.numel()
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if each.numel() >= _LEAST_ELEMENTS
-    ]
-    if size is not None and large and all(each % size for each in large):
+    parameters = list(chain.from_iterable(group["params"] for group in groups))
+    large = [each.numel() for each in parameters if each.numel() >= _LEAST_ELEMENTS]
+    if size and large and all(each % size for each in large):
         raise ConfigError(
             f"{name}(block_size={size}) divides the number of elements of no parameter, so that no state"
             f" would be quantized. Use a power of two, such as 256; the largest has {max(large)} elements"
         )
-    if any(hasattr(each, "placements") for group in optimizer.param_groups for each in group["params"]):
+    if any(hasattr(each, "placements") for each in parameters):
         raise ConfigError(
             f"{type(optimizer).__name__} on sharded parameters: a checkpoint could not hold its state's"
             " blocks for another number of processes. Use 'adamw', or strategy 'ddp'"

@@ -93,6 +93,17 @@ def state_by_name(
     return tensors, meta
 
 
+def _state_by_parameter(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the stored tensors and numbers by their parameter's name and their slot."""
+    state: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key in (*meta["slots"], *meta["scalars"]):
+        name, _, slot = key.rpartition("/")
+        if name not in meta["parameters"]:
+            raise CheckpointError(f"the checkpoint's optimizer state {key!r} belongs to no parameter")
+        state[name][slot] = tensors[key] if key in meta["slots"] else meta["scalars"][key]
+    return state
+
+
 def load_state_by_name(
     optimizer: Optimizer,
     names: Mapping[nn.Parameter, str],
@@ -123,12 +134,7 @@ def load_state_by_name(
     pairs = [
         (group, settings_of[names[group["params"][0]]]) for group in optimizer.param_groups if group["params"]
     ]
-    state: dict[str, dict[str, Any]] = defaultdict(dict)
-    for key in (*meta["slots"], *meta["scalars"]):
-        name, _, slot = key.rpartition("/")
-        if name not in meta["parameters"]:
-            raise CheckpointError(f"the checkpoint's optimizer state {key!r} belongs to no parameter")
-        state[name][slot] = tensors[key] if key in meta["slots"] else meta["scalars"][key]
+    state = _state_by_parameter(tensors, meta)
     _check_fused(optimizer, names, state)
     _assemble(optimizer, names, state, meta["quantized"])
 
