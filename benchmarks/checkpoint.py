@@ -40,8 +40,8 @@ from checkpoint_sharded import RANKS
 from checkpoint_sharded import measure as measure_sharded
 from contestants import CONTESTANTS, OURS, PLAIN, Contestant, Groups, gpt_like, size_of
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
-from drivetrain.checkpoint.saving.run_directory import newest_first
 from drivetrain.checkpoint.saving.index import INDEX, Entry, write_index
+from drivetrain.checkpoint.saving.run_directory import newest_first
 from drivetrain.cli.main import main as command_line
 from drivetrain.testing.distributed import run_distributed
 

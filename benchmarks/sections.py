@@ -165,7 +165,13 @@ def first_steps(plan: Plan) -> Iterator[Table]:
         [*plan.names, "goal for ours"],
     )
     columns: list[tuple[str, str, Callable[[Start], float | None]]] = [
-        ("imports over torch's, seconds", f"at most {IMPORT_GOAL}", lambda each: each.imports - hand.imports),
+        ("torch's import, seconds", "", lambda each: each.torch),
+        ("imports beside torch's, seconds", "", lambda each: each.imports - hand.imports),
+        (
+            "the same as a part of torch's",
+            f"at most {IMPORT_GOAL}",
+            lambda each: (each.imports - hand.imports) / each.torch,
+        ),
         ("first step, seconds", f"{hand.first + GOAL:.2f} (+{GOAL})", lambda each: each.first),
         ("memory, MiB", "", lambda each: each.memory),
     ]
