@@ -230,9 +230,7 @@ def test_imports_only_go_down_and_heavy_ones_are_in_functions(imports: dict[Sour
 
 
 def test_there_is_no_circle_of_files(imports: dict[Source, list[Import]]) -> None:
-    """Nor one by texts that name modules, but for the rows of the loggers: a run makes them by their names,
-    and a tracker reads the run.
-    """
+    """Nor one by texts, but for the rows of the loggers: a run makes them by name, and a tracker reads it."""
     graph: dict[str, set[str]] = {}
     for source, named in imports.items():
         if source.name:
@@ -435,15 +433,13 @@ assert "torch" not in sys.modules, "the package alone loads torch"
 import torch
 before = set(sys.modules)
 drivetrain.TaskModule, drivetrain.Callback
-drivetrain.Trainer(max_steps=1, checkpoint=False, loggers=(), progress_bar=False)
-def ours():
-    return {name.removeprefix("drivetrain.") for name in sys.modules if name.startswith("drivetrain.")}
+trainer = drivetrain.Trainer(max_steps=1, checkpoint=False, loggers=(), progress_bar=False)
+ours = lambda: {name.removeprefix("drivetrain.") for name in sys.modules if name.startswith("drivetrain.")}
 bare = ours()
 class Task(drivetrain.TaskModule):
-    def __init__(self): super().__init__(); self.line = torch.nn.Linear(1, 1)
+    def __init__(self): super().__init__(); self.line, self.loss = torch.nn.Linear(1, 1), torch.nn.MSELoss()
     def forward(self, x): return self.line(x)
-    def loss(self, outputs, batch): return outputs.mean()
-drivetrain.Trainer(max_steps=1, checkpoint=False, loggers=(), progress_bar=False).fit(Task(), [torch.ones(1)])
+trainer.fit(Task(), [(torch.ones(2, 1), torch.ones(2, 1))])
 fitted = ours()
 [getattr(drivetrain, name) for name in drivetrain.__all__]
 print((bare, fitted, {name.split(".")[0] for name in set(sys.modules) - before}))
@@ -460,9 +456,7 @@ def test_imports_load_no_torch_no_heavy_package_and_nothing_of_what_is_not_asked
     command = [sys.executable, "-c", IMPORTS]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     bare, fitted, loaded = ast.literal_eval(printed)
-    assert "run.settings" in bare
     assert len(bare) <= 120, "modules for a Trainer and a TaskModule; import others where they are used"
-    assert "engine.engine" in fitted
     assert not fitted & UNASKED
     assert "drivetrain" in loaded
     assert not loaded & OPTIONAL_OR_HEAVY

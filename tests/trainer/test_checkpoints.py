@@ -10,8 +10,7 @@ from tests.support.messages import heard, warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import Callback, CheckpointConfig, ConfigError, LambdaCallback, Trainer
-from drivetrain.core.errors import CheckpointError
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, Trainer
 
 
 def test_a_changed_working_directory_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,25 +32,6 @@ def test_resume_from_another_run_is_not_mixed_into_a_used_directory(tmp_path: Pa
     (tmp_path / "link").symlink_to(tmp_path / "b")
     own = tmp_path / "link" / "checkpoints" / "step-00000005"
     assert trainer.fit(Regression(), pairs(), resume=str(own)).progress.steps == 10
-
-
-def test_a_start_is_decided_once_and_before_loggers_begin(tmp_path: Path) -> None:
-    class Fetches(Callback):
-        resume_name, asked = "elsewhere", 0
-
-        def fetch_checkpoint(self, directory: str) -> str | None:
-            self.asked += 1
-            return None
-
-    source = Fetches()
-    options = {"max_epochs": 1, "checkpoint": True, "loggers": "csv"}
-    quiet(run_dir=tmp_path / "a", callbacks=[source], **options).fit(
-        Regression(), pairs(), resume="elsewhere"
-    )
-    assert source.asked == 1
-    with pytest.raises(CheckpointError, match="no checkpoint found"):
-        quiet(run_dir=tmp_path / "b", **options).fit(Regression(), pairs(), resume=str(tmp_path / "nothing"))
-    assert not list((tmp_path / "b").rglob("*.csv")) + list((tmp_path / "b").rglob("config*"))
 
 
 def test_resume_by_the_runs_path_sets_a_damaged_checkpoint_aside(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def _nothing_learned(run: Run) -> DataError:
 def _end_step(run: Run, epoch_ended: bool) -> bool:
     """Log, validate, end the epoch and save, in this order: each if it is due or a hook has asked for it.
 
-    Each is done once. What a hook asks for when its turn has passed without it counts for the next step, and
-    in the last step for this one. Savers come last, so that they see what all others changed.
+    Each is done once. A request whose turn has passed counts for the next step, and in the last step for this
+    one. Savers come last, so that they see what all others changed.
 
     Returns:
         Whether the epoch has ended: with its data, or because a hook asked for it.

@@ -23,9 +23,8 @@ class Start:
     """Where a fit begins.
 
     Attributes:
-        kind: "new"; "auto", from the newest good checkpoint of the run, or anew if it has none; "own",
-            likewise, but it must have one; "checkpoint", from this one of the run; or "other", from this one
-            of another run.
+        kind: "new" begins anew. "auto" begins from the newest good checkpoint of the run, or anew without
+            one; for "own" it must have one. "checkpoint" is one of the run, and "other" one of another run.
         path: The run's directory or the checkpoint; "" if new.
     """
 

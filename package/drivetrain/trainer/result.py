@@ -1,4 +1,4 @@
-"""What `fit` and `predict` return."""
+"""The results of `fit` and `predict`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@ import os
 import pytest
 from tests.support.held import in_files
 from tests.support.messages import warned
+from tests.support.tasks import Regression, pairs, quiet
 
+from drivetrain import Callback
 from drivetrain.checkpoint import (
     CheckpointConfig,
     CheckpointManager,
@@ -86,3 +88,21 @@ def test_what_is_neither_file_nor_directory_is_named_for_what_it_is(tmp_path):
         for load in (resolve, load_weights, read_task):
             with pytest.raises(CheckpointError, match=rf"no (weights|checkpoint) at .*: it is .*{word}"):
                 load(str(tmp_path / name))
+
+
+def test_a_start_is_decided_once_and_before_loggers_begin(tmp_path):
+    class Fetches(Callback):
+        resume_name, asked = "elsewhere", 0
+
+        def fetch_checkpoint(self, directory):
+            self.asked += 1
+
+    source = Fetches()
+    options = {"max_epochs": 1, "checkpoint": True, "loggers": "csv"}
+    quiet(run_dir=tmp_path / "a", callbacks=[source], **options).fit(
+        Regression(), pairs(), resume="elsewhere"
+    )
+    assert source.asked == 1
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
+        quiet(run_dir=tmp_path / "b", **options).fit(Regression(), pairs(), resume=str(tmp_path / "nothing"))
+    assert not list((tmp_path / "b").rglob("*.csv")) + list((tmp_path / "b").rglob("config*"))

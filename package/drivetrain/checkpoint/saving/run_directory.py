@@ -189,8 +189,8 @@ def entries_of(
 ) -> tuple[list[Entry], dict[str, DamagedCheckpointError]]:
     """Return the entries of the checkpoints that exist, oldest first, by the index or else by their own.
 
-    Those that neither has come by name, with what is wrong: they were committed just before a kill, or the
-    index was lost.
+    A checkpoint that the index lacks was committed just before a kill, or the index was lost. If it is
+    damaged, it comes by its name, with what is wrong.
     """
     entries = [each for each in listed if each.name in present]
     damaged = {}

@@ -637,7 +637,7 @@ class CallbackAdapter(OwnCallback):
 
     def _meet_now(self, run: Run, asked: set[str]) -> None:
         """Log and evaluate at once what a callback on any rank has asked for at the end of an epoch."""
-        of_ranks: set[str] = set().union(*run.engine.ranks.all_gather(asked))
+        of_ranks: set[str] = set().union(*run.engine.ranks.all_gather(sorted(asked)))
         if "should_log" in of_ranks:
             run.requests.pop("log", None)
             run.log_training()
