@@ -23,11 +23,20 @@ VENV_LIBRARIES := .venv-libraries
 # Those that go into one environment: a file of tests/integrations/lightning/libraries each.
 LIBRARIES ?= audio images projects science series tables
 VENV_LOWEST := .venv-lowest
-# Extras whose lowest versions are tested, an environment each, for together they do not resolve; and their tests, less
-# those of what newer releases brought: weight averages, and the command line, which needs jsonargparse 4.53.
-LOWEST ?= lightning search
+# Extras whose lowest versions are tested, an environment each, for together they do not resolve; accelerate's is that of
+# transformers. Their tests, less those of what newer releases brought: weight averages, the command line, which needs
+# jsonargparse 4.53, and the tables of transformers' newest options.
+LOWEST ?= deepspeed hub lightning search torchao transformers
+# What the tests need beside the extra, of versions that take the lowest numpy.
+LOWEST_PACKAGES_transformers := 'datasets<2.20' peft 'pyarrow<21'
+LOWEST_TESTS_deepspeed := tests/strategies/deepspeed/test_config.py
+LOWEST_TESTS_hub := tests/integrations/hub/test_hub.py
 LOWEST_TESTS_lightning := $(addprefix tests/integrations/lightning/test_,callbacks.py checkpoint.py data.py doors.py task.py) -k "not average"
 LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
+LOWEST_TESTS_torchao := tests/task/optim/test_quantized.py
+LOWEST_TESTS_transformers := tests/strategies/accelerate/test_accelerate.py \
+	$(addprefix tests/integrations/transformers/test_,trainer.py export.py checkpoint_folders.py) \
+	-W "ignore:Deprecated in 0.9.0:DeprecationWarning"
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
@@ -199,7 +208,7 @@ $(VENV_LOWEST)/%/.ready: setup.cfg setup.py Makefile tests/support/lowest.py
 	$(PYTHON) tests/support/lowest.py $* > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e '.[$*]' \
-		cloudpickle hypothesis pytest pytest-rerunfailures pytest-xdist
+		$(LOWEST_PACKAGES_$*) cloudpickle hypothesis pytest pytest-rerunfailures pytest-xdist
 	touch $@
 
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
