@@ -201,7 +201,8 @@ def _together(rank_count: int, generator: bool, workers: int, steps: int, path: 
 def test_several_training_loaders_resume_within_an_epoch_and_have_one_order_on_ranks(tmp_path: Path) -> None:
     whole, path = _together(1, True, 0, 11, ""), str(tmp_path / "run")
     # In the second epoch, whose order must not depend on what the loader's generator has drawn before.
-    assert _together(1, True, 0, 8, path) + _together(1, True, 0, 11, path) == whole
+    assert _together(1, True, 0, 8, path) == whole[:8]
+    assert _together(1, True, 0, 11, path) == whole  # the list of the module goes on
     assert [each["a"] for each in whole[:3]] != [each["a"] for each in whole[6:]]
     whole = _together(1, False, 0, 6, "")
     ranks = on_two_ranks(_together, 2, False, 0, 3, "")

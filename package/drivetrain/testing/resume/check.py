@@ -16,9 +16,8 @@ from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.validation import count
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.resume.fits import RunRecorder
-from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recording
+from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recorded, Recording, read
 from drivetrain.testing.resume.report import Report, compare
-from drivetrain.testing.resume.rows import read
 from drivetrain.trainer.observer import observing
 
 _LAST_LINES = 15
@@ -150,7 +149,13 @@ def assert_resumable(
         ProgramError: `make` or the fit fails.
     """
     count("world_size", world_size, at_least=1)
-    check = Check(steps, save_after, epoch, ignore, timeout)
+    report = check_fit(make, Check(steps, save_after, epoch, ignore, timeout), world_size)
+    assert report.is_good, str(report)
+
+
+def check_fit(make: Callable[[], Sequence[Any]], check: Check, world_size: int = 1) -> Report:
+    """Compare the three runs of a fit, as `assert_resumable` does, and return the report."""
+    timeout = check.timeout or 300.0
 
     def start(recording: Recording) -> tuple[int, str]:
         try:
@@ -161,8 +166,7 @@ def assert_resumable(
             return 1, str(error)
         return 0, ""
 
-    report = _check(start, check)
-    assert report.is_good, str(report)
+    return _check(start, check)
 
 
 def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
@@ -175,29 +179,22 @@ def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
 
 def _check(start: _Start, check: Check) -> Report:
     with _scratch() as directory:
-        uninterrupted = Recording(
-            directory, UNINTERRUPTED, check.steps, check.save_after, check.epoch, check.fit
-        )
-        _run_to_end(start, uninterrupted)
-        made = min(len(each.steps) for each in read(directory, UNINTERRUPTED))
-        save_after = _middle(made) if check.save_after is None else check.save_after
+        recording = Recording(directory, UNINTERRUPTED, check.steps, None, check.epoch, check.fit)
+        uninterrupted = _run_to_end(start, recording)
+        made = min(len(each.steps) for each in uninterrupted)
+        save_after = max(made // 2, 1) if check.save_after is None else check.save_after
         if made <= save_after:
             raise ConfigError(
                 f"the program made {made} steps, too few to continue after a resume at step {save_after}."
                 " Let it train longer, save earlier, or check another of its fits"
             )
-        _run_and_kill(start, replace(uninterrupted, kind=KILLED, save_after=save_after, steps=made))
-        _run_to_end(start, replace(uninterrupted, kind=RESUMED, save_after=save_after))
-        if read(directory, RESUMED)[0].base == read(directory, UNINTERRUPTED)[0].base:
+        killed = _run_and_kill(start, replace(recording, kind=KILLED, save_after=save_after, steps=made))
+        resumed = _run_to_end(start, replace(recording, kind=RESUMED, save_after=save_after))
+        if resumed[0].base == uninterrupted[0].base:
             raise ProgramError(
                 "the resumed run found no checkpoint of the killed run and started from the beginning"
             )
-        return compare(directory, check.ignore)
-
-
-def _middle(steps: int) -> int:
-    """Return an odd step near the middle: the recorded runs log at even ones, never at the save."""
-    return max(steps // 2 - 1, 1) | 1
+        return compare(uninterrupted, killed, resumed, check.ignore)
 
 
 @contextmanager
@@ -206,13 +203,13 @@ def _scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _run_to_end(start: _Start, recording: Recording) -> None:
-    """Run the program and check that its fit was recorded to the end."""
+def _run_to_end(start: _Start, recording: Recording) -> list[Recorded]:
+    """Run the program, check that its fit was recorded to the end, and return the record of each rank."""
     code, output = start(recording)
     recorded = read(recording.directory, recording.kind)
     failed = next((each.failed for each in recorded if each.failed is not None), None)
     if failed is None and recorded and all(each.is_whole for each in recorded):
-        return  # an error after the fit may come from the short training
+        return recorded  # an error after the fit may come from the short training
     what = "ended without a Trainer's fit or steps; a loop over Engine alone is not recorded"
     if failed is not None:
         what = f"failed {failed}"
@@ -221,14 +218,15 @@ def _run_to_end(start: _Start, recording: Recording) -> None:
     raise ProgramError(f"the {recording.kind} run {what}{_last(output)}")
 
 
-def _run_and_kill(start: _Start, recording: Recording) -> None:
+def _run_and_kill(start: _Start, recording: Recording) -> list[Recorded]:
     code, output = start(recording)
     recorded = read(recording.directory, recording.kind)
-    if not any(each.killed for each in recorded):  # the other ranks may have been killed because of it
+    if not any(each.is_killed for each in recorded):  # the other ranks may have been killed because of it
         raise ProgramError(
             f"the run ended with exit code {code} before it could be killed, soon after step"
             f" {recording.save_after}{_last(output)}"
         )
+    return recorded
 
 
 def _last(output: str) -> str:

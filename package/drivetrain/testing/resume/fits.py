@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import sys
+import zlib
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
-from drivetrain.core.messages import logger
 from drivetrain.core.stages import most
-from drivetrain.run import checkpoint as run_checkpoint
-from drivetrain.testing.resume.digests import short
-from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording, first_step
+from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording
 
 if TYPE_CHECKING:
     from drivetrain.run.settings import RunSettings
@@ -51,20 +48,15 @@ class RunRecorder:
         self._fits += 1
         checked = self._fits == recording.fit
         changes["run_dir"] = self._place(trainer.run_dir, f"fit-{self._fits}")
-        changes["loggers"] = _loggers_by_name(trainer.loggers)
+        changes["loggers"] = _loggers(trainer.loggers)
         changes["progress_bar"] = False
         if not checked:
             return changes
-        every = None
-        if recording.kind == KILLED:  # the interval must pass once after the first step
-            every = f"{first_step(recording.directory) + (recording.save_after or 0)} steps"
         policy = self._policies(trainer, f"fit-{self._fits}")[0]
-        changes["checkpoint"] = dataclasses.replace(policy, every=every, best=0, by=None, name=None)
+        changes["checkpoint"] = dataclasses.replace(policy, every=None, best=0, by=None, name=None)
         self._recorder = Recorder(recording)
-        # The comparison shows whether anything depends on such tensors, and the report names them only then.
-        logger(run_checkpoint.__name__).addFilter(self._takes)
         changes["callbacks"] = (*trainer.callbacks, self._recorder)
-        changes["log_every"] = f"{recording.log_every} steps"
+        changes["log_every"] = "1 step"
         if recording.epoch is not None:
             batches = recording.epoch * most(trainer.gradient_accumulation_steps)
             changes["limit_train_batches"] = min(batches, trainer.limit_train_batches or batches)
@@ -101,13 +93,6 @@ class RunRecorder:
             changes["checkpoint"] = self._policies(trainer, "")
         return changes
 
-    def _takes(self, record: logging.LogRecord) -> bool:
-        """Record a warning of what no checkpoint can hold, in place of showing it."""
-        if self._recorder is None or not record.getMessage().startswith(run_checkpoint.LOST):
-            return True
-        self._recorder.warned(record.getMessage().partition(". ")[0])
-        return False
-
     def _end_program(self) -> NoReturn:
         """End the program, and kill the process at once if the program caught the first SystemExit."""
         if self._has_ended:
@@ -133,12 +118,12 @@ class RunRecorder:
         kind = self._recording.kind
         if kind == RESUMED and self._fits == self._recording.fit:
             kind = KILLED  # it resumes from the killed run's checkpoint
-        folder = name if given is None else f"dir-{short(os.path.abspath(os.fspath(given)).encode())}"
+        text = "" if given is None else os.path.abspath(os.fspath(given))
+        folder = f"dir-{zlib.crc32(text.encode())}" if text else name
         return self._recording.directory / f"files-{kind}" / folder
 
 
-def _loggers_by_name(given: Any) -> Any:
-    """Return the loggers given by name, which write to the run directory; others may write anywhere."""
-    if isinstance(given, str):
-        return given
-    return tuple(each for each in given if isinstance(each, str)) if isinstance(given, (list, tuple)) else ()
+def _loggers(given: Any) -> tuple[str, ...]:
+    """Return the loggers given by name, which write to the run directory, with the one that is read."""
+    names = (given,) if isinstance(given, str) else given if isinstance(given, (list, tuple)) else ()
+    return (*(each for each in names if isinstance(each, str) and each != "jsonl"), "jsonl")

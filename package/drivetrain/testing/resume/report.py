@@ -1,39 +1,32 @@
-"""Compare a resumed run with an uninterrupted one, step by step, and name the first difference."""
+"""Compare a resumed run with an uninterrupted one, and name the first difference."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
+from typing import Any
 
+from drivetrain.checkpoint.inspection.compare import compare as compare_checkpoints
+from drivetrain.checkpoint.saving.reading import open_checkpoint
 from drivetrain.core.errors import ConfigError
-from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED
-from drivetrain.testing.resume.rows import Recorded, Values, read
+from drivetrain.testing.resume.recording import Recorded
 
 _SHOWN = 8
-"""The number of values that were not restored to name in a report."""
-
-_LABELS = {
-    "samples": "the samples of step {step} differ",
-    "result": "the {name} of step {step}",
-    "value": "the value {name!r} of step {step}",
-}
-"""How a report names a value, by its kind; of other kinds, it names the state after the step."""
+"""The number of states that differ at the end to name in a report."""
 
 _ADVICE = {
     "samples": "The order of the data is drawn anew, or samples depend on a counter or a generator that no"
     " checkpoint holds. Draw from the global generators, which are seeded for each batch, or give the data"
     " state_dict and load_state_dict",
-    "buffer": "A buffer is saved unless it was registered with persistent=False",
-    "value": "It is computed from an attribute that no checkpoint holds. Return the attribute from a"
-    " callback's state_dict or a module's get_extra_state, or make it a buffer",
+    "value": "It is computed from a variable that no checkpoint holds. Return it from a callback's"
+    " state_dict, or keep it in an attribute of the task",
 }
 _STEP_ADVICE = (
-    "A step depends on a number, a tensor or a random generator that no checkpoint holds. Keep it in a buffer"
-    " (not with persistent=False), in a module's get_extra_state and set_extra_state, or in a callback's"
-    " state_dict and load_state_dict; draw random numbers from the global generators"
+    "A step depends on a number, a tensor or a random generator that no checkpoint holds. Keep it in an"
+    " attribute of the task, or return it from a callback's state_dict and take it in load_state_dict; draw"
+    " random numbers from the global generators"
 )
 _NOT_REPRODUCIBLE = (
     "Seed every generator that the program creates (random.Random(0), not random.Random()), and let nothing"
@@ -44,6 +37,8 @@ _FIRST_EPOCH = (
     "no epoch had ended by the save after step {}, so state that only changes at the end of an epoch was"
     " not tested. Shorten the epochs to test it (--epoch 2, epoch=2)"
 )
+_GROUPS = {"model": "weight or buffer", "optimizer": "optimizer state"}
+"""The groups of tensors in a checkpoint that are compared."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +48,25 @@ class Difference:
     Attributes:
         step: The step, counted from 1.
         rank: The rank.
-        kind: "samples", "result", "value" (a logged one), "weight", "buffer", "optimizer state", "learning
-            rate", "generator", "progress", "state" or "step".
-        name: The name, such as "net.0.weight".
-        found: The text of the value in the second run.
-        expected: The text of the value in the first run.
+        kind: "samples", "result", "value" (a logged one), or a kind of state in the last checkpoint.
+        name: The name, such as "loss".
+        text: The values.
     """
 
     step: int
     rank: int
     kind: str
     name: str
-    found: str
-    expected: str
+    text: str
 
     def __str__(self) -> str:
-        label = _LABELS.get(self.kind, "{kind} {name!r} after step {step}")
-        what = label.format(kind=self.kind, name=self.name, step=self.step)
-        expected = "" if self.kind == "samples" else f", expected {_shorter(self.expected)}"
-        return f"{what}: {_shorter(self.found)}{expected}"
+        labels = {
+            "samples": "the samples of step {step} differ",
+            "result": "the {name} of step {step}",
+            "value": "the value {name!r} of step {step}",
+        }
+        label = labels.get(self.kind, "{kind} {name!r} after step {step}")
+        return f"{label.format(name=self.name, step=self.step, kind=self.kind)}: {self.text}"
 
 
 @dataclass
@@ -83,9 +78,9 @@ class Report:
         save_after: The step at which the run was resumed.
         ranks: The number of ranks.
         first: The first difference of the resumed run; None if there is none.
-        later: The number of differences after the first.
-        not_restored: What differed before the resumed run made a step.
-        unsaved: Warnings of tensors that no checkpoint holds.
+        later: The number of values that differ in the rows after the first.
+        states: What differs between the last checkpoints.
+        lost: The attributes that no checkpoint can hold.
         not_reproducible: The first difference between the uninterrupted and the killed run before the save.
             The resumed run is not compared if there is one.
         left_out: Names of logged values that were not compared because they differ between any two runs.
@@ -97,8 +92,8 @@ class Report:
     ranks: int
     first: Difference | None = None
     later: int = 0
-    not_restored: list[Difference] = field(default_factory=list)
-    unsaved: list[str] = field(default_factory=list)
+    states: list[Difference] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
     not_reproducible: Difference | None = None
     left_out: list[str] = field(default_factory=list)
     in_first_epoch: bool = False
@@ -122,11 +117,10 @@ class Report:
             more = f"; differences after it: {self.later}" if self.later else ""
             lines = [f"{begun}: the run differs from the uninterrupted one"]
             lines.append(f"{self._first_line(self.first)}{more}")
-            lines += [f"not restored: {each}" for each in self.not_restored[:_SHOWN]]
-            if len(self.not_restored) > _SHOWN:
-                lines.append(f"and {len(self.not_restored) - _SHOWN} more values")
-            cause = (self.not_restored or [self.first])[0].kind
-            lines += [*self.unsaved, _ADVICE.get(cause, _STEP_ADVICE)]
+            lines += [f"at the end: {each}" for each in self.states[:_SHOWN] if each is not self.first]
+            lines += [f"and {len(self.states) - _SHOWN} more states"] if len(self.states) > _SHOWN else []
+            lines += [f"no checkpoint can hold {', '.join(self.lost)}"] if self.lost else []
+            lines.append(_ADVICE.get(self.first.kind, _STEP_ADVICE))
         if self.left_out:
             lines.append(f"not compared, since any two runs log different values: {', '.join(self.left_out)}")
         return "\n".join(lines)
@@ -136,121 +130,112 @@ class Report:
         return f"first difference{where}: {difference}"
 
 
-def _shorter(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:80]}..."
-
-
-def compare(directory: Path, ignore: Sequence[str] = ()) -> Report:
-    """Compare the records of the three runs.
+def compare(
+    uninterrupted: Sequence[Recorded],
+    killed: Sequence[Recorded],
+    resumed: Sequence[Recorded],
+    ignore: Sequence[str] = (),
+) -> Report:
+    """Compare the records of the three runs, one for each rank.
 
     Args:
-        directory: The directory of the records.
         ignore: Patterns of the names of values and weights that may differ, such as "history/*".
 
     Raises:
         ConfigError: Nothing has a name that a pattern matches.
     """
-    uninterrupted, killed, resumed = (read(directory, kind) for kind in (UNINTERRUPTED, KILLED, RESUMED))
-    _check_patterns(ignore, set().union(*(each.names() for each in (*uninterrupted, *killed, *resumed))))
-    save_after = resumed[0].base
+    save_after, first = resumed[0].base, uninterrupted[0]
     assert save_after is not None
-    report = Report(len(uninterrupted[0].steps), save_after, len(uninterrupted))
-    report.in_first_epoch = _is_first_epoch(uninterrupted[0], save_after)
-    noise: set[str] = set()
-    for rank, (first, second) in enumerate(zip(uninterrupted, killed, strict=True)):
-        _compare_starts(report, rank, first, second, ignore, noise)
+    assert first.checkpoint is not None
+    assert resumed[0].checkpoint is not None
+    report = Report(len(first.steps), save_after, len(uninterrupted), lost=first.lost)
+    begin, end = min(first.steps), max(first.steps)
+    report.in_first_epoch = first.steps[begin]["epoch"] == first.steps[save_after + 1]["epoch"]
+    states = [*_states(first.checkpoint, resumed[0].checkpoint, end)]
+    values = {name for row in first.logged.values() for name in row}
+    _check_patterns(ignore, {*values, *_names(first), *(each.name for each in states)})
+    timed = {each for each in first.timed if any(fnmatchcase(name, each) for name in values)}
+    early = [*_differences(uninterrupted, killed, begin, min(max(each.steps) for each in killed))]
+    noise = {each.name for each in early if each.kind == "value" and not _matches(each.name, timed)}
+    hidden = {*ignore, *noise, *timed}
+    report.not_reproducible = next(iter(_left(early, hidden)), None)
     if report.not_reproducible is None:
-        report.left_out = sorted(noise.union(*(each.timed for each in uninterrupted)))
-        for rank, (first, third) in enumerate(zip(uninterrupted, resumed, strict=True)):
-            _compare_resumed(report, rank, first, third, ignore, noise)
-        report.unsaved = sorted({each.unsaved for each in (*uninterrupted, *killed, *resumed)} - {""})
+        later = _differences(uninterrupted, resumed, save_after + 1, end)
+        found = _left(later, hidden)
+        report.left_out = sorted(noise | timed)
+        report.states = _left(states, hidden)
+        report.first, report.later = next(iter([*found, *report.states]), None), max(len(found) - 1, 0)
     return report
+
+
+def _names(recorded: Recorded) -> set[str]:
+    """Return the names of what is compared beside logged values."""
+    stored = open_checkpoint(recorded.checkpoint or "").manifest.tensors
+    results = {name for row in recorded.steps.values() for name in row["results"]}
+    return {"samples", *results}.union(*(stored.get(group, ()) for group in _GROUPS))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(name == each or fnmatchcase(name, each) for each in patterns)
+
+
+def _left(differences: Iterable[Difference], hidden: Iterable[str]) -> list[Difference]:
+    return [each for each in differences if not _matches(each.name, hidden)]
 
 
 def _check_patterns(ignore: Iterable[str], names: set[str]) -> None:
     for pattern in ignore:
-        if not any(pattern == each or fnmatchcase(each, pattern) for each in names):
+        if not any(_matches(each, [pattern]) for each in names):
             close = ", ".join(map(repr, difflib.get_close_matches(pattern, names, n=5, cutoff=0.0)))
             raise ConfigError(
                 f"nothing that is compared has a name like ignore={pattern!r}; the nearest names are {close}"
             )
 
 
-def _is_first_epoch(uninterrupted: Recorded, save_after: int) -> bool:
-    """Return whether the first step after the save belongs to the epoch in which the run began."""
-    first, following = (uninterrupted.values(each) for each in (min(uninterrupted.steps), save_after + 1))
-    epoch = ("result", "epoch")
-    return epoch in following and first[epoch] == following[epoch]
-
-
-def _compare_starts(
-    report: Report, rank: int, first: Recorded, second: Recorded, ignore: Sequence[str], noise: set[str]
-) -> None:
-    """Compare two runs before the kill. A logged value that differs is left out: it may be a time."""
-    for step in sorted(first.logged.keys() & second.logged.keys()):
-        differing = _differences(first.logged[step], second.logged[step], step, rank, ignore)
-        is_killed = step == max(second.steps, default=0)  # perhaps before it had logged all
-        noise.update(each.name for each in differing if not is_killed or each.found != "nothing")
-    for step in sorted(first.steps.keys() & second.steps.keys()):
-        found = _differences(first.steps[step], second.steps[step], step, rank, ignore)
-        known = report.not_reproducible
-        if found and (known is None or step < known.step):
-            report.not_reproducible = _describe_samples(found[0], first)
-
-
-def _compare_resumed(
-    report: Report, rank: int, first: Recorded, third: Recorded, ignore: Sequence[str], noise: set[str]
-) -> None:
-    at, found = report.save_after, list[Difference]()
-    for step in sorted(each for each in first.steps.keys() | first.logged.keys() if each > at):
-        if step in first.steps and step not in third.steps:
-            found.append(Difference(step, rank, "result", "end", "missing", "made"))
-            break
-        found += _differences(first.values(step), third.values(step), step, rank, ignore, noise)
-    report.later = max(report.later, len(found) - 1)
-    if not found or (report.first is not None and report.first.step <= found[0].step):
-        return
-    report.first = _describe_samples(found[0], first)
-    # Only rank 0's buffers are saved; the other ranks receive them before they use them.
-    began = {key: text for key, text in third.begin.items() if rank == 0 or key[0] != "buffer"}
-    expected = {key: text for key, text in first.steps.get(at, {}).items() if key in began}
-    report.not_restored = _differences(expected, began, at, rank, ignore) if expected else []
-
-
-def _describe_samples(difference: Difference, uninterrupted: Recorded) -> Difference:
-    """Replace the hashes of samples by the steps in which the uninterrupted run read them."""
-    if difference.kind != "samples":
-        return difference
-    read_in = {
-        each: step
-        for step, values in uninterrupted.steps.items()
-        for each in values["samples", "samples"].split()
-    }
-    found, expected = difference.found.split(), difference.expected.split()
-    known = [read_in[each] for each in found if each in read_in]
-    if sorted(found) == sorted(expected):
-        text = "the same samples in another order"
-    elif not known:
-        text = "samples that the uninterrupted run never read, or that were made differently"
-    else:
-        steps = ", ".join(map(str, sorted({*known})))
-        text = f"the uninterrupted run reads {len(known)} of these {len(found)} samples in step {steps}"
-    return replace(difference, found=text, expected=f"the {len(expected)} samples of this step")
-
-
 def _differences(
-    expected: Values,
-    found: Values,
-    step: int,
-    rank: int,
-    ignore: Iterable[str],
-    noise: Iterable[str] = (),
-) -> list[Difference]:
-    differing = []
-    for kind, name in [*expected, *(each for each in found if each not in expected)]:
-        first, second = (values.get((kind, name), "nothing") for values in (expected, found))
-        if first == second or (kind == "value" and name in noise):
-            continue
-        if not any(name == each or fnmatchcase(name, each) for each in ignore):
-            differing.append(Difference(step, rank, kind, name, second, first))
-    return differing
+    expected: Sequence[Recorded], found: Sequence[Recorded], begin: int, end: int
+) -> Iterator[Difference]:
+    """Yield what differs in the steps from `begin` to `end`: samples, results, and values that are logged."""
+    for step in range(begin, end + 1):
+        for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
+            mine, theirs = one.steps[step], other.steps.get(step)
+            if theirs is None:
+                yield Difference(step, rank, "result", "end", "missing")
+                return
+            if mine["samples"] != theirs["samples"]:
+                text = _describe_samples(mine["samples"], theirs["samples"], one)
+                yield Difference(step, rank, "samples", "samples", text)
+            yield from _values(mine["results"], theirs["results"], step, rank, "result")
+            if other.is_whole or step < end:  # a kill may come before the row of its step
+                yield from _values(one.logged.get(step, {}), other.logged.get(step, {}), step, rank, "value")
+
+
+def _values(
+    expected: Mapping[str, Any], found: Mapping[str, Any], step: int, rank: int, kind: str
+) -> Iterator[Difference]:
+    for name in {**expected, **found}:
+        first, second = (repr(each[name]) if name in each else "nothing" for each in (expected, found))
+        if first != second:
+            yield Difference(step, rank, kind, name, f"{second}, expected {first}")
+
+
+def _describe_samples(expected: Sequence[str], found: Sequence[str], uninterrupted: Recorded) -> str:
+    """Return in which steps the uninterrupted run has read these samples."""
+    steps = [str(step) for step, row in uninterrupted.steps.items() if {*row["samples"]} & {*found}]
+    if sorted(expected) == sorted(found):
+        return "the same samples in another order"
+    if not steps:
+        return "samples that the uninterrupted run never read, or that were made differently"
+    return f"the uninterrupted run reads some of these {len(found)} samples in step {', '.join(steps)}"
+
+
+def _states(expected: str, found: str, step: int) -> Iterator[Difference]:
+    """Yield what differs between two checkpoints: weights, buffers, optimizers and progress."""
+    compared = compare_checkpoints(expected, found)
+    for tensor in compared.tensors:
+        if tensor.group in _GROUPS:
+            yield Difference(step, 0, _GROUPS[tensor.group], tensor.name, f"another {tensor.kind}")
+    for value in compared.values:
+        if value.section in ("progress", "optimizers"):
+            text = f"{value.second!r}, expected {value.first!r}"
+            yield Difference(step, 0, value.section, value.name, text)
