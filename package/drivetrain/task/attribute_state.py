@@ -45,6 +45,9 @@ _FIXED = (tuple, frozenset, type(None))
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
+_NO_STATE = (*CODE, nn.Module)
+"""Classes of attributes' values that are no state, or whose state is found elsewhere."""
+
 _MOST = 200_000
 """The most lists and tensors that the attributes of all ranks may have in a checkpoint."""
 
@@ -65,8 +68,7 @@ class AttributeState:
     def __init__(self, task: nn.Module, ranks: int = 1) -> None:
         self.lost: dict[str, str] = {}
         self._task, self._most = task, _MOST // ranks
-        self._restored: set[str] = set()
-        self._told: set[str] = set()
+        self._restored, self._told = set[str](), set[str]()
         writer = _Writer(task)
         self._marks = {name: each.mark for name, each in writer.attributes()}
         self._began = {place: (id(each), type(each)) for place, each in writer.objects.items()}
@@ -170,8 +172,9 @@ class _Writer:
         self.objects: dict[str, Any] = {}
         self._task, self._began, self._cannot = task, began, ""
         self._modules = {id(each): name for name, each in _modules(task).items()}
-        self._weights = {id(each): name for name, each in _weights(task).items()}
-        self._storages = {_storage(each): name for name, each in _weights(task).items()}
+        weights = _weights(task)
+        self._weights = {id(each): name for name, each in weights.items()}
+        self._storages = {_storage(each): name for name, each in weights.items()}
         self._places: dict[int, str] = {}
 
     def attributes(self) -> Iterator[tuple[str, _Attribute]]:
@@ -182,16 +185,15 @@ class _Writer:
                 for key, tensor in table.items():
                     if tensor is not None and id(tensor) not in self._weights:
                         yield prefix + key, self._attribute(tensor, prefix + key)
-            own = module._parameters
             for key, value in vars(module).items() if not is_opaque(module) else ():
                 # torch's weight_norm, spectral_norm and pruning compute the tensor in each forward.
-                computed = f"{key}_g" in own or f"{key}_orig" in own
-                if key not in OF_MODULES and not computed and not isinstance(value, (*CODE, nn.Module)):
+                is_state = key not in OF_MODULES and not isinstance(value, _NO_STATE)
+                if is_state and {f"{key}_g", f"{key}_orig"}.isdisjoint(module._parameters):
                     yield prefix + key, self._attribute(value, prefix + key)
 
     def _attribute(self, value: Any, name: str) -> _Attribute:
         if type(value) in _PLAIN:
-            return _Attribute(value, (type(value), repr(value)))
+            return _Attribute(value, [type(value).__name__, repr(value)])
         self._cannot = ""
         try:
             node = self._node(value, name)

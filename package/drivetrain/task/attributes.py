@@ -130,4 +130,5 @@ def generators_kept(task: nn.Module) -> Iterator[None]:
 
 
 def _is_metric(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
+    # Of the class: a module looks for an attribute that it lacks in all of its tables.
+    return all(callable(getattr(type(value), name, None)) for name in ("update", "compute", "reset"))
