@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.callbacks.test_attributes import Handle, Task, count, keep, train
+from tests.checkpoint.test_attributes import Handle, Task, count, keep, train
 from torch import nn
 
 from drivetrain import CheckpointError
@@ -31,7 +31,7 @@ def test_a_file_makes_no_objects_but_data_and_sets_nothing_of_torchs() -> None:
     task = Task(keep(kept={"inner": Handle()}), count)
     for node in (
         ["object", True, "subprocess:Popen", [], []],
-        ["object", True, "tests.callbacks.test_attributes:Handle", [], []],
+        ["object", True, "tests.checkpoint.test_attributes:Handle", [], []],
         ["named", "builtins:type", []],
         ["enum", "os:environ", "PATH"],
         ["same", "nowhere", True],
