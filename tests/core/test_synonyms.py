@@ -284,6 +284,7 @@ def test_an_argument_given_to_the_wrong_place_is_answered_with_the_right_one() -
         ),
         "direction": (lambda: drivetrain.CheckpointConfig(direction="max"), 'mode="max"'),
         "every": (lambda: drivetrain.CheckpointConfig(every=True), "CheckpointConfig: every: True"),
+        "clipnorm": (lambda: drivetrain.OptimizerConfig(clipnorm=1.0), "each weight by its own norm"),
         "misspelt": (lambda: quiet(max_epoch=3), "Did you mean 'max_epochs'?"),
     }
     assert_refused(ConfigError, configs)
