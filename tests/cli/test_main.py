@@ -45,8 +45,8 @@ def test_fit_resumes_and_validate_and_test_judge_its_checkpoints(drive):
     drive("fit", FIT)
     assert "holds the checkpoints of an earlier run" in drive("fit", FIT)[2]
     longer = f"{SHAPES} --trainer.max_epochs 4 --trainer.run_dir run --resume auto --json"
-    assert "['keep-optimizer']" in drive("fit", f"{longer} --override data")[2]
-    code, out, _ = drive("fit", f"{longer} --override optimizer")
+    assert "'checkpoint'" in drive("fit", f"{longer} --optimizer-settings data")[2]
+    code, out, _ = drive("fit", f"{longer} --optimizer-settings program")
     result = json.loads(out)
     assert (code, result["progress"]["steps"], result["run_dir"]) == (0, 20, "run")
     code, out, _ = drive("validate", f"{SHAPES} --trainer.run_dir run --checkpoint last --json")

@@ -45,9 +45,9 @@ def test_a_run_records_what_it_ran_with_and_each_resume_what_it_changed() -> Non
     git("commit", "-qm", "x")
     assert not git_state(Path())["dirty"]
     Path("code").write_text("b")
-    fit(4, 0.2, resume="auto", override=["optimizer"])
+    fit(4, 0.2, resume="auto", optimizer_settings="program")
     first, second = fit(6, 0.2, resume="auto")["run"]["resumes"]
-    assert (first["step"], first["override"], second["step"]) == (2, "optimizer", 4)
+    assert (first["step"], first["optimizer_settings"], second["step"]) == (2, "program", 4)
     assert first["changed"]["optimizers.default.0 lr"] == ["0.1", "0.2"]
     assert first["changed"]["trainer.max_steps"] == [2, 4]
     assert first["changed"]["run.git.dirty"] == [None, True]

@@ -28,12 +28,11 @@ _LOG = logger(__name__)
 def fit(settings: Settings, as_json: bool) -> None:
     """Train, then print how the fit ended and which files it left."""
     trainer, task = _trainer_and_task(settings)
-    override = settings.option("override")
     result = trainer.fit(
         task,
         *fit_data(settings),
         resume=settings.option("resume"),
-        override=() if override is None else (override,),
+        optimizer_settings=settings.option("optimizer_settings"),
     )
     if as_json:
         print_json(_fit_json(result))

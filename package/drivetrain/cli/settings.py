@@ -76,9 +76,9 @@ _OPTIONS = {
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
     ),
     "--resume": _Option("auto|PATH", "resume from run_dir's newest checkpoint, or from a path", ("fit",)),
-    "--override": _Option(
-        "optimizer|keep-optimizer",
-        "where a resume has other settings of the optimizer: take these, or keep the checkpoint's",
+    "--optimizer-settings": _Option(
+        "program|checkpoint",
+        "where a resume has other settings of the optimizer: take this program's, or the checkpoint's",
         ("fit",),
     ),
     "--checkpoint": _Option(

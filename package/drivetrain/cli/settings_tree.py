@@ -18,7 +18,17 @@ from drivetrain.core.validation import flag
 OBJECTS = ("task", "data", "train_data", "validation_data")
 """Settings that name an object to import."""
 
-TEXTS = ("resume", "override", "checkpoint", "save_to", "depth", "rounds", "seconds", "limit", "figure")
+TEXTS = (
+    "resume",
+    "optimizer_settings",
+    "checkpoint",
+    "save_to",
+    "depth",
+    "rounds",
+    "seconds",
+    "limit",
+    "figure",
+)
 """Settings that are texts, of the Trainer's verbs and of single commands; a number in a file is one too."""
 
 SWITCHES = ("joined", "metrics")

@@ -28,7 +28,6 @@ from drivetrain.task.optim.build import (
 )
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.given import (
-    KEEP,
     apply_changes,
     changes,
     described,
@@ -100,13 +99,15 @@ class Updater:
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
-    def take_given(self, before: Mapping[str, str], override: str, order: Sequence[int]) -> tuple[str, str]:
+    def take_given(
+        self, before: Mapping[str, str], settings_of: str | None, order: Sequence[int]
+    ) -> tuple[str, str]:
         """Reconcile what the user gives now with what they gave to the run that a checkpoint is of.
 
         Args:
             before: `given` of that run.
-            override: "optimizer" for the settings of now, "keep-optimizer" for those of the checkpoint,
-                "" for neither.
+            settings_of: "program" for the settings of now, "checkpoint" for those of the checkpoint,
+                None for neither.
             order: The number in the checkpoint of each group here.
 
         Returns:
@@ -114,10 +115,10 @@ class Updater:
             there are none. A named schedule is no part of the state that is kept.
 
         Raises:
-            ConfigError: There are some, and `override` is empty.
+            ConfigError: There are some, and `optimizer_settings` is None.
         """
         changed = changes(reordered_settings(before, self._fresh, order), self.given)
-        if override == KEEP:  # loading the state has restored them
+        if settings_of == "checkpoint":  # loading the state has restored them
             self.kept = {name: old for name, (old, _) in changed.items() if is_restored(name)}
             self.given |= self.kept
             return (
@@ -125,11 +126,11 @@ class Updater:
                 described({name: change for name, change in changed.items() if name not in self.kept}),
             )
         text = described(changed)
-        if changed and not override:
+        if changed and settings_of is None:
             raise ConfigError(
                 f"the optimizer of this run has other settings than that of the checkpoint: {text}. To go on"
-                " with those of now, fit(..., resume='auto', override=['optimizer']); to go on with those of"
-                " the checkpoint, give them again, or override=['keep-optimizer']"
+                " with those of now, fit(..., resume='auto', optimizer_settings='program'); to go on with"
+                " those of the checkpoint, give them again, or optimizer_settings='checkpoint'"
             )
         apply_changes(changed, self._fresh, self.optimizer, self.torch_schedule)
         return "", text

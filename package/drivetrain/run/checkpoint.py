@@ -127,11 +127,11 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
 
 
 @named_place("as it takes over a checkpoint")
-def restore(run: Run, snapshot: Snapshot, address: str, override: str = "") -> None:
+def restore(run: Run, snapshot: Snapshot, address: str, settings_of: str | None = None) -> None:
     """Restore a checkpoint's state when a fit begins, and call the callbacks."""
     before, run.last_checkpoint = run.last_checkpoint, address
     try:
-        restore_run(run, snapshot, override=override)
+        restore_run(run, snapshot, settings_of=settings_of)
         _refuse_past_end(run, address)
     except (CheckpointError, ConfigError):  # the error must not advise to resume from this checkpoint
         run.last_checkpoint = before
@@ -198,16 +198,16 @@ def _unmet(run: Run) -> list[str]:
     return sorted(asked if run.progress.epoch_batches else asked - {"end_epoch"})
 
 
-def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str = "") -> None:
+def restore_run(run: Run, snapshot: Snapshot, data: bool = True, settings_of: str | None = None) -> None:
     """Restore a run's state.
 
     Args:
         data: Whether to restore the position in the data, too.
-        override: "optimizer" if the optimizers have the settings that the user gives now, where they have
-            changed, "keep-optimizer" if they keep the checkpoint's.
+        settings_of: "program" if the optimizers have the settings that the user gives now, where they have
+            changed, "checkpoint" if they keep those of the checkpoint.
 
     Raises:
-        ConfigError: The settings have changed, and nothing overrides them.
+        ConfigError: The settings have changed, and `optimizer_settings` is None.
         CheckpointError: The checkpoint does not fit the task, its optimizers or the run; says what differs.
         OSError: A logger could not continue its file, and save errors are not tolerated.
     """
@@ -224,7 +224,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
         orders = _take_over(run, snapshot, tree)
         for name, before in tree["given"].items():
             try:
-                kept_out, taken = run.engine.updaters[name].take_given(before, override, orders[name])
+                kept_out, taken = run.engine.updaters[name].take_given(before, settings_of, orders[name])
             except ConfigError as error:
                 was, size = len(tree.get("ranks", ())) + 1, run.engine.data_ranks.size
                 if was != size:
@@ -236,7 +236,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, override: str =
             if kept_out and data and run.is_main:
                 _LOG.warning(
                     "the optimizer keeps the settings of the checkpoint, not those of the program:"
-                    f" {kept_out}. Trainer.fit(..., override=['optimizer']) takes those of the program"
+                    f" {kept_out}. Trainer.fit(..., optimizer_settings='program') takes those of the program"
                 )
             if taken and data and run.is_main:
                 _LOG.info(f"the optimizer goes on with settings that have changed: {taken}")
@@ -313,7 +313,7 @@ def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
     """
     progress, timing = run.progress, dict(run.timing)
     now = replace(progress)
-    restore_run(run, snapshot, data=False, override="optimizer")
+    restore_run(run, snapshot, data=False, settings_of="program")
     lost = now.steps - progress.steps
     read = ("micro_batches", "samples", "tokens", "bad_batches", "epoch", "epoch_batches", "position")
     for name in (*read, "seconds"):

@@ -92,7 +92,7 @@ def git_state(directory: Path) -> dict[str, Json] | None:
     return {"commit": commit, "branch": head.get("branch.head"), "dirty": len(lines) > len(head)}
 
 
-def with_resumes(config: dict[str, Json], run: Run, override: str) -> dict[str, Json]:
+def with_resumes(config: dict[str, Json], run: Run, settings_of: str | None) -> dict[str, Json]:
     """Return a configuration with the resumes of the run: each with its checkpoint, and what it has changed.
 
     Earlier ones, and the settings of before, are those of the ``config.json`` beside the checkpoint.
@@ -102,8 +102,8 @@ def with_resumes(config: dict[str, Json], run: Run, override: str) -> dict[str, 
         return config
     before = _config_of(address)
     this: dict[str, Json] = {"checkpoint": address, "step": run.progress.steps}
-    if override:
-        this["override"] = override
+    if settings_of is not None:
+        this["optimizer_settings"] = settings_of
     if before is not None:
         this["changed"] = changes(before, config)
     of_before = {} if before is None else before.get("run")

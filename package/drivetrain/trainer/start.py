@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def start_from(
-    settings: RunSettings, run: Run, saver: CheckpointSaver | None, start: Start, override: str = ""
+    settings: RunSettings,
+    run: Run,
+    saver: CheckpointSaver | None,
+    start: Start,
+    settings_of: str | None = None,
 ) -> None:
     """Restore the checkpoint that the fit begins from, then set rates and intervals to the run's progress."""
     for each in run.loggers if run.is_main else ():
@@ -34,7 +38,7 @@ def start_from(
         with run.timed("restore"):
             found = load_start(start, run, saver)
             if found is not None:
-                restore(run, found[1], found[0], override)
+                restore(run, found[1], found[0], settings_of)
             report_start(settings, run, start)
     snapshot = None
     if saver is not None:  # values that cannot be stored are found now, not at a save
@@ -48,10 +52,10 @@ def start_from(
     if found is None and run.triggers.validate.every is not None:
         run.sanity_batches = sanity_batches(settings, run)
     if run.loggers:  # on rank 0
-        _log_config(settings, run, override, resumed=found is not None)
+        _log_config(settings, run, settings_of, resumed=found is not None)
 
 
-def _log_config(settings: RunSettings, run: Run, override: str, resumed: bool) -> None:
+def _log_config(settings: RunSettings, run: Run, settings_of: str | None, resumed: bool) -> None:
     updaters = run.engine.updaters
     config: dict[str, Json] = {"trainer": settings.to_json(), "task": describe_task(run.task)}
     config |= {"optimizers": {name: dict(each.given) for name, each in updaters.items()}}
@@ -60,7 +64,7 @@ def _log_config(settings: RunSettings, run: Run, override: str, resumed: bool) -
     if kept:  # the arguments of the task say otherwise
         config["kept_of_checkpoint"] = kept
     if resumed:
-        config = with_resumes(config, run, override)
+        config = with_resumes(config, run, settings_of)
     for each in run.loggers:
         with run.logging_to(each, f"the configuration that {type(each).__name__} writes at step"):
             each.log_config(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -179,7 +179,7 @@ class Trainer(RunSettings):
         validation_data: Any = None,
         *,
         resume: str | None = None,
-        override: Sequence[str] = (),
+        optimizer_settings: str | None = None,
     ) -> FitResult:
         """Train.
 
@@ -189,10 +189,10 @@ class Trainer(RunSettings):
             validation_data: The same, or a mapping of named loaders; None for none.
             resume: "auto" for the newest good checkpoint of `run_dir` or a fresh start, a path to resume from
                 there, None for a fresh start.
-            override: What a resume does where the settings of optimizers and schedules, such as the rate, the
-                weight decay and betas, differ from those of the checkpoint's run: `["optimizer"]` takes those
-                of this program, `["keep-optimizer"]` keeps the checkpoint's, with a warning. Without it a
-                difference is an error.
+            optimizer_settings: Which settings of optimizers and schedules, such as the rate, the weight decay
+                and betas, a resume takes where they differ from those of the checkpoint's run: "program" for
+                this program's, "checkpoint" for the checkpoint's, with a warning. Without it a difference is
+                an error.
 
         Raises:
             ConfigError: Arguments, task and data do not fit together.
@@ -204,7 +204,7 @@ class Trainer(RunSettings):
         """
         from drivetrain.trainer.verbs import fit
 
-        return fit(self, task, train_data, validation_data, resume, override)
+        return fit(self, task, train_data, validation_data, resume, optimizer_settings)
 
     @by_name
     def steps(
@@ -214,7 +214,7 @@ class Trainer(RunSettings):
         validation_data: Any = None,
         *,
         resume: str | None = None,
-        override: Sequence[str] = (),
+        optimizer_settings: str | None = None,
     ) -> Generator[StepResult, None, None]:
         """Train as `fit` does, but yield after every step, for your own loop body.
 
@@ -224,7 +224,7 @@ class Trainer(RunSettings):
         """
         from drivetrain.trainer.verbs import steps
 
-        return steps(self, task, train_data, validation_data, resume, override)
+        return steps(self, task, train_data, validation_data, resume, optimizer_settings)
 
     @by_name
     def validate(

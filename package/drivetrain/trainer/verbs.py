@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import flag, local_path
+from drivetrain.core.validation import flag, local_path, one_of
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import rerun_obstacle
 from drivetrain.engine.split_batch import join_batches
@@ -28,7 +28,7 @@ from drivetrain.run.preemption import Preemption
 from drivetrain.run.run import Run
 from drivetrain.run.session import left_with_program, run_context
 from drivetrain.run.settings import RunSettings
-from drivetrain.task.optim.given import KEEP
+from drivetrain.task.optim.given import SETTINGS_OF
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import build_evaluation, build_fit
 from drivetrain.trainer.dry_run import as_tried, writes_nothing
@@ -53,12 +53,16 @@ def fit(
     train_data: Any,
     validation_data: Any,
     resume: str | None,
-    override: Sequence[str],
+    settings_of: str | None,
 ) -> FitResult:
     """Train; see `Trainer.fit`."""
     if _has_to_fork(trainer):
-        return _forked(trainer, lambda: fit(trainer, task, train_data, validation_data, resume, override))
-    with _begin(trainer, task, train_data, validation_data, resume, override) as (settings, run, saver):
+        return _forked(trainer, lambda: fit(trainer, task, train_data, validation_data, resume, settings_of))
+    with _begin(trainer, task, train_data, validation_data, resume, settings_of) as (
+        settings,
+        run,
+        saver,
+    ):
         for _ in train_steps(run):
             pass
     result = _result(settings, run, saver)
@@ -90,7 +94,7 @@ def _begin(
     train_data: Any,
     validation_data: Any,
     resume: str | None,
-    override: Sequence[str],
+    settings_of: str | None,
     *,
     body: bool = False,
 ) -> Iterator[tuple[RunSettings, Run, CheckpointSaver | None]]:
@@ -98,7 +102,8 @@ def _begin(
 
     Yields the settings, the run, and its saver unless checkpoints are off.
     """
-    overrides, seed = _overrides(override, resume), trainer.seed
+    seed = trainer.seed
+    _check_optimizer_settings(settings_of, resume)
     trainer, resume = observed(trainer, is_fit=True, resume=resume)
     trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
     torch_seed = torch.initial_seed()
@@ -110,7 +115,7 @@ def _begin(
                 f" steps draw, come from Trainer(seed=0). For another run give Trainer(seed={torch_seed})"
             )
         with run_context(trainer, run):
-            start_from(trainer, run, saver, start, overrides)
+            start_from(trainer, run, saver, start, settings_of)
             preemption.attach(run, is_resumable(trainer))
             yield trainer, run, saver
 
@@ -265,14 +270,11 @@ def _report_early_end(run: Run) -> None:
         _LOG.info(f"the fit ended early, after step {run.progress.steps}{of}: {reason}")
 
 
-def _overrides(given: object, resume: object) -> str:
-    """Return the word for the optimizer's settings in a resume; empty if there is none."""
-    words = list(given) if isinstance(given, (list, tuple)) else [None]
-    if len(words) > 1 or any(each not in ("optimizer", KEEP) for each in words):
+def _check_optimizer_settings(given: object, resume: object) -> None:
+    if given is None:
+        return
+    one_of("optimizer_settings", given, SETTINGS_OF)
+    if resume is None:
         raise ConfigError(
-            "override must be a list with one of two words, ['optimizer'] for the settings of this program or"
-            f" [{KEEP!r}] for those of the checkpoint; not {given!r}"
+            f"optimizer_settings={given!r} is for a resume: give resume='auto', or leave it out"
         )
-    if words and resume is None:
-        raise ConfigError(f"override={given!r} is for a resume: give resume='auto', or leave it out")
-    return str(words[0]) if words else ""

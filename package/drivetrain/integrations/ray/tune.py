@@ -81,6 +81,6 @@ def trainable(
                 own.fit(task, train, validation)
                 return
             with checkpoint.as_directory() as directory:
-                own.fit(task, train, validation, resume=directory, override=["optimizer"])
+                own.fit(task, train, validation, resume=directory, optimizer_settings="program")
 
     return fit

@@ -23,8 +23,8 @@ _RATE = "initial_lr"
 _BY_GROUP = frozenset({"base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas"})
 """What torch's schedulers keep for each group of an optimizer, in a list."""
 
-KEEP = "keep-optimizer"
-"""The word of `override` that keeps the checkpoint's settings."""
+SETTINGS_OF = ("program", "checkpoint")
+"""Whose settings an optimizer has after a resume; values of `optimizer_settings`."""
 
 
 def given_settings(

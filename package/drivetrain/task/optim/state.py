@@ -320,8 +320,8 @@ def _require_same(there: Mapping[str, str], here: Mapping[str, str], remedy: str
                 remedy = (
                     "Weights that decay and those that do not are groups of their own, so a weight_decay that"
                     " became zero or is no longer zero changes them, as does ParameterGroup. To end the decay"
-                    " in a resume, give weight_decay=1e-30 with override=['optimizer']: it keeps the groups."
-                    f" {remedy}"
+                    " in a resume, give weight_decay=1e-30 with optimizer_settings='program': it keeps the"
+                    f" groups. {remedy}"
                 )
             raise CheckpointError(
                 f"the optimizer state does not fit: in the checkpoint {name} is {theirs}, here {ours}."

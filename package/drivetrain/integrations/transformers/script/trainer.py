@@ -762,13 +762,13 @@ class Trainer(TheirNames):
                 of_others = self.accelerator.shared_state() if self._runs_own_code() else nullcontext()
                 with self._runs.fitting(evaluation), of_others:
                     # transformers keeps the checkpoint's rate, too; a trial has arguments of its own
-                    settings = "keep-optimizer" if trial is None else "optimizer"
+                    settings = "checkpoint" if trial is None else "program"
                     self._settings().fit(
                         self._task,
                         train,
                         evaluation,
                         resume=resume,
-                        override=() if resume is None else (settings,),
+                        optimizer_settings=None if resume is None else settings,
                     )
             finally:
                 self.is_in_train = False

@@ -75,21 +75,21 @@ def test_a_resume_with_other_settings_is_refused_or_overrides(tmp_path: Path) ->
         return lambda: fit(folder, optimizer, resume="auto", **options)
 
     table: dict[str, tuple[Any, ...]] = {
-        name: (resumed(ours, configured(**{name: value})), f"{name} was", "override=['optimizer']")
+        name: (resumed(ours, configured(**{name: value})), f"{name} was", "optimizer_settings='program'")
         for name, value in {**changed, "schedule": "linear"}.items()
     }
     table["gamma"] = (resumed(torchs, stepped(gamma=0.1)), "gamma was 0.5 and is now 0.1")
     table["rate"] = (resumed(torchs, stepped(lr=0.2)), "lr was 0.1 and is now 0.2")
-    table["part"] = (resumed(ours, configured(), override=["data"]), "['optimizer']")
+    table["part"] = (resumed(ours, configured(), optimizer_settings="data"), "'program'")
     table["fresh"] = (
-        lambda: quiet(max_epochs=1).fit(Regression(), pairs(4), override=["optimizer"]),
+        lambda: quiet(max_epochs=1).fit(Regression(), pairs(4), optimizer_settings="program"),
         "resume",
     )
     assert_refused(ConfigError, table)
 
-    group = resumed(ours, configured(**changed), override=["optimizer"])()
+    group = resumed(ours, configured(**changed), optimizer_settings="program")()
     assert {name: group[name] for name in changed} == changed
-    group = resumed(torchs, stepped(lr=0.4, gamma=0.25), override=["optimizer"])()
+    group = resumed(torchs, stepped(lr=0.4, gamma=0.25), optimizer_settings="program")()
     assert group["lr"] == pytest.approx(0.4 * 0.5 * 0.25**2)  # the first epoch had the old factor
 
 
@@ -101,7 +101,7 @@ def scaled(folder: Path, **resume: Any) -> dict[str, Any]:
 
 def test_a_rate_that_is_scaled_by_the_ranks_is_explained_after_a_resume_on_fewer(tmp_path: Path) -> None:
     on_two_ranks(scaled, tmp_path)
-    with pytest.raises(ConfigError, match=r"lr was 0.2 and is now 0.1.*'keep-optimizer'") as raised:
+    with pytest.raises(ConfigError, match=r"lr was 0.2 and is now 0.1.*'checkpoint'") as raised:
         scaled(tmp_path, resume="auto")
     assert "the checkpoint is of 2 ranks, and this run has 1" in raised.value.__notes__[0]
 
@@ -141,7 +141,7 @@ def test_a_changed_setting_within_a_scheduler_is_named_and_takes_effect(name: st
     fit(tmp_path / "here", scheduled(before))
     with pytest.raises(ConfigError, match=re.escape(text)):
         fit(tmp_path / "here", scheduled(now), resume="auto")
-    group = fit(tmp_path / "here", scheduled(now), resume="auto", override=["optimizer"])
+    group = fit(tmp_path / "here", scheduled(now), resume="auto", optimizer_settings="program")
     if name != "inner":  # its rate depends on the one before, and not only on the number of the step
         fit(tmp_path / "pure", scheduled(now))
         pure = fit(tmp_path / "pure", scheduled(now), resume="auto")
@@ -153,7 +153,7 @@ def test_a_resume_keeps_the_settings_of_the_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit(tmp_path, stepped())
-    group = fit(tmp_path, stepped(lr=0.4, gamma=0.25), resume="auto", override=["keep-optimizer"])
+    group = fit(tmp_path, stepped(lr=0.4, gamma=0.25), resume="auto", optimizer_settings="checkpoint")
     assert group["lr"] == 0.1 * 0.5**3
     assert "lr was 0.1 and is now 0.4" in caplog.text
     config = json.loads((tmp_path / "config.json").read_text())
@@ -161,7 +161,7 @@ def test_a_resume_keeps_the_settings_of_the_checkpoint(
     fit(tmp_path, stepped(), resume="auto")  # the checkpoint records what was used
     caplog.set_level("INFO")  # of a formula there is nothing to keep, and the user is told
     fit(tmp_path / "named", configured(schedule="cosine"))
-    fit(tmp_path / "named", configured(schedule="linear"), resume="auto", override=["keep-optimizer"])
+    fit(tmp_path / "named", configured(schedule="linear"), resume="auto", optimizer_settings="checkpoint")
     assert "goes on with settings that have changed: schedule was 'cosine' and is now 'linear'" in caplog.text
 
 
@@ -177,7 +177,7 @@ def test_a_decay_ends_in_a_resume(tmp_path: Path) -> None:
         },
     )
     ends = configured(decay_all=False, weight_decay=1e-30)
-    assert fit(tmp_path, ends, resume="auto", override=["optimizer"])["weight_decay"] == 1e-30
+    assert fit(tmp_path, ends, resume="auto", optimizer_settings="program")["weight_decay"] == 1e-30
 
 
 class Layers(TaskModule):
