@@ -74,6 +74,34 @@ def test_hooks_are_called_as_the_drawing_says(tmp_path: Path) -> None:
     assert recorded(tmp_path / "often", max_epochs=1, log_every=3, validate_every="1 step") == play.hooks()
 
 
+def seen_by_hooks(strategy: str) -> None:
+    seen: list[tuple[str, Any, Any]] = []
+
+    def note(run: Any) -> None:
+        assert not run.outputs.requires_grad
+        seen.append((run.stage, run.batch[0], run.outputs))
+
+    def left(run: Any) -> None:
+        assert run.batch is run.outputs is None
+
+    hooks = {"on_micro_batch_end": note, "on_evaluation_step_end": note, "on_step_end": left, "on_log": left}
+    task = Regression(optimizer=OptimizerConfig("sgd", lr=0.0))
+    both = {"gradient_accumulation_steps": 2, "callbacks": [LambdaCallback(**hooks)], "strategy": strategy}
+    trainer = quiet(max_epochs=1, **both)
+    trainer.fit(task, pairs(8, 2), pairs(4, 2))
+    trainer.predict(task, pairs(4, 2))
+    per_rank = 2 // drivetrain.world_size()
+    stages = ["train"] * 2 * per_rank + ["validation"] * per_rank + ["predict"] * per_rank
+    assert [stage for stage, *_ in seen] == stages
+    for _, features, outputs in seen:
+        torch.testing.assert_close(outputs, task(features).detach())
+
+
+def test_hooks_see_the_batch_and_the_outputs_that_they_are_about() -> None:
+    seen_by_hooks("single")
+    on_two_ranks(seen_by_hooks, "fsdp")
+
+
 def test_on_micro_batch_end_skips_placeholders_and_counts_each_loss_of_a_generator_step() -> None:
     def step(self: Any, batch: Any) -> Any:
         yield "first", self.loss(self(batch[0]), batch)

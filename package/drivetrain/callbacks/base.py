@@ -163,6 +163,8 @@ class Callback(Hooked):
     def on_micro_batch_end(self, run: Run) -> None:
         """A micro-batch's forward and backward are over; its gradient is not averaged over the ranks yet.
 
+        `run.batch` is the micro-batch on the device, and `run.outputs` what the step returned as outputs.
+
         Called for each part of a micro-batch with `Trainer(micro_batch=...)`, for each loss of a step with
         several optimizers, and not for a micro-batch of weight zero.
         """
@@ -185,7 +187,7 @@ class Callback(Hooked):
 
     @unused
     def on_evaluation_step_end(self, run: Run) -> None:
-        """One batch is evaluated; `run.evaluation` has its number and loader."""
+        """`run.batch` is evaluated to `run.outputs`; `run.evaluation` has its number and loader."""
 
     @unused
     def on_evaluation_end(self, run: Run) -> None:

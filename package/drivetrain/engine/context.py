@@ -44,7 +44,7 @@ class StepContext(Protocol):
         streams: The random streams.
         transfer: Moves batches to the device.
         progress: The counts.
-        micro_batch_end: Called after each micro-batch's backward, or None.
+        micro_batch_end: Called with batch and outputs after each micro-batch's backward, or None.
         passes: Forwards and backwards so far.
         begins_again: Whether a step may be repeated. A repetition must not update a metric twice.
     """
@@ -67,7 +67,7 @@ class StepContext(Protocol):
     streams: Streams
     transfer: Transfer
     progress: Progress
-    micro_batch_end: Callable[[], None] | None
+    micro_batch_end: Callable[[Batch, Any], None] | None
     passes: int
     begins_again: bool
 

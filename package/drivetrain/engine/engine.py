@@ -120,7 +120,7 @@ class Engine:
         self.transfer = Transfer(self.device, self.precision.input_dtype, self.strategy.place)
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
-        self.micro_batch_end: Callable[[], None] | None = None
+        self.micro_batch_end: Callable[[Batch, Any], None] | None = None
         self.before_optimizer_step: Callable[[], None] | None = None
         self.splitter: MicroBatches | None = None
         self.gate: StepGate | None = None
@@ -228,7 +228,8 @@ class Engine:
         sharded = self.strategy.sharded
         step: Callable[..., Any] = advance if self.interleaved else self.task.training_step
         if sharded and not self.interleaved:
-            step = without_other_graphs(step, keep_outputs=self.train_metrics is not None)
+            keeps = self.train_metrics is not None or self.micro_batch_end is not None
+            step = without_other_graphs(step, keep_outputs=keeps)
         self.step_module.use(step)
         # A wrapper's forward and a sharded module's hooks must run. Without them the step is called directly:
         # a wrapper cannot follow a generator, whose losses are backpropagated one by one, and a splitter
@@ -238,6 +239,11 @@ class Engine:
         if unwrapped or self.splitter is not None:
             run_step = step if self.step_module.context is None else self.step_module.forward
         self.run_step = self.compilation.marking(run_step)
+
+    def watch_micro_batches(self, watch: Callable[[Batch, Any], None]) -> None:
+        """Call a function with the batch and the step's outputs after each micro-batch's backward."""
+        self.micro_batch_end = watch
+        self._choose_step()
 
     def freeze(self, names: Collection[str]) -> None:
         """Freeze the parameters with these names from the next step on, and train all other ones that the
@@ -310,7 +316,7 @@ class Engine:
             if self.train_metrics is not None and outputs is not None:
                 self.show_metrics(outputs, micro_batch.batch, seen)
             if self.micro_batch_end is not None:
-                self.micro_batch_end()
+                self.micro_batch_end(micro_batch.batch, outputs)
         return rows, seen
 
     def bad_batches(self, micro_batches: Sequence[MicroBatch]) -> int:

@@ -84,7 +84,7 @@ def _backward(
         if engine.train_metrics is not None and outputs is not None:
             engine.show_metrics(outputs, micro_batch.batch, seen)
         if engine.micro_batch_end is not None:
-            engine.micro_batch_end()
+            engine.micro_batch_end(micro_batch.batch, outputs)
     return rows, seen
 
 

@@ -435,7 +435,7 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
             if made.needs_all:
                 made.end_round()
             if after_step and returned is not None:
-                run.call(after_step)
+                run.call_about(micro_batch.batch, returned[-1], after_step)
         return made.values()
 
 
@@ -479,11 +479,11 @@ def predict(
         micro_batches = feed.micro_batches()
         if made is not None:  # whose weight `loss_weight` may have to read from targets
             micro_batches = iter(_needing_targets()(partial(next, micro_batches, None)), None)
-        for _, mine in _outputs(run, micro_batches, _predicting(run, made)):
+        for micro_batch, mine in _outputs(run, micro_batches, _predicting(run, made)):
             if made is not None and made.needs_all:
                 made.end_round()
             if after_step:
-                run.call(after_step)
+                run.call_about(micro_batch.batch, None if mine is None else mine[0], after_step)
             # In one global micro-batch the ranks hold consecutive samples: their order is the data's.
             for each in (mine,) if ranks.alone else ranks.all_gather(mine):
                 if each is not None:

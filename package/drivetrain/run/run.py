@@ -19,7 +19,7 @@ from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.random_streams import load_host_state, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
-from drivetrain.core.types import CheckpointLogger, Logger
+from drivetrain.core.types import Batch, CheckpointLogger, Logger
 from drivetrain.data import Feed
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.engine import Engine
@@ -59,6 +59,9 @@ class Run(RunState):
         is_main: Whether this is rank 0.
         result: The last step's result, or None before the first.
         window: The window being trained on, or None.
+        batch: In `on_micro_batch_end` and `on_evaluation_step_end` the batch that the hook is about, on the
+            device; None elsewhere.
+        outputs: There, the outputs that the step returned for it, detached; None if it returned none.
         evaluation: Where the evaluation is.
         device_wait: Seconds that the last log point waited for the device, until its values were there.
         timing: Seconds spent so far on "data", "compute", "evaluation" and "save"; and, where the task is
@@ -345,6 +348,12 @@ class Run(RunState):
             outer, self.hook = self.hook, hook
             hook(self)
             self.hook = outer
+
+    def call_about(self, batch: Batch, outputs: Any, hooks: Iterable[Any]) -> None:
+        """Call hooks that find a batch in `batch` and `outputs`; nothing holds it afterwards."""
+        self.batch, self.outputs = batch, outputs
+        self.call(hooks)
+        self.batch = self.outputs = None
 
     def check_parameters(self) -> None:
         """Check that the task trains the same parameters as when the run began; too slow for every step.

@@ -87,6 +87,8 @@ class RunState:
         self.latest_at = -1
         self.result: StepResult | None = None
         self.window: Any = None
+        self.batch: Any = None
+        self.outputs: Any = None
         self.evaluation = Evaluation()
         self.device_wait = 0.0
         self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from drivetrain import callbacks as built_in
 from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint.saving.config import chosen_policies
@@ -28,7 +30,7 @@ from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.totals import Totals
 from drivetrain.core.validation import duration
-from drivetrain.data import Feed
+from drivetrain.data import Feed, map_tensors
 from drivetrain.data.consistency import check_data
 from drivetrain.data.reading import check_evaluation_size, check_settings_used
 from drivetrain.distributed.failure.channel import FailureChannel
@@ -387,11 +389,11 @@ def _connect(settings: RunSettings, run: Run) -> None:
     run.nonfinite.begin(settings.on_nonfinite)
     if run.hooks.on_micro_batch_end:
 
-        def micro_batch_end() -> None:
+        def micro_batch_end(batch: Any, outputs: Any) -> None:
             with preserved(engine.device):  # the next micro-batch draws on from here
-                run.call(run.hooks.on_micro_batch_end)
+                run.call_about(batch, map_tensors(Tensor.detach, outputs), run.hooks.on_micro_batch_end)
 
-        engine.micro_batch_end = micro_batch_end
+        engine.watch_micro_batches(micro_batch_end)
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
 
