@@ -26,7 +26,8 @@ from drivetrain.core.intervals import Trigger
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.distributed.failure.named_places import named_place, register_opaque
-from drivetrain.run.checkpoint import restore_weights, snapshot_run, snapshot_to_save
+from drivetrain.engine.own_loop_checkpoint import optimizer_state
+from drivetrain.run.checkpoint import restore_weights, snapshot_to_save
 from drivetrain.run.save_errors import AGAIN, OVER, newest
 from drivetrain.task.model_info import info_of
 
@@ -161,7 +162,8 @@ class CheckpointSaver(Callback):
         if not self._is_checked and run.result is not None:  # the first step of this program
             self._is_checked = True
             _check_extent(run)
-            _check_storable(snapshot_run(run, self.policies[0].resumable))
+            if self.policies[0].resumable:
+                _check_storable(run)
         if self.manager.is_writing:
             committed = None
             with self._tolerating(run):
@@ -199,9 +201,7 @@ class CheckpointSaver(Callback):
             self.wait_for_save(run)
             self._saving_step, saved = progress.steps, None
             try:
-                with self._tolerating(run), ExitStack() as stack:
-                    for each in run.callbacks:
-                        stack.enter_context(each.saving(run))
+                with self._tolerating(run), _as_saved(run):
                     factory = partial(self._snapshot, run)
                     saved = self.manager.save(
                         progress.steps, progress.epoch, run.metrics, factory, resume=resume, best=best
@@ -308,16 +308,26 @@ class CheckpointSaver(Callback):
             self.wait_for_save(run)
 
 
-def _check_storable(snapshot: Snapshot) -> None:
-    """Check that files can hold what the first step has made, such as the optimizers' slots.
+@contextmanager
+def _as_saved(run: Run) -> Iterator[None]:
+    """Run the block with the task and its optimizers as the callbacks have them saved."""
+    with ExitStack() as stack:
+        for each in run.callbacks:
+            stack.enter_context(each.saving(run))
+        yield
+
+
+def _check_storable(run: Run) -> None:
+    """Check that files can hold what the first step has made: the slots of the optimizers.
 
     Raises:
         CheckpointError: The first save would fail, perhaps hours later.
     """
-    for tensors in snapshot.tensors.values():
-        for name, tensor in tensors.items():
-            if has_plain_bytes(tensor):
-                check_tensor(tensor, f"checkpoints cannot hold {name!r}")
+    with _as_saved(run), run.engine.checkpoint_layout() as taken:
+        tensors, _ = optimizer_state(run.task, taken)
+    for name, tensor in tensors.items():
+        if has_plain_bytes(tensor):
+            check_tensor(tensor, f"checkpoints cannot hold {name!r}")
 
 
 def _check_extent(run: Run) -> None:
