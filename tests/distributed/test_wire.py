@@ -84,7 +84,10 @@ def test_a_value_keeps_its_type_through_the_bytes() -> None:
     assert (type(found), found.args, found.__notes__) == (DataError, ("no row", 3), ["on rank 1"])
 
 
-@pytest.mark.parametrize("value", [Unknown(), slice, lambda: 0, torch.ones(2, device="meta")], ids=str)
+UNSENT = {"object": Unknown(), "class": slice, "function": lambda: 0, "meta": torch.ones(2, device="meta")}
+
+
+@pytest.mark.parametrize("value", UNSENT.values(), ids=UNSENT)
 def test_what_cannot_be_sent_is_named(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"rows\.0: a "):
         encode({"rows": [value]})
