@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
-from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager
 from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format import strict_json
 from drivetrain.checkpoint.format.asset_files import ASSETS
@@ -19,6 +19,7 @@ from drivetrain.checkpoint.saving.config import rankings
 from drivetrain.checkpoint.saving.names import metrics_of
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.export import write_weights
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.core.errors import CheckpointError, NonFiniteError
@@ -91,7 +92,7 @@ class CheckpointSaver(Callback):
         self._triggers: dict[str, Trigger] = {}
         self._saving_step = -1
         self._unsaved: StorageError | None = None
-        self._is_checked = False
+        self._is_checked = self._goes_on = False
         self._must_save = False
 
     def on_fit_start(self, run: Run) -> None:
@@ -104,6 +105,8 @@ class CheckpointSaver(Callback):
         )
         with self._tolerating(run):
             self.manager.prune(run.last_checkpoint)
+        # Of a run in this directory: its finished weights may be of a version that did not mark them.
+        self._goes_on = (run.last_checkpoint or "").startswith(self.root)
         if run.frozen is not None:
             run.frozen.watch(run.task)
         self._is_checked = False
@@ -297,7 +300,7 @@ class CheckpointSaver(Callback):
         if path is None:
             path = files.join(self.root, MODEL)
             kept = weights if run.frozen is None else run.frozen.without(weights)
-            export_weights(kept, path, write=run.is_main)
+            write_weights(kept, path, write=run.is_main, owned=self._goes_on)
         if run.is_main:
             write_assets(files.join(self.root, ASSETS), self._assets)
         self.weights = path

@@ -65,8 +65,27 @@ def export_weights(
             drivetrain has not written is in the way.
         ConfigError: The dtype is unknown, or the size is invalid.
     """
+    return write_weights(tensors, path, dtype, max_shard_size, write, files)
+
+
+def write_weights(
+    tensors: Mapping[str, Tensor] | TensorSource,
+    path: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = "50 GB",
+    write: bool = True,
+    files: FileSystem | None = None,
+    *,
+    owned: bool = False,
+) -> list[str]:
+    """Do what `export_weights` does.
+
+    Args:
+        owned: Whether files at the path are drivetrain's even without its mark, as those of a run that is
+            resumed.
+    """
     target = os.fspath(path)
-    place = _FilePlace(target, file_system(target) if files is None else files)
+    place = _FilePlace(target, file_system(target) if files is None else files, owned)
     what = f"the weights for {target!r}"
     lazy: TensorSource
     lazy = tensors if isinstance(tensors, TensorSource) else LazyTensors(tensors, floating_dtype(dtype), what)
@@ -97,10 +116,12 @@ class _FilePlace:
     Args:
         target: The user's path of a single file.
         files: The file system.
+        owned: See `write_weights`.
     """
 
-    def __init__(self, target: str, files: FileSystem) -> None:
+    def __init__(self, target: str, files: FileSystem, owned: bool) -> None:
         self.files = files
+        self.owned = owned
         self.target = target
         self.directory, name = files.split(files.absolute(target))
         if not name or target.endswith(("/", os.sep)):
@@ -163,6 +184,8 @@ class _FilePlace:
             )
 
     def _check_own(self, name: str) -> None:
+        if self.owned:
+            return
         if self.files.kind(self._at(name)) == "file":
             with closing(self.files.open(self._at(name))) as source:
                 head = bytes(source.read(_HEAD)).replace(b" ", b"")
