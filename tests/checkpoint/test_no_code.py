@@ -30,7 +30,6 @@ KNOWN = {
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
     # One integration of ours, for the command `push`; and on request, for programs that read no other format.
     "cli/checkpoint/actions.py": ["importlib", "torch.save"],
-    "cli/commands.py": ["importlib"],  # one integration of ours, by a fixed name
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib"],  # what the user names on the command line
     # annotations in the code; YAML that the user names, by its safe loader
@@ -43,6 +42,8 @@ KNOWN = {
     "run/record.py": ["importlib.metadata"],  # versions
     "integrations/transformers/arguments.py": ["importlib"],  # one integration of ours, by a fixed name
     "integrations/transformers/script/trainer.py": ["importlib"],  # likewise
+    # writes, and never reads, the files of a folder checkpoint-N that transformers' own Trainer goes on from
+    "integrations/transformers/script/their_files.py": ["torch.save"],
     # annotations in the code of transformers
     "integrations/transformers/arguments_values.py": ["get_type_hints", "typing.get_type_hints"],
     "testing/resume/program.py": ["runpy"],  # the program that the user names on the command line
