@@ -78,6 +78,7 @@ def test_a_value_keeps_its_type_through_the_bytes() -> None:
     assert decode(encode(np.arange(6).reshape(2, 3))).tolist() == [[0, 1, 2], [3, 4, 5]]
     weight = decode(encode({"w": torch.nn.Parameter(torch.ones(2))}))["w"]
     assert type(weight) is torch.Tensor
+    assert type(decode(encode(torch.eye(2).max(1)))) is torch.return_types.max
     error = DataError("no row", 3)
     error.add_note("on rank 1")
     found = decode(encode(error))

@@ -160,6 +160,8 @@ class _Packer:
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: tuple[object, ...]) -> Tensor:
+    if not array.dtype.isnative:  # of a file's byte order, which torch does not take
+        array = array.astype(array.dtype.newbyteorder("="))
     # torch rejects negative strides, and warns of read-only memory.
     if not (array.flags.c_contiguous and array.flags.writeable):
         array = array.copy(order="C")
