@@ -95,6 +95,7 @@ def test_columns_train_and_are_evaluated_as_the_dataset_of_their_rows() -> None:
         assert trainer.fit(task, data, None if data is both else data).metrics == wanted
         assert weights(task) == weights(expected)
         assert trainer.plan(make(), data).steps == 6
+    assert trainer.validate(expected, {"a": (x, y)})["validation/a/loss"] == wanted["validation/loss"]
     mean = variant(loss=lambda self, outputs, batch: outputs.mean())
     seen, _ = seen_in([x[:2], x[2:4]], mean(), slice(None), batch_size=None)
     assert [len(each) for each in seen] == [2, 2]  # a list has batches

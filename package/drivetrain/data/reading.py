@@ -192,16 +192,21 @@ def as_samples(data: Any, name: str) -> Any:
     Raises:
         DataError: The columns of a mapping have different lengths.
     """
-    columns = list(data.values()) if isinstance(data, Mapping) else list(data) if type(data) is tuple else []
-    if not all(isinstance(each, (Tensor, np.ndarray)) and each.ndim for each in columns):
-        return data
-    lengths = [len(each) for each in columns]
     if isinstance(data, Mapping):
-        if len(set(lengths)) > 1:
-            found = ", ".join(f"{key!r} has {length}" for key, length in zip(data, lengths, strict=True))
+        if not data or not all(map(_is_column, data.values())):  # of loaders
+            pairs = {key: as_samples(each, name) for key, each in data.items() if type(each) is tuple}
+            return {**data, **pairs}
+        if len({len(each) for each in data.values()}) > 1:
+            found = ", ".join(f"{key!r} has {len(each)}" for key, each in data.items())
             raise DataError(f"the {name} data is a mapping of columns of different lengths: {found}")
-        return StackDataset(**data) if data else data
-    return StackDataset(*columns) if len(columns) > 1 and len(set(lengths)) == 1 else data
+        return StackDataset(**data)
+    if type(data) is tuple and len(data) > 1 and all(map(_is_column, data)):
+        return StackDataset(*data) if len({len(each) for each in data}) == 1 else data
+    return data
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 
 def is_dataset(data: object) -> bool:
