@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.checkpoint.test_attributes import Handle, Task, count, keep, train
+from tests.support.messages import warned
 from torch import nn
 
 from drivetrain import CheckpointError
@@ -44,3 +47,38 @@ def test_a_file_makes_no_objects_but_data_and_sets_nothing_of_torchs() -> None:
     with pytest.raises((AttributeError, CheckpointError)):
         AttributeState(task).load({"new": ["__class__"]}, torch.device("cpu"))
     assert isinstance(task.line, nn.Linear)
+
+
+class Failing:  # answers each question by an error, as clients of other libraries do
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Note:
+    def __init__(self, name: str, value: int) -> None:
+        self.name, self.value = name, value
+
+
+STAGES = [Note("warm", 1), Note("train", 2)]
+
+
+def odd(task: Any) -> float:
+    task.count += 1
+    task.act = torch.tanh  # which was None
+    task.stage = STAGES[1]
+    task.big = task.big + 1
+    task.read = np.frombuffer(bytes([task.count] * 4), np.uint8)
+    return float(task.count)
+
+
+def test_odd_attributes_neither_end_a_fit_nor_reach_what_others_hold(tmp_path: Path) -> None:
+    def make() -> Task:
+        own = {"client": Failing(), "act": None, "stage": STAGES[0], "big": np.ones(2, ">f4"), "read": None}
+        return Task(lambda task: vars(task).update(own, count=0), odd)
+
+    with warned("'act' .builtin_function_or_method|'act' of Task"):
+        train(tmp_path, make, 2)
+        _, task = train(tmp_path, make, 4)
+    assert (task.count, task.stage.value, task.act) == (4, 2, torch.tanh)
+    assert (task.big.tolist(), task.read.tolist()) == ([5.0, 5.0], [4] * 4)
+    assert [(each.name, each.value) for each in STAGES] == [("warm", 1), ("train", 2)]

@@ -26,9 +26,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint.format.tensors import CODES, bytes_of
 from drivetrain.checkpoint.format.tree import pack
 from drivetrain.checkpoint.weights.module_state import clean_name
-from drivetrain.core.errors import CheckpointError
 from drivetrain.core.random_streams import generator_state, load_generator_state
-from drivetrain.core.types import Stateful
 from drivetrain.task.attributes import CODE, GENERATORS, OF_MODULES, is_opaque, modules_of
 
 Node = Any
@@ -81,12 +79,16 @@ class AttributeState:
             marks[name] = each.mark
             if each.mark == self._marks.get(name, _NONE) and name not in self._restored:
                 continue
-            left -= each.parts
-            if each.cannot or left < 0:
+            if each.cannot or each.parts > left:
                 self.lost[name] = each.cannot or f"{each.parts} lists and tensors"
             else:
+                left -= each.parts
                 nodes[name] = each.node
-        nodes |= {name: ["gone"] for name, mark in marks.items() if mark is None}
+        for name in [name for name, mark in marks.items() if mark is None]:
+            if (now := _attribute_of(self._task, name)) is None:
+                nodes[name] = ["gone"]
+            else:  # code, a class or a module has taken its place
+                self.lost[name] = _title(type(now))
         return nodes, {name: marks[name] for name in nodes}
 
     def news(self) -> dict[str, str]:
@@ -128,6 +130,14 @@ def merged(states: Sequence[tuple[dict[str, Node], dict[str, Any]]]) -> list[dic
         differing = {name: node for name, node in nodes.items() if own[name] != marks.get(name, _NONE)}
         of_ranks.append(differing | {name: ["begun"] for name in first.keys() - nodes.keys()})
     return of_ranks
+
+
+def _attribute_of(task: nn.Module, name: str) -> Any:
+    """Return an attribute by its full name; None if there is none."""
+    prefix, _, key = name.rpartition(".")
+    module = _modules(task).get(prefix)
+    tables = () if module is None else (module._parameters, module._buffers, module._modules, vars(module))
+    return next((each[key] for each in tables if key in each), None)
 
 
 def _modules(task: nn.Module) -> dict[str, nn.Module]:
@@ -198,7 +208,7 @@ class _Writer:
         try:
             node = self._node(value, name)
             packed, tensors = pack(node)
-        except (CheckpointError, RecursionError):
+        except Exception:  # too deep, in use by a thread, or of a class whose own methods fail
             return _Attribute(None, id(value), cannot=self._cannot or _path(type(value)))
         text = json.dumps(packed)
         hashed = xxhash.xxh3_128(text.encode())
@@ -261,7 +271,8 @@ class _Writer:
         if not can_be_made and not is_like:
             return self._kept(value, False)
         is_new = is_new and can_be_made and not issubclass(base, _FIXED)
-        return ["container", base.__name__, is_new, keys, entries, getattr(value, "maxlen", None)]
+        most = value.maxlen if base is deque else None
+        return ["container", base.__name__, is_new, keys, entries, most]
 
     def _key(self, key: Any, place: str) -> Node:
         is_plain = type(key) in _PLAIN or isinstance(key, (tuple, Enum, np.generic))
@@ -272,23 +283,23 @@ class _Writer:
         is_known = _class(path) is type(value)
         if is_module and id(value) in self._modules:
             return ["module", self._modules[id(value)]]
-        if isinstance(value, Enum) and is_known:
-            return ["enum", path, value.name]
+        if isinstance(value, Enum):
+            return ["enum", path, value.name] if is_known else self._kept(value, is_like, value.name)
         if isinstance(value, (int, float, str, bytes)):
             return self._kept(value, False, repr(value))
         can_be_made = is_known and dataclasses.is_dataclass(value)
         if is_opaque(value) or not (is_like or can_be_made):
             return self._kept(value, is_like)
-        if isinstance(value, Stateful) and not is_module:
+        if not is_module and _is_stateful(type(value)):
             return ["state", path, self._node(value.state_dict(), f"{place}.state_dict")]
         parts = [*_parts(value).items()]
         nodes = [self._node(each, f"{place}.{name}") for name, each in parts]
-        return ["object", is_new and can_be_made, path, [name for name, _ in parts], nodes]
+        return ["object", is_new and not is_module, path, [name for name, _ in parts], nodes]
 
     def _kept(self, value: Any, is_like: bool, token: Any = None) -> Node:
         """Return the node of what stays as the program makes it; what is new or has changed is lost."""
         if not is_like:
-            self._cannot = self._cannot or _path(type(value)).replace(":", ".").removeprefix("builtins.")
+            self._cannot = self._cannot or _title(type(value))
         return ["kept", [id(value), token] if token is not None else is_like]
 
 
@@ -351,6 +362,8 @@ class _Restorer:
     def as_array(self, place: str, now: Any, is_new: bool, stored: Any) -> Any:
         if is_new or type(now) is not np.ndarray or (now.shape, now.dtype) != (stored.shape, stored.dtype):
             return stored.copy()
+        if not now.flags.writeable:
+            return stored.copy()
         now[...] = stored
         return now
 
@@ -409,10 +422,11 @@ class _Restorer:
         self, place: str, now: Any, is_new: bool, path: str, names: list[str], nodes: list[Node]
     ) -> Any:
         if is_new or _path(type(now)) != path:
-            kind = _class(path)
-            if kind is None or not dataclasses.is_dataclass(kind):
+            # Another object than the one of the start, which others may hold.
+            kind = type(now) if _path(type(now)) == path else _class(path)
+            if kind is not type(now) and not dataclasses.is_dataclass(kind):
                 raise _MissingError
-            now = object.__new__(kind)  # type: ignore[arg-type]
+            now = object.__new__(kind)
         self._objects[place] = now  # a part may refer to it
         for name, node in zip(names, nodes, strict=True):
             object.__setattr__(now, name, self.value(node, f"{place}.{name}"))  # also of a frozen one
@@ -429,6 +443,15 @@ def _parts(value: Any) -> dict[str, Any]:
 
 def _path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _is_stateful(kind: type) -> bool:
+    # Asked of the class: an attribute that an object makes on request is no method of it.
+    return all(callable(getattr(kind, each, None)) for each in ("state_dict", "load_state_dict"))
+
+
+def _title(kind: type) -> str:
+    return _path(kind).replace(":", ".").removeprefix("builtins.")
 
 
 def _class(path: str) -> Any:
