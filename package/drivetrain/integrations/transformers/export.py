@@ -71,6 +71,11 @@ def export_pretrained(
     return _export_checkpoint(resolve(source), target, options)
 
 
+def replace_pretrained(task: TransformersTask, folder: str | os.PathLike[str]) -> list[str]:
+    """Write a task's model as `export_pretrained` does, over any files of the same names."""
+    return _export_task(task, os.fspath(folder), {"owned": True})
+
+
 def _export_task(task: TransformersTask, folder: str, options: Mapping[str, Any]) -> list[str]:
     weights, _ = module_state(task)
     for name, parameter in task.model.named_parameters():

@@ -19,7 +19,7 @@ from drivetrain.checkpoint.saving.assets import Asset, make_assets
 from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
-from drivetrain.checkpoint.weights.export import export_weights
+from drivetrain.checkpoint.weights.export import write_weights
 from drivetrain.checkpoint.weights.files import INDEX, MODEL
 from drivetrain.checkpoint.weights.lazy_tensors import TensorSource
 from drivetrain.core.errors import CheckpointError, ConfigError
@@ -109,6 +109,7 @@ def write_pretrained(
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = SHARD,
     write: bool = True,
+    owned: bool = False,
 ) -> list[str]:
     """Write a model's weights, its configuration and its processor; of a `PeftModel`, its adapters alone.
 
@@ -121,6 +122,7 @@ def write_pretrained(
         dtype: The dtype for floating-point tensors; None keeps each.
         max_shard_size: The most bytes of tensors in a file; an adapter is always one file.
         write: Whether this process writes.
+        owned: Whether files of the same names are replaced in any case.
 
     Returns:
         The paths of the files with weights.
@@ -141,14 +143,14 @@ def write_pretrained(
     if base is model:
         saved = SavedTensors(model, tensors, final)
         path = disk.join(target, MODEL)
-        written += export_weights(saved, path, max_shard_size=max_shard_size, write=write)
+        written += write_weights(saved, path, None, max_shard_size, write, owned=owned)
     else:
         stored: set[str] = set()
         for name in model.peft_config:
             adapter = AdapterTensors(model, tensors, name, _has_embeddings(model, name), final)
             stored |= adapter.sources
             path = disk.join(_place(target, name, disk.join), ADAPTER)
-            written += export_weights(adapter, path, max_shard_size=_WHOLE, write=write)
+            written += write_weights(adapter, path, None, _WHOLE, write, owned=owned)
         _warn_of_others(model, stored)
     if write:
         if files is None:
@@ -157,7 +159,7 @@ def write_pretrained(
         if CONFIG in wanted:
             trained = _dtype_of(model, tensors) if final is None else final
             wanted[CONFIG] = _as_trained(wanted[CONFIG], trained, base.config)
-        if not any(begun):  # else the weights there have been drivetrain's
+        if not owned and not any(begun):  # else the weights there have been drivetrain's
             for name, content in wanted.items():
                 _check_free(disk, disk.join(target, name), content)
         write_assets(target, wanted)

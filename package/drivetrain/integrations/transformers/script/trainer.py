@@ -65,7 +65,7 @@ from drivetrain.integrations.transformers.arguments_table import ROWS
 from drivetrain.integrations.transformers.callbacks import ONCE, CallbackAdapter, Rates
 from drivetrain.integrations.transformers.collating import Collation, default_collate
 from drivetrain.integrations.transformers.evaluation import predictions_of
-from drivetrain.integrations.transformers.export import export_pretrained
+from drivetrain.integrations.transformers.export import replace_pretrained
 from drivetrain.integrations.transformers.log_names import (
     EVALUATION,
     TEST,
@@ -1305,7 +1305,8 @@ class Trainer(TheirNames):
     ) -> None:
         """Write the model and its processor to a folder, for `from_pretrained`; all processes call it.
 
-        See `export_pretrained`. As in transformers, the folder has the arguments too, in training_args.bin.
+        As in transformers, files of the same names are replaced, whoever has written them, and the folder has
+        the arguments too, in training_args.bin.
 
         Args:
             output_dir: The folder; None for that of the arguments.
@@ -1317,7 +1318,7 @@ class Trainer(TheirNames):
                 self._save(os.fspath(folder))
             return
         with nullcontext() if run is None else run.engine.checkpoint_layout():
-            export_pretrained(self._task, folder)
+            replace_pretrained(self._task, folder)
         if self.is_world_process_zero():
             write_arguments(os.fspath(folder), self.args)
 
@@ -1325,7 +1326,7 @@ class Trainer(TheirNames):
         """Write the model; an override writes it in a package's own form, for models that are not sharded."""
         if state_dict is not None:
             raise ConfigError("_save(state_dict=...): the weights are those of the model. Leave it out")
-        export_pretrained(self._task, self.args.output_dir if output_dir is None else output_dir)
+        replace_pretrained(self._task, self.args.output_dir if output_dir is None else output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Do nothing: the checkpoint and its folder are on the disk. An override is called after each one."""
