@@ -143,11 +143,13 @@ def _survive(trials: list[tuple[str, Fault, int]]) -> list[Life]:
     for directory, fault, victim in trials:
         life = Life(directory, ranks=ranks)
         life.live(FaultyFileSystem(LOCAL, *([fault] if ranks.rank == victim else [])))
-        whole, *others = ranks.all_gather(replace(life, ranks=ALONE))
-        for other in others:
-            whole.steps += other.steps
-            whole.wrong += other.wrong
-            whole.complaints += other.complaints
-            whole.loads += other.loads
+        whole = replace(life, ranks=ALONE)
+        for steps, wrong, complaints, loads in ranks.all_gather(
+            (life.steps, life.wrong, life.complaints, life.loads)
+        )[1:]:
+            whole.steps += steps
+            whole.wrong += wrong
+            whole.complaints += complaints
+            whole.loads += loads
         lives.append(whole)
     return lives

@@ -363,6 +363,7 @@ class Feed:
         return Place(epoch, position, done, progress.steps + progress.skipped, progress.samples)
 
     def left(self, done: int) -> int | None:
+        """Return how many micro-batches the limit leaves in an epoch; None without a limit."""
         return None if self.limit is None else self.limit - done
 
     def close(self) -> None:
