@@ -1,4 +1,4 @@
-"""Values between ranks: JSON and the bytes of tensors, from which nothing is unpickled.
+"""Values between ranks as JSON and the bytes of tensors. Nothing is unpickled.
 
 A value keeps its type. A class is found by its name among the modules that this process has imported, and
 only a data class, a named tuple, a container, an enumeration or an error is made.

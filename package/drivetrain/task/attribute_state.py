@@ -98,7 +98,7 @@ class AttributeState:
         return new
 
     def load(self, state: Mapping[str, Node], device: torch.device) -> list[str]:
-        """Restore attributes; return those for which the program has no place any more.
+        """Restore attributes; return those that the program has no place for any more.
 
         Args:
             device: Receives the tensors that were not on a CPU.
