@@ -69,9 +69,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Reverse the order of the tests where that is asked for."""
+    """Reverse the order of the tests where asked for, and let each process begin with one that lasts long."""
     if config.getoption("reverse"):
         items.reverse()
+    if any(map(_is_long, items)):
+        # Each process is given one piece of the list, and takes from the others' when it has none left.
+        items.sort(key=_is_long, reverse=True)
+        processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        items[:] = [each for first in range(processes) for each in items[first::processes]]
+
+
+def _is_long(item: pytest.Item) -> bool:
+    landing = item.get_closest_marker("landing")
+    return landing is not None and bool(landing.kwargs.get("long"))
 
 
 def pytest_collection_finish() -> None:

@@ -189,7 +189,7 @@ def test_the_blocks_of_changed_pages_run(run_pages: Any) -> None:
     run_pages(changed())
 
 
-@pytest.mark.landing
+@pytest.mark.landing(long=True)
 def test_the_blocks_of_all_pages_run(run_pages: Any) -> None:
     run_pages([page for page in PAGES if page.name not in SLOW and page != README])
 

@@ -29,7 +29,7 @@ def test_faults_at_any_operation_do_no_harm(storage, make):
     assert score.loads > 3 * score.trials
 
 
-@pytest.mark.landing
+@pytest.mark.landing(long=True)
 def test_faults_of_every_kind_at_any_operation_do_no_harm(tmp_path):
     for storage, files, faults in (("disk", MemoryDisk(), 700), ("disk", None, 30), ("objects", None, 300)):
         directory = "/campaign" if files else str(tmp_path)

@@ -35,7 +35,7 @@ def of(**options: Any) -> Any:
     return lambda world_size: fsdp(world_size, **options)
 
 
-@pytest.mark.landing
+@pytest.mark.landing(long=True)
 def test_fsdp_conforms() -> None:
     check_strategy(fsdp, 2)
 
