@@ -6,12 +6,10 @@ import logging
 import pytest
 import torch
 from tests.support.messages import heard, unconfigured
-from tests.support.ranks import on_two_ranks
 from tests.support.tasks import FEATURES, Regression, pairs, quiet, variant
 from torch import nn
 
 from drivetrain.callbacks import ModelSummary, summarize
-from drivetrain.callbacks.summary import RankSizes
 from drivetrain.core.errors import ConfigError
 
 
@@ -101,35 +99,3 @@ def test_summary_undoes_what_a_forward_keeps_also_after_an_error():
     assert torch.equal(torch.get_rng_state(), stream)
     assert all(type(each) is nn.Parameter and each.grad is None for each in task.parameters())
     assert not any(each._forward_hooks for each in task.modules())
-
-
-class Wide(Regression):
-    def __init__(self):
-        super().__init__(torch.optim.Adam)
-        self.line = nn.Linear(FEATURES, 100)
-        self.norm = nn.BatchNorm1d(100, affine=False)
-
-    def forward(self, features):
-        return self.norm(self.line(features)).mean(1, keepdim=True)
-
-
-def sizes_on(strategy, devices="auto"):
-    summary = ModelSummary(sizes=True)
-    quiet(max_steps=2, strategy=strategy, devices=devices, callbacks=[summary]).fit(Wide(), pairs(8))
-    return summary.sizes
-
-
-WEIGHTS = 4 * (4 * 100 + 100)
-STEPS = 2 * 4  # Adam's count of steps for each tensor
-
-
-def test_sizes_are_those_of_parameters_gradients_state_and_buffers_or_of_a_ranks_shards():
-    with heard(level=logging.INFO) as texts:
-        assert sizes_on("cpu") == (RankSizes(WEIGHTS, WEIGHTS, 2 * WEIGHTS + STEPS, 2 * 400 + 8),)
-    assert texts[1].splitlines()[0] == "sizes after the first step"
-    assert " ".join(texts[1].splitlines()[-1].split()) == "0 2.0 kB 2.0 kB 4.0 kB 808 bytes"
-    first, second = on_two_ranks(sizes_on, "fsdp", 2)
-    assert first == second
-    for each in first:
-        assert each.parameters == each.gradients == WEIGHTS / 2
-        assert WEIGHTS <= each.optimizer_state <= WEIGHTS + 2 * STEPS

@@ -131,7 +131,7 @@ WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "LossSpike": lambda: callbacks.LossSpike("rollback", window=10, threshold=1e6),
     "NonFiniteDetector": callbacks.NonFiniteDetector,
     "MemoryReport": lambda: callbacks.MemoryReport(show=False),
-    "ModelSummary": lambda: callbacks.ModelSummary(sizes=True),
+    "ModelSummary": lambda: callbacks.ModelSummary(),
     "Throughput": callbacks.Throughput,
     "LearningRateMonitor": callbacks.LearningRateMonitor,
     "CompileTime": callbacks.CompileTime,

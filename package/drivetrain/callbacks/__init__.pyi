@@ -22,7 +22,6 @@ from drivetrain.callbacks.statistics.throughput import Throughput as Throughput
 from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms as WeightHistograms
 from drivetrain.callbacks.summary import ModelSummary as ModelSummary
 from drivetrain.callbacks.summary import ModuleSummary as ModuleSummary
-from drivetrain.callbacks.summary import RankSizes as RankSizes
 from drivetrain.callbacks.summary import Summary as Summary
 from drivetrain.callbacks.summary import summarize as summarize
 from drivetrain.callbacks.weight_average import WeightAverage as WeightAverage

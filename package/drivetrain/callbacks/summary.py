@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import elements
 from drivetrain.core.errors import ConfigError, StrategyError, shown
 from drivetrain.core.messages import columns, logger, sized
-from drivetrain.core.validation import by_name, flag
+from drivetrain.core.validation import by_name
 from drivetrain.strategies.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -85,13 +86,15 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields by name, in JSON's types."""
-        return cast("dict[str, Any]", _listed(dataclasses.asdict(self)))
+        made: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return made
 
     def __str__(self) -> str:
         header = ["module", "type", "parameters", "trainable", "dtype"]
         header += ["input", "output", "forward", "backward"] if self.has_layers else []
         rows = [_cells(each, self.has_layers) for each in self.modules]
-        lines = _table(header, rows) if rows else []
+        rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [*columns([header, rule, *rows], (2, 3, 7, 8)), ""] if rows else []
         total = self.total
         lazy = f"; {total.lazy} more tensors are lazy and have no shape yet" if total.lazy else ""
         memory = sized(total.bytes) + (
@@ -102,24 +105,6 @@ class Summary:
             forward, backward = _flops(total.forward_flops), _flops(total.backward_flops)
             lines.append(f"floating-point operations for this batch: {forward} forward, {backward} backward")
         return shown("\n".join(lines))
-
-
-@dataclass(frozen=True)
-class RankSizes:
-    """Bytes of a task in one process, its shards where the strategy shards.
-
-    Attributes:
-        parameters: Its parameters.
-        gradients: The gradients of a step; None if the strategy does not show them, as DeepSpeed's.
-        optimizer_state: The optimizers' state after a step; under ZeRO with the float32 copies of the
-            parameters that it steps.
-        buffers: Its buffers.
-    """
-
-    parameters: int
-    gradients: int | None
-    optimizer_state: int
-    buffers: int
 
 
 @by_name
@@ -133,26 +118,19 @@ class ModelSummary(Callback):
         depth: The levels of modules to show; 0 shows the totals alone.
         batch: A batch of the training data, to show each module's shapes and floating-point operations too;
             see `summarize`.
-        sizes: Whether to print the bytes of parameters, gradients, optimizer state and buffers of each rank
-            after the first step.
 
     Attributes:
         summary: The table as data; None before a fit.
-        sizes: The bytes of each rank, in rank order, on all ranks; empty before the first step.
 
     Raises:
         ConfigError: A negative depth.
     """
 
-    def __init__(self, depth: int = 1, batch: Any = None, sizes: bool = False) -> None:
+    def __init__(self, depth: int = 1, batch: Any = None) -> None:
         _check_depth(depth)
         self.depth = depth
         self.batch = batch
         self.summary: Summary | None = None
-        self.sizes: tuple[RankSizes, ...] = ()
-        self._gradients: int | None = None
-        if flag("ModelSummary(sizes=)", sizes):  # else a run never calls these
-            vars(self).update(on_before_optimizer_step=self._note_gradients, on_step_end=self._note_sizes)
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that the layers can be followed.
@@ -177,7 +155,6 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Print the table."""
-        self.sizes, self._gradients = (), None
         if not run.is_main:
             return
         engine = run.engine
@@ -190,51 +167,6 @@ class ModelSummary(Callback):
         batch = None if self.batch is None else engine.transfer(self.batch)
         self.summary = summarize(run.task, self.depth, batch=batch)
         _LOG.info("\n\n".join((str(self.summary), _dtype_table(engine.precision), where)))
-
-    def _note_gradients(self, run: Run) -> None:
-        if not self.sizes and run.engine.strategy.name != "deepspeed":
-            # Several optimizers step one after the other, each with its own gradients.
-            now = _local_bytes(each.grad for each in run.engine.parameters)
-            self._gradients = max(self._gradients or 0, now)
-
-    def _note_sizes(self, run: Run) -> None:
-        """Exchange the sizes after the first step, and print them."""
-        if self.sizes or run.result is None or not run.result.applied:
-            return
-        engine, task = run.engine, run.task
-        has_copies = engine.strategy.name == "deepspeed"  # ZeRO's float32 copies, which its optimizer steps
-        parameters = _local_bytes(getattr(each, "ds_tensor", each) for each in task.parameters())
-        with engine.checkpoint_layout() as optimizers:
-            states = [state for each in optimizers.values() for state in each.state.values()]
-            kept = _local_bytes(value for state in states for value in state.values())
-            kept += _local_bytes(task.parameters()) if has_copies else 0
-        mine = RankSizes(parameters, self._gradients, kept, _local_bytes(task.buffers()))
-        self.sizes = tuple(engine.ranks.all_gather(mine))
-        if run.is_main:
-            _LOG.info(_sizes_table(self.sizes))
-
-
-def _local_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of tensors in this process: of a sharded one its shard, of a quantized one its
-    parts.
-    """
-    total = 0
-    for value in values:
-        if hasattr(value, "__tensor_flatten__"):
-            total += _local_bytes(getattr(value, name) for name in value.__tensor_flatten__()[0])
-        elif isinstance(value, Tensor):
-            total += value.numel() * value.element_size()
-    return total
-
-
-def _sizes_table(sizes: Sequence[RankSizes]) -> str:
-    names = [each.name for each in dataclasses.fields(RankSizes)]
-    rows = []
-    for rank, each in enumerate(sizes):
-        values = [getattr(each, name) for name in names]
-        rows.append((str(rank), *("unknown" if value is None else sized(value) for value in values)))
-    header = ["rank", *(name.replace("_", " ") for name in names)]
-    return "\n".join(["sizes after the first step", *_table(header, rows, range(1, len(header)))[:-1]])
 
 
 def _dtype_table(precision: Precision) -> str:
@@ -349,16 +281,3 @@ def _flops(count: int | None) -> str:
             return f"{size:.0f}" if not unit else f"{size:.3g}{unit}"
         size /= 1000
     return f"{size:.3g} P"
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _listed(each) for name, each in value.items()}
-    return [_listed(each) for each in value] if isinstance(value, (tuple, list)) else value
-
-
-def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = (2, 3, 7, 8)
-) -> list[str]:
-    rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [*columns([header, rule, *rows], numbers), ""]
