@@ -1,29 +1,28 @@
 """Predictions streamed to files: one safetensors file per batch, and a JSON file with the structure.
 
 Outputs of custom types (a named tuple, a dataclass, an output of a Hugging Face model) are stored as mappings
-of their fields, with each type's place and name: `{"$typed": [[[place, name], ...], structure]}`. Reading a
-file imports nothing: the reader must already know the types.
+of their fields, with the type's name: `{"$typed": [name, fields]}`. Reading a file imports nothing: the
+reader must already know the types.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.utils import _pytree
 
-from drivetrain.checkpoint import export_weights, load_weights, pack, unpack
+from drivetrain.checkpoint import export_weights, load_weights
 from drivetrain.checkpoint.format.strict_json import dump_json, parse_json
+from drivetrain.checkpoint.format.tensors import check_tensor
 from drivetrain.checkpoint.storage.files import HashedReader, write_atomically
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
 from drivetrain.core.containers import opened
 from drivetrain.core.errors import CheckpointError, ConfigError
-from drivetrain.core.types import Json
+from drivetrain.distributed import tree
 from drivetrain.distributed.ranks import ALONE, Ranks
-
-_TYPED = "$typed"
 
 
 def write_predictions(outputs: Iterable[Any], directory: Path, ranks: Ranks = ALONE) -> list[Path]:
@@ -43,11 +42,8 @@ def write_predictions(outputs: Iterable[Any], directory: Path, ranks: Ranks = AL
     ranks.first(lambda: _make_free(directory))
     files = []
     for number, output in enumerate(outputs):
-        places: list[Any] = []
-        packed, tensors = pack(_fields(output, [], places))
-        structure = dump_json(
-            {_TYPED: [places, packed]} if places else packed, f"the structure of predictions {number}"
-        )
+        packed, tensors = tree.pack(output, check_tensor, _fields)
+        structure = dump_json(packed, f"the structure of predictions {number}")
         path = directory / f"predictions-{number:06d}.safetensors"
         if ranks.rank == 0:
             export_weights(tensors, path)
@@ -80,34 +76,22 @@ def read_predictions(path: Path, types: Iterable[type] = ()) -> Any:
     structure = path.with_suffix(".json")
     with HashedReader(str(structure)) as reader:
         content = parse_json(reader.read_json(), repr(str(structure)))
-    if not (isinstance(content, dict) and list(content) == [_TYPED]):
-        return unpack(content, load_weights(path))
     known = {**_pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE, **{_name(each): each for each in types}}
+    tensors = load_weights(path)
     try:
-        places, packed = cast("tuple[list[Any], Json]", content[_TYPED])
-        output = unpack(packed, load_weights(path))
-        for place, name in reversed(places):  # the innermost first
-            output = _replaced(output, place, name, known)
-    except (TypeError, ValueError, LookupError) as error:
+        return tree.unpack(content, tensors, _maker(known))
+    except (tree.MalformedError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(
             f"{str(structure)!r} does not describe its predictions: {error}"
         ) from error
-    return output
 
 
-def _fields(value: Any, place: list[Any], places: list[Any]) -> Any:
-    """Replace containers of custom types by dicts of their fields; add each place and type to `places`."""
-    container = opened(value)
+def _fields(value: Any) -> tuple[str, Any] | None:
+    """Return the name and the fields of a named tuple, a dataclass or the like; None for another value."""
+    container = opened(value) if _has_fields(type(value)) else None
     if container is None:
-        return value
-    names = container.names
-    typed = _has_fields(type(value))
-    if typed:
-        places.append([place, _name(type(value))])
-    mapped = [
-        _fields(each, [*place, name], places) for name, each in zip(names, container.entries, strict=True)
-    ]
-    return dict(zip(names, mapped, strict=True)) if typed else container.rebuild(mapped)
+        return None
+    return _name(type(value)), dict(zip(container.names, container.entries, strict=True))
 
 
 def _has_fields(kind: type) -> bool:
@@ -118,24 +102,23 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _replaced(output: Any, place: list[Any], name: str, known: Mapping[str, type]) -> Any:
-    """Replace the dict of fields at a place by an object of its type."""
-    if place:
-        container = opened(output)
-        if container is None:
-            raise LookupError(f"nothing at {place}")
-        key = list(container.names).index(place[0])
-        container.entries[key] = _replaced(container.entries[key], place[1:], name, known)
-        return container.rebuild(container.entries)
-    kind = known.get(name)
-    if kind is None or not _has_fields(kind):
-        raise CheckpointError(
-            f"these predictions contain a {name}, which is an unknown type. Pass the class:"
-            f" read_predictions(path, types=[{name.rpartition('.')[2]}])"
-        )
-    if issubclass(kind, (tuple, Mapping)):
-        return kind(**output)
-    made = object.__new__(kind)
-    for field, value in output.items():
-        object.__setattr__(made, field, value)  # not by its constructor, which may convert values
-    return made
+def _maker(known: Mapping[str, type]) -> Callable[[str, Any], Any]:
+    """Return the function that makes an object of one of these types from its name and fields."""
+
+    def make(name: str, fields: Any) -> Any:
+        kind = known.get(name)
+        if kind is None or not _has_fields(kind):
+            raise CheckpointError(
+                f"these predictions contain a {name}, which is an unknown type. Pass the class:"
+                f" read_predictions(path, types=[{name.rpartition('.')[2]}])"
+            )
+        if not isinstance(fields, dict):
+            raise TypeError(f"the fields of a {name} are a {type(fields).__name__}")
+        if issubclass(kind, (tuple, Mapping)):
+            return kind(**fields)
+        made = object.__new__(kind)
+        for field, value in fields.items():
+            object.__setattr__(made, field, value)  # not by its constructor, which may convert values
+        return made
+
+    return make

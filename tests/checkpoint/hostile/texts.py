@@ -142,6 +142,6 @@ for name, content in {
     "a_key_that_is_a_list": b'{"$dict":[[[],2]]}',
     "a_float_of_other_bits": b'{"$float":"0"}',
     "depth": b"[" * 200 + b"]" * 200,
-    "tags_in_tags": b'{"$tuple":[' * 90 + b'{"$dict":[[{"$tuple":[]},1]]}' + b"]}" * 90,
+    "tags_in_tags": b'{"$tuple":[' * 90 + b'{"$dict":[[[],1]]}' + b"]}" * 90,
 }.items():
     text_case(f"with_{name}", bad_predictions, content)
