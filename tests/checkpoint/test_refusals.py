@@ -14,11 +14,11 @@ from drivetrain.checkpoint import CheckpointConfig, export_weights
 from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
-from drivetrain.checkpoint.weights.files import parse_size
 from drivetrain.checkpoint.weights.rename import renamed
 from drivetrain.checkpoint.weights.warm_start import load_weights_into
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.intervals import Every
+from drivetrain.core.validation import byte_count
 
 
 def test_the_defaults_are_those_of_the_design():
@@ -64,10 +64,14 @@ def test_wrong_options_of_exports_are_refused(tmp_path):
         "a directory": (lambda: export_weights(tensors, tmp_path), "is a directory", "model.safetensors'"),
         "a large number": (lambda: export_weights(big, path, dtype="fp16"), *half),
     }
-    sizes = {1: 1, "50 GB": 50 * 10**9, "1.5 KB": 1500, " 2gib ": 2 << 30}
-    assert {each: parse_size(each) for each in sizes} == sizes
-    for given in (0, True, 1.5, "GB", "-5 GB"):
-        table[f"size {given!r}"] = (partial(parse_size, given), "max_shard_size must be", "such as '5 GB'")
+    sizes = {1: 1, "50 GB": 50 * 10**9, "1.5 KB": 1500, " 2gib ": 2 << 30, "3 g": 3 * 10**9, "7": 7}
+    assert {each: byte_count("memory=", each) for each in sizes} == sizes
+    for given in (0, True, 1.5, "GB", "-5 GB", "5 XB"):
+        table[f"size {given!r}"] = (
+            lambda each=given: export(max_shard_size=each),
+            "max_shard_size must be",
+            "such as '5 GB'",
+        )
     for given in ("int8", torch.float8_e4m3fn, 16):
         table[f"dtype {given!r}"] = (partial(floating_dtype, given), "cannot be converted", allowed)
     assert_refused((ConfigError, CheckpointError), table)

@@ -145,7 +145,7 @@ def test_mistakes_of_the_finders():
         "no copy": (rate(broken), "cannot be copied"),
         "a loader": (size(pairs(8), memory="1 GiB"), "is a DataLoader", "dataset"),
         "no limit": (size(), "memory='4 GiB'"),
-        "no bytes": (size(memory="much"), "must be bytes", "'much'"),
+        "no bytes": (size(memory="much"), "must be a number of bytes", "'much'"),
         "parts": (size(trainer={"micro_batch": 2}, memory="1 GiB"), "splits a batch of any size"),
         "too little": (size(memory=10), "not even one sample fits"),
     }

@@ -7,6 +7,7 @@ import inspect
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -105,6 +106,21 @@ def count(name: str, value: object, *, at_least: int = 0) -> int:
     if not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least:
         return int(value)
     raise ConfigError(f"{name} must be a whole number, at least {at_least}, not {value!r}")
+
+
+def byte_count(name: str, value: object) -> int:
+    """Check that a value is a number of bytes, or a text such as "5 GB" or "1.5 GiB", and return it."""
+    size = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", value, re.IGNORECASE)
+        if found:
+            power = " kmgt".index((found[2] or " ").lower())
+            size = math.floor(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if size > 0:
+        return size
+    raise ConfigError(
+        f"{name} must be a number of bytes above 0, or a text such as '5 GB' or '4 GiB', not {value!r}"
+    )
 
 
 def flag(name: str, value: object) -> bool:

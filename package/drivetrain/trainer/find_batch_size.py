@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,20 +13,19 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
 from drivetrain.core.stages import at_start, most
-from drivetrain.core.validation import count
+from drivetrain.core.validation import byte_count, count
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.data_objects import pick_data
 from drivetrain.trainer.probe import Fit, Settings, probe
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
+    from drivetrain.strategies import Strategy
 
 _LOG = logger(__name__)
 
 _FEWEST = 2
 """The samples to begin with if the Trainer has no batch size: a batch norm cannot train on one."""
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,7 @@ def find_batch_size(
             f"find_batch_size with micro_batch={settings.micro_batch!r}, which splits a batch of any size."
             " Leave it out"
         )
-    limit, strategy = _bytes(memory), settings.select_strategy()
-    if limit is None and (strategy.device.type == "cpu" or strategy.world_size > 1):
-        where = "a CPU, which swaps" if strategy.device.type == "cpu" else "several processes, which all end"
-        raise ConfigError(
-            f"find_batch_size on {where} when memory runs out: give a limit, such as memory='4 GiB'"
-        )
+    limit = _limit(memory, settings.select_strategy())
     upper = count("find_batch_size(largest=)", len(data) if largest is None else largest, at_least=1)
     peaks: dict[int, int | None] = {}
 
@@ -119,6 +112,18 @@ def find_batch_size(
             " model"
         )
     return BatchSizeResult(below, limit, dict(sorted(peaks.items())))
+
+
+def _limit(memory: int | str | None, strategy: Strategy) -> int | None:
+    """Return the most bytes of a step; None where the memory of the device ends."""
+    if memory is not None:
+        return byte_count("find_batch_size(memory=)", memory)
+    if strategy.device.type == "cpu" or strategy.world_size > 1:
+        where = "a CPU, which swaps" if strategy.device.type == "cpu" else "several processes, which all end"
+        raise ConfigError(
+            f"find_batch_size on {where} when memory runs out: give a limit, such as memory='4 GiB'"
+        )
+    return None
 
 
 def _first_size(settings: Settings, upper: int) -> int:
@@ -159,17 +164,3 @@ def _peak(
             " precision than '16-mixed', or a smaller loss"
         )
     return report.peak
-
-
-def _bytes(given: int | str | None) -> int | None:
-    """Return a number of bytes, such as "4 GiB" or "500 MB"."""
-    if given is None:
-        return None
-    found = re.fullmatch(r"([\d.]+)\s*([kmg]i?)?b?", str(given).strip().lower())
-    try:
-        size = int(float(found[1]) * _UNITS[found[2] or ""]) if found and not isinstance(given, bool) else 0
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise ConfigError(f"find_batch_size(memory=) must be bytes, such as '4 GiB' or 2**32, not {given!r}")
-    return size

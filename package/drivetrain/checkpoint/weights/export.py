@@ -18,9 +18,10 @@ from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, write_fi
 from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
-from drivetrain.checkpoint.weights.files import MODEL, WeightFiles, divide, dump_index, parse_size
+from drivetrain.checkpoint.weights.files import MODEL, WeightFiles, divide, dump_index
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
+from drivetrain.core.validation import byte_count
 
 _HEAD = 200
 _OURS = dump_json(WRITER, "the mark")[1:-1]
@@ -95,7 +96,7 @@ def write_weights(
                 f"{what}, {name!r}: a {type(tensor.detach()).__qualname__} has no plain bytes for a"
                 " safetensors file. torch.save(state_dict, path) writes it"
             )
-    shares = divide(lazy.specs, parse_size(max_shard_size))
+    shares = divide(lazy.specs, byte_count("max_shard_size", max_shard_size))
     names = [place.names.single] if len(shares) == 1 else place.names.several(len(shares))
     plans = [{name: lazy.specs[name] for name in share} for share in shares]
     order = [span.name for plan in plans for span in plan_file(plan, what)[0]]

@@ -9,7 +9,6 @@ tensor. Hugging Face's libraries write and read the same files
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.format.strict_json import parse_json
 from drivetrain.checkpoint.format.tensors import WRITER
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
-from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.types import Json
 
 INDEX = ".index.json"
@@ -31,13 +29,6 @@ MODEL = f"model{TENSORS}"
 
 TORCH = ".bin"
 """The suffix of `torch.save` files in Hugging Face's older folders."""
-
-UNITS = {
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
-}
-"""The units of a size in bytes; those with an "i" are powers of 1024."""
 
 _PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\0\ud800-\udfff]+")
 
@@ -70,31 +61,6 @@ class WeightFiles:
         """Return whether a name is that of one of several files, of any number."""
         pattern = rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(TENSORS)}"
         return re.fullmatch(pattern, name) is not None
-
-
-def parse_size(value: int | str) -> int:
-    """Return a size in bytes.
-
-    Args:
-        value: A whole number of bytes, or a text such as "5 GB", "500MB", "1.5 GiB".
-
-    Raises:
-        ConfigError: The value is neither, or less than a byte.
-    """
-    size = value if isinstance(value, int) and not isinstance(value, bool) else 0
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if match:
-            given = match[2] or "B"
-            unit = next((each for each in UNITS if each.lower() == given.lower()), None)
-            if unit is None:
-                raise ConfigError(f"unknown unit {given!r} in the size {value!r}. {nearest(given, UNITS)}")
-            size = math.floor(float(match[1]) * UNITS[unit])
-    if size < 1:
-        raise ConfigError(
-            f"max_shard_size must be a number of bytes above 0, or a text such as '5 GB', not {value!r}"
-        )
-    return size
 
 
 def divide(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
