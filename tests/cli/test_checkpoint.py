@@ -176,12 +176,12 @@ def test_diff_tells_tensors_and_values_apart(capsys, run_dir):
     code, found = as_json(capsys, "diff", first, second)
     assert (code, found["is_same"]) == (1, False)
     assert ("model", "line.weight", "content") in [
-        (each["group"], each["name"], each["kind"]) for each in found["tensors"]
+        (each["section"], each["name"], each["kind"]) for each in found["tensors"]
     ]
     values = {(each["section"], each["name"]): (each["first"], each["second"]) for each in found["values"]}
     assert values["progress", "steps"] == (10, 15)
     code, printed = run(capsys, "diff", first, second)
-    assert (code, "model/line.weight" in printed.out, "10 became 15" in printed.out) == (1, True, True)
+    assert (code, "line.weight" in printed.out, "10 became 15" in printed.out) == (1, True, True)
     assert max(map(len, printed.out.splitlines())) <= 80
 
 

@@ -4,9 +4,8 @@ from drivetrain.checkpoint.format.manifest import Manifest as Manifest
 from drivetrain.checkpoint.format.manifest import Snapshot as Snapshot
 from drivetrain.checkpoint.format.tree import pack as pack
 from drivetrain.checkpoint.format.tree import unpack as unpack
+from drivetrain.checkpoint.inspection.compare import CheckpointDifference as CheckpointDifference
 from drivetrain.checkpoint.inspection.compare import Comparison as Comparison
-from drivetrain.checkpoint.inspection.compare import TensorDifference as TensorDifference
-from drivetrain.checkpoint.inspection.compare import ValueDifference as ValueDifference
 from drivetrain.checkpoint.inspection.compare import compare as compare
 from drivetrain.checkpoint.inspection.listing import Listed as Listed
 from drivetrain.checkpoint.inspection.listing import Listing as Listing

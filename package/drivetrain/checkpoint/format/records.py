@@ -225,6 +225,11 @@ class TensorRecord:
         return self.layout.dtype
 
     @property
+    def text(self) -> str:
+        """The dtype and the shape, such as "F32[2, 3]"."""
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces; the last dimension varies fastest."""
         return tuple(self.within((0,) * len(self.shape), self.shape))

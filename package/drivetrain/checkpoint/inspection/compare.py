@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -24,34 +24,17 @@ _AT_ONCE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """One tensor that differs.
+class CheckpointDifference:
+    """One tensor, number, text or setting that differs.
 
     Attributes:
-        group: Its group.
-        name: Its name.
+        section: The group of a tensor; of another value "progress", "metrics", "saved_by", "hparams",
+            "optimizers", or the name of an object.
+        name: The tensor's name, or the value's place in the section, with dots between the levels.
         kind: The kind of the difference.
-        first: Its record in the first checkpoint, or None.
-        second: Its record in the second checkpoint, or None.
-    """
-
-    group: str
-    name: str
-    kind: Kind
-    first: TensorRecord | None
-    second: TensorRecord | None
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDifference:
-    """One number, text or setting that differs.
-
-    Attributes:
-        section: "progress", "metrics", "saved_by", "hparams", "optimizers", or the name of an object.
-        name: Its place in the section, with dots between the levels.
-        kind: The kind of the difference.
-        first: Its value in the first checkpoint, or None; see `readable`.
-        second: Its value in the second checkpoint, or None.
+        first: The value in the first checkpoint, or None; see `readable`. Of a tensor it is its dtype and
+            shape, such as "F32[2, 3]".
+        second: The value in the second checkpoint, or None.
     """
 
     section: str
@@ -76,8 +59,8 @@ class Comparison:
     first: str
     second: str
     same: int
-    tensors: tuple[TensorDifference, ...]
-    values: tuple[ValueDifference, ...]
+    tensors: tuple[CheckpointDifference, ...]
+    values: tuple[CheckpointDifference, ...]
 
     @property
     def is_same(self) -> bool:
@@ -100,16 +83,11 @@ def compare(first: str, second: str) -> Comparison:
         CheckpointError: A checkpoint cannot be read.
     """
     left, right = _Side(open_checkpoint(first)), _Side(open_checkpoint(second))
-    same = 0
-    tensors: list[TensorDifference] = []
-    for group, name in dict.fromkeys([*left.names(), *right.names()]):
-        mine, theirs = left.record(group, name), right.record(group, name)
-        kind = _tensor_kind(left, right, group, name)
-        if kind is None:
-            same += 1
-        else:
-            tensors.append(TensorDifference(group, name, kind, mine, theirs))
-    return Comparison(first, second, same, tuple(tensors), tuple(_compare_values(left, right)))
+    names = dict.fromkeys([*left.names(), *right.names()])
+    tensors = [_compare_tensors(left, right, *each) for each in names]
+    differing = tuple(each for each in tensors if each is not None)
+    same = len(tensors) - len(differing)
+    return Comparison(first, second, same, differing, tuple(_compare_values(left, right)))
 
 
 class _Side:
@@ -194,53 +172,60 @@ def _settings(meta: Json) -> dict[str, Json]:
     return {"optimizer": mapping(meta).get("optimizer"), "groups": named}
 
 
-def _tensor_kind(left: _Side, right: _Side, group: str, name: str) -> Kind | None:
-    """Return the kind of difference between two tensors, or None."""
+def _compare_tensors(left: _Side, right: _Side, group: str, name: str) -> CheckpointDifference | None:
+    """Return the difference between two tensors, or None."""
     mine, theirs = left.record(group, name), right.record(group, name)
-    if theirs is None:
-        return "only in the first"
-    if mine is None:
-        return "only in the second"
-    if mine.shape != theirs.shape:
-        return "shape"
-    if mine.dtype != theirs.dtype:
-        return "dtype"
+    kind: Kind = "content"
+    if mine is None or theirs is None:
+        kind = "only in the first" if theirs is None else "only in the second"
+    elif mine.shape != theirs.shape:
+        kind = "shape"
+    elif mine.dtype != theirs.dtype:
+        kind = "dtype"
+    elif _has_same_content(left, right, group, name):
+        return None
+    shown = (None if each is None else each.text for each in (mine, theirs))
+    return CheckpointDifference(group, name, kind, *shown)
+
+
+def _has_same_content(left: _Side, right: _Side, group: str, name: str) -> bool:
     boxes, others = (each.hashes(group, name) for each in (left, right))
     if boxes.keys() == others.keys():
-        return None if boxes == others else "content"
-    same = torch.equal(_bits(left.tensor(group, name)), _bits(right.tensor(group, name)))
-    return None if same else "content"
+        return boxes == others
+    return torch.equal(_bits(left.tensor(group, name)), _bits(right.tensor(group, name)))
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _compare_values(left: _Side, right: _Side) -> Iterator[ValueDifference]:
+def _compare_values(left: _Side, right: _Side) -> Iterator[CheckpointDifference]:
     ours, theirs = left.sections(), right.sections()
     for section in dict.fromkeys([*ours, *theirs]):
-        if section not in theirs:
-            yield ValueDifference(section, "", "only in the first", readable(ours[section]))
-        elif section not in ours:
-            yield ValueDifference(section, "", "only in the second", None, readable(theirs[section]))
-        else:
+        if (kind := _kind(section, ours, theirs)) == "content":
             yield from _differences(section, ours[section], theirs[section])
+        else:
+            both = (readable(each.get(section)) for each in (ours, theirs))
+            yield CheckpointDifference(section, "", kind, *both)
 
 
-def _differences(section: str, first: Json, second: Json) -> list[ValueDifference]:
+def _kind(name: str, left: Collection[str], right: Collection[str]) -> Kind:
+    if name not in right:
+        return "only in the first"
+    return "content" if name in left else "only in the second"
+
+
+def _differences(section: str, first: Json, second: Json) -> list[CheckpointDifference]:
     """Return a section's differences in the form for people or, if there are none, in the stored form."""
     forms: tuple[Callable[[Json], Json], ...] = (readable, lambda value: value)
     for form in forms:
         left, right = dict(_flat(form(first), "")), dict(_flat(form(second), ""))
-        found = []
-        for name in dict.fromkeys([*left, *right]):
-            if name not in right:
-                found.append(ValueDifference(section, name, "only in the first", left[name]))
-            elif name not in left:
-                found.append(ValueDifference(section, name, "only in the second", None, right[name]))
+        found = [
+            CheckpointDifference(section, name, kind, left.get(name), right.get(name))
+            for name in dict.fromkeys([*left, *right])
             # As text: then NaN equals NaN, 1 is neither 1.0 nor true, and 0.0 is not -0.0.
-            elif repr(left[name]) != repr(right[name]):
-                found.append(ValueDifference(section, name, "content", left[name], right[name]))
+            if (kind := _kind(name, left, right)) != "content" or repr(left[name]) != repr(right[name])
+        ]
         if found:
             return found
     return []

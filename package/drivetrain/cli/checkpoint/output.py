@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drivetrain.checkpoint.format.records import TensorRecord, file_name
-from drivetrain.checkpoint.inspection.compare import Comparison, TensorDifference, ValueDifference
+from drivetrain.checkpoint.inspection.compare import CheckpointDifference, Comparison
 from drivetrain.checkpoint.inspection.description import CheckpointTotals, Description, totals
 from drivetrain.checkpoint.inspection.listing import Listed, Listing
 from drivetrain.checkpoint.saving.reading import Reader
@@ -141,7 +141,7 @@ def print_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> None:
         if records:
             line()
             rows = [
-                (name, _record(record), sized(totals([record]).bytes), str(record.count))
+                (name, record.text, sized(totals([record]).bytes), str(record.count))
                 for name, record in records.items()
             ]
             table((group, "dtype and shape", "size", "pieces"), rows, numbers=(2, 3))
@@ -153,7 +153,10 @@ def tensors_json(reader: Reader) -> dict[str, Any]:
     for group, records in reader.manifest.tensors.items():
         names: dict[int, str] = {}
         hashes: dict[int, dict[str, str]] = {}
-        found[group] = {name: {**_record_json(record), "pieces": []} for name, record in records.items()}
+        found[group] = {
+            name: {"dtype": record.dtype, "shape": list(record.shape), "pieces": []}
+            for name, record in records.items()
+        }
         for name, record in records.items():
             for number, offset, shape in record.pieces:
                 if number not in names:
@@ -162,14 +165,6 @@ def tensors_json(reader: Reader) -> dict[str, Any]:
                 piece = {"file": names[number], "offset": list(offset), "shape": list(shape)}
                 found[group][name]["pieces"].append({**piece, "xxh3_128": hashes[number].get(name, "")})
     return found
-
-
-def _record_json(record: TensorRecord) -> dict[str, Any]:
-    return {"dtype": record.dtype, "shape": list(record.shape)}
-
-
-def _record(record: TensorRecord) -> str:
-    return f"{record.dtype}{list(record.shape)}"
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -181,16 +176,10 @@ def verdict_text(verdict: Verdict) -> str:
 
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
-    tensors = [
-        {
-            **{name: getattr(each, name) for name in ("group", "name", "kind")},
-            "first": None if each.first is None else _record_json(each.first),
-            "second": None if each.second is None else _record_json(each.second),
-        }
-        for each in found.tensors
-    ]
+    """Return a comparison as JSON."""
     same = {"is_same": found.is_same, "same_tensors": found.same}
-    return {"first": found.first, "second": found.second, **same, "tensors": tensors, "values": found.values}
+    paths = {"first": found.first, "second": found.second}
+    return {**paths, **same, "tensors": found.tensors, "values": found.values}
 
 
 def print_comparison(found: Comparison, limit: int | None) -> None:
@@ -203,28 +192,19 @@ def print_comparison(found: Comparison, limit: int | None) -> None:
         line(f"the same: {found.same} tensors, and everything else")
         return
     line(f"{found.same} tensors are the same, {len(found.tensors)} differ")
-    table((), [(f"  {each.group}/{each.name}", _change(each)) for each in found.tensors[:limit]])
     titled: dict[str, list[tuple[str, str]]] = {}
-    for value in found.values[:limit]:
-        titled.setdefault(value.section, []).append((value.name, _value_change(value)))
-    for title, values in titled.items():
-        section(title, values)
+    for each in (*found.tensors[:limit], *found.values[:limit]):
+        titled.setdefault(each.section, []).append((each.name, _change(each)))
+    for title, changes in titled.items():
+        section(title, changes)
     hidden = 0 if limit is None else len(found.tensors[limit:]) + len(found.values[limit:])
     if hidden:
         line()
         line(f"... and {hidden} more; --all lists them")
 
 
-def _change(each: TensorDifference) -> str:
-    if each.first is None or each.second is None:
-        shown = each.second if each.first is None else each.first
-        return f"{each.kind}: {'' if shown is None else _record(shown)}"
-    if each.kind == "content":
-        return f"other content, {_record(each.first)}"
-    return f"{_record(each.first)} became {_record(each.second)}"
-
-
-def _value_change(each: ValueDifference) -> str:
-    if each.kind == "content":
-        return f"{shortened(each.first)} became {shortened(each.second)}"
-    return f"{shortened(each.first if each.kind == 'only in the first' else each.second)}, {each.kind}"
+def _change(each: CheckpointDifference) -> str:
+    if each.kind.startswith("only"):
+        return f"{shortened(each.second if each.first is None else each.first)}, {each.kind}"
+    first, second = shortened(each.first), shortened(each.second)
+    return f"other content, {first}" if first == second else f"{first} became {second}"

@@ -233,8 +233,8 @@ def _states(expected: str, found: str, step: int) -> Iterator[Difference]:
     """Yield what differs between two checkpoints: weights, buffers, optimizers and progress."""
     compared = compare_checkpoints(expected, found)
     for tensor in compared.tensors:
-        if tensor.group in _GROUPS:
-            yield Difference(step, 0, _GROUPS[tensor.group], tensor.name, f"another {tensor.kind}")
+        if tensor.section in _GROUPS:
+            yield Difference(step, 0, _GROUPS[tensor.section], tensor.name, f"another {tensor.kind}")
     for value in compared.values:
         if value.section in ("progress", "optimizers"):
             text = f"{value.second!r}, expected {value.first!r}"
