@@ -27,6 +27,7 @@ KNOWN = {
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
     # by `weights_only=True` alone; the error that it raises
     "checkpoint/weights/torch_files.py": ["pickle", "torch.load"],
+    "distributed/launch/calls.py": ["pickle"],  # what a child sends through a pipe of its own
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
     # One integration of ours, for the command `push`; and on request, for programs that read no other format.
     "cli/checkpoint/actions.py": ["importlib", "torch.save"],

@@ -25,8 +25,8 @@ import torch
 import torch.distributed
 
 from drivetrain.distributed import processes
+from drivetrain.distributed.launch.calls import resume_garbage_collection, without_garbage_collection
 from drivetrain.distributed.launch.children import environment_of
-from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.distributed.sockets import reserved_port
 from drivetrain.testing import run_distributed
 

@@ -56,7 +56,7 @@ def test_a_failure_names_its_rank_and_a_process_that_dies_or_hangs_is_not_waited
     there = tmp_path / "there"
     with pytest.raises(RuntimeError, match=r"rank 1 failed:(?s:.*)in raises(?s:.*)ValueError: the second"):
         run_distributed(raises)
-    with pytest.raises(RuntimeError, match=r"rank 0 failed:\nit died with exit code 7"):
+    with pytest.raises(RuntimeError, match=r"rank 0 failed:\nit ended with exit code 7"):
         run_distributed(dies)
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] have not ended within 1 seconds"):
         run_distributed(hangs, timeout=1)

@@ -223,17 +223,10 @@ def _has_to_fork(trainer: RunSettings) -> bool:
 
 def _forked(trainer: RunSettings, act: Callable[[], T]) -> T:
     """Run a function as every rank, in copies of this process, and remove their traces afterwards."""
-    from drivetrain.distributed.group import disband
     from drivetrain.distributed.launch.forks import fork_ranks
 
-    def act_and_leave() -> T:
-        try:
-            return act()
-        finally:
-            disband()
-
     gc.collect()  # the copies must not inherit remains of an earlier run's process group
-    return fork_ranks(act_and_leave, trainer.select_strategy().world_size)
+    return fork_ranks(act, trainer.select_strategy().world_size)
 
 
 def _result(settings: RunSettings, run: Run, saver: CheckpointSaver | None) -> FitResult:

@@ -7,8 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,10 +20,10 @@ from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import count
 from drivetrain.distributed.failure.last_words import write_now
-from drivetrain.distributed.group import disband
-from drivetrain.distributed.launch.children import Child, end_all
+from drivetrain.distributed.launch.calls import Call
+from drivetrain.distributed.launch.children import end_all
 from drivetrain.distributed.launch.environment import detect
-from drivetrain.distributed.launch.forks import cause_of_end, fork_copy, fork_ranks
+from drivetrain.distributed.launch.forks import fork_ranks
 from drivetrain.distributed.processes import one_at_a_time
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.signals import Signals
@@ -331,24 +332,9 @@ def _on_forks(trainer: Trainer) -> Callable[[Callable[[], FitResult]], FitResult
     """Return the function that makes a fit on all ranks: this process and forks of it."""
     world_size = trainer.select_strategy().world_size
 
-    def fit(act: Callable[[], FitResult]) -> FitResult:
-        def act_and_leave() -> FitResult:
-            try:
-                return act()
-            finally:
-                disband()
-
-        return fork_ranks(act_and_leave, world_size)
-
-    return fit if world_size > 1 and detect(os.environ) is None else lambda act: act()
-
-
-class _Fork(NamedTuple):
-    """A fork that runs a trial, its pipe, and the number of trials that were finished when it began."""
-
-    child: Child
-    pipe: int
-    finished: int
+    if world_size > 1 and detect(os.environ) is None:
+        return partial(fork_ranks, world_size=world_size)
+    return lambda act: act()
 
 
 class _Spread:
@@ -375,7 +361,8 @@ class _Spread:
         self._open_study = open_study
         self._one_trial = one_trial
         self._parallel = parallel
-        self._running: dict[int, _Fork] = {}
+        self._running: dict[int, tuple[Call, int]] = {}
+        """By slot, the call of a trial, and the number of trials that were finished when it began."""
         self._nothing_left = False
 
     def run(self) -> None:
@@ -406,15 +393,15 @@ class _Spread:
                 if self._take_ended():
                     self._fill()
         except BaseException:
-            end_all([each.child for each in self._running.values()], grace=_SAVING)
+            end_all([call.child for call, _ in self._running.values()], grace=_SAVING)
             if asked:
                 again = _how_it_goes_on(self._plan.directory)
                 write_now(f"drivetrain: ended by {asked[0].name}: {again}; exit code {EXIT_REQUEUE}\n")
             raise
         finally:
             signals.close()
-            for each in self._running.values():
-                os.close(each.pipe)
+            for call, _ in self._running.values():
+                call.close()
             self._running.clear()
 
     def _fill(self) -> None:
@@ -423,12 +410,13 @@ class _Spread:
         for slot in range(self._parallel):
             enough = finished + len(self._running) >= self._plan.trials
             if slot not in self._running and not enough and not self._nothing_left:
-                others = [each.pipe for each in self._running.values()]
-                child, pipe = fork_copy(self._in_fork, slot, self._gpus(slot), others)
-                self._running[slot] = _Fork(child, pipe, finished)
+                call = Call(partial(self._in_fork, self._gpus(slot)), slot, method="fork")
+                self._running[slot] = call, finished
 
-    def _in_fork(self) -> None:
+    def _in_fork(self, gpus: Mapping[str, str]) -> None:
         os.setpgid(0, 0)  # Ctrl-C reaches the search alone, which asks the trials to save and end
+        os.environ.update(gpus)
+        torch.set_num_threads(1)
         self._one_trial()
 
     def _finished(self) -> int:
@@ -447,26 +435,21 @@ class _Spread:
 
     def _take_ended(self) -> bool:
         """Take the forks that have ended from those that run; return whether there were any."""
-        ended = {slot: each for slot, each in self._running.items() if each.child.poll() is not None}
-        for slot, (child, pipe, finished) in ended.items():
+        ended = {slot: each for slot, each in self._running.items() if each[0].has_ended()}
+        for slot, (call, finished) in ended.items():
             del self._running[slot]
-            cause = cause_of_end(child, pipe)
-            os.close(pipe)
-            if cause is None:
+            call.close()
+            if call.cause is None:
                 # The other trials may run elsewhere.
                 self._nothing_left = self._nothing_left or self._finished() == finished
                 continue
-            kind, _, text = cause.what.partition(": ")
-            kind = kind.rpartition(".")[2]
-            if kind == "Preempted":
-                raise Preempted(text)
-            if kind == "KeyboardInterrupt":
-                raise KeyboardInterrupt(text)
-            if kind == "SearchMistake":
-                raise SearchMistake(text)
-            if cause.kind == "error":
-                raise cause.failure()
-            self._fail_trial_of(child.pid, f"its process {cause.what.removeprefix('it ')}")
+            kind, text = call.error
+            known = {each.__name__: each for each in (Preempted, KeyboardInterrupt, SearchMistake)}
+            if kind in known:
+                raise known[kind](text)
+            if call.cause.kind == "error":
+                raise call.cause.failure()
+            self._fail_trial_of(call.child.pid, f"its process {call.cause.what.removeprefix('it ')}")
         return bool(ended)
 
     def _fail_trial_of(self, pid: int, reason: str) -> None:

@@ -5,36 +5,32 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from drivetrain.core.errors import ConfigError, DrivetrainError, nearest
+from drivetrain.core import errors
+from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import seed_host
 from drivetrain.core.validation import by_name, count, keywords, number
-from drivetrain.distributed.launch.children import end_with_parent, ending, parent_mark
+from drivetrain.distributed.launch.calls import Call, wait_for_calls
 from drivetrain.distributed.launch.environment import detect
-from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.task.task import TaskModule
 from drivetrain.testing.benchmark.result import BenchmarkResult, BenchmarkRow
 from drivetrain.testing.benchmark.turn import LENGTH, BlockClock, turn
 from drivetrain.trainer.trainer import Trainer
 
 _LOG = logger(__name__)
-
-_START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 Combination = Mapping[str, Any]
 
@@ -187,52 +183,33 @@ def _in_process(function: Callable[[], Any], limit: float) -> tuple[Any, str]:
     Returns:
         What it returned, and why there is nothing, empty if there is.
     """
-    context: Any = multiprocessing.get_context(_START_METHOD)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, parent_mark(lasts=True), function))
-
-    def start() -> None:
-        # A fork from a thread that has never used OpenMP can use several threads. One from a thread that has,
-        # such as a main thread, would wait forever for threads that exist in its parent alone.
+    # A fork from a thread that has never used OpenMP can use several threads. One from a thread that has,
+    # such as a main thread, would wait forever for threads that exist in its parent alone.
+    with ThreadPoolExecutor(1) as thread:
         try:
-            with without_garbage_collection():
-                process.start()
-        except Exception as error:  # of pickling, where a new Python is started
-            sender.send((None, f"{sys.platform} starts a new Python, which cannot import all of it: {error}"))
-        sender.close()
-        if process.pid is not None:
-            process.join()
-
-    thread = threading.Thread(target=start, name="drivetrain-benchmark")
-    thread.start()
-    try:
-        if not receiver.poll(limit):
-            return None, f"it gave no result within {limit:g} s (limit)"
-        with suppress(EOFError):
-            found: tuple[Any, str] = receiver.recv()
-            return found
-        thread.join()
-        killed = ", as the system does when memory runs out" if process.exitcode == -9 else ""
-        return None, f"its process {ending(process.exitcode)}{killed}"
-    finally:
-        if process.pid is not None:
+            call = thread.submit(Call, partial(_as_turn, function), lasts=True).result()
+        except Exception as error:  # of pickling
+            return None, f"{sys.platform} starts a new Python, which cannot import all of it: {error}"
+        try:
+            late = wait_for_calls([call], limit)
+        finally:
             with suppress(AttributeError, ProcessLookupError):  # on Windows; all have ended
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks and workers too
-            process.kill()
-        thread.join()
-        receiver.close()
+                os.killpg(call.child.pid, signal.SIGKILL)  # its ranks and workers too
+            call.close()
+    if late:
+        return None, f"it gave no result within {limit:g} s (limit)"
+    if call.cause is None:
+        return call.value, ""
+    if call.cause.kind == "lost":
+        killed = ", as the system does when memory runs out" if "SIGKILL" in call.cause.what else ""
+        return None, f"its process {call.cause.what.removeprefix('it ')}{killed}"
+    name, text = call.error
+    text = text.partition("\ndrivetrain: ")[0]  # without the notes
+    return None, text if hasattr(errors, name) else f"{name}: {text}"
 
 
-def _child(sender: Connection, mark: str, function: Callable[[], Any]) -> None:
-    if _START_METHOD == "fork":
-        resume_garbage_collection()
+def _as_turn(function: Callable[[], Any]) -> Any:
     with suppress(AttributeError):  # on Windows
         os.setpgid(0, 0)
-    end_with_parent(mark)
     os.dup2(2, 1)  # what a task prints does not belong into the table or the JSON
-    try:
-        answer: tuple[Any, str] = function(), ""
-    except BaseException as error:
-        known = isinstance(error, DrivetrainError)
-        answer = None, str(error) if known else f"{type(error).__name__}: {error}"
-    sender.send(answer)
+    return function()
