@@ -114,15 +114,12 @@ def is_torch_file(path: str) -> bool:
 def torch_weights(path: str) -> TorchWeights:
     """Read the weights in a `torch.save` file, following links; see `read_torch_weights`.
 
-    Warns if the file has both Lightning's averaged weights, which are read, and the model's own.
+    Warns of what the file's layout has to say, such as that the weights are averages.
     """
     files = file_system(path)
     found = read_torch_weights(_followed(files.absolute(path), files), files)
-    if found.averaged:
-        _LOG.warning(
-            f"{path!r} has averaged weights as 'state_dict' and the model's own as 'current_model_state': the"
-            " averages are read. For the model's own weights, export the latter from Lightning"
-        )
+    if found.warning:
+        _LOG.warning(f"{path!r} {found.warning}")
     return found
 
 

@@ -80,4 +80,4 @@ def load_checkpoint(
     report = load_weights_into(module, found, strict=strict, rename=rename)
     left = {f"hyper-parameter {name}": what for name, what in found.objects.items()}
     left |= dict.fromkeys(found.left, "not read")
-    return LoadedCheckpoint(found.hparams, left, report, found.averaged)
+    return LoadedCheckpoint(found.hparams, left, report, bool(found.warning))
