@@ -457,7 +457,7 @@ def test_imports_load_no_torch_no_heavy_package_and_nothing_of_what_is_not_asked
     command = [sys.executable, "-c", IMPORTS]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     bare, fitted, loaded = ast.literal_eval(printed)
-    assert len(bare) <= 120, "modules for a Trainer and a TaskModule; import others where they are used"
+    assert len(bare) <= 100, "modules for a Trainer and a TaskModule; import others where they are used"
     assert not fitted & UNASKED
     assert "drivetrain" in loaded
     assert not loaded & OPTIONAL_OR_HEAVY

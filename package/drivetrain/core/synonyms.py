@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import tomllib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -54,6 +53,8 @@ _WARNED: weakref.WeakSet[type] = weakref.WeakSet()
 @functools.cache
 def table() -> dict[str, dict[str, str]]:
     """Return the rows of `other_names.toml`: the answers by name, for each kind of name."""
+    import tomllib
+
     text = resources.files(__package__).joinpath("other_names.toml").read_text(encoding="utf-8")
     return {
         kind: {name: ours for names, ours in section.items() for name in names.split()}

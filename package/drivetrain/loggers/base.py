@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.registry import Registry
 from drivetrain.core.synonyms import foreign
 from drivetrain.core.types import Logger
-from drivetrain.loggers.media import Kind
 
 __all__ = ["LOGGERS", "Logger", "LoggerSpec", "build_loggers", "check_loggers"]
+
+if TYPE_CHECKING:
+    from drivetrain.loggers.media import Kind
 
 LoggerSpec: TypeAlias = str | Logger | Sequence[str | Logger]
 """The argument of `Trainer(loggers=...)`: a name, a logger, or several of either."""
@@ -68,6 +70,8 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
 
 
 def _check_takes(logger: Any) -> None:
+    from drivetrain.loggers.media import Kind
+
     name = type(logger).__name__
     if isinstance(logger.takes, str) or not isinstance(logger.takes, Collection):
         raise ConfigError(f"{name}.takes must be a set of kinds, such as {{'image'}}, not {logger.takes!r}")

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError, Preempted, RankFailure
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, check_names, duration, one_of
-from drivetrain.distributed.failure.last_words import write_now
-from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.processes import rank
-from drivetrain.distributed.signals import Signals
 
 if TYPE_CHECKING:
+    from drivetrain.distributed.signals import Signals
     from drivetrain.run.run import Run
 
 _LOG = logger(__name__)
@@ -149,6 +147,8 @@ class Preemption:
                     " ended by them"
                 )
             return self
+        from drivetrain.distributed.signals import Signals
+
         here = signal.Signals.__members__  # a system may have fewer
         requeues = [here[each] for each in config.requeues if each in here]
         stops = [here[each] for each in config.stops if each in here]
@@ -197,6 +197,8 @@ class Preemption:
         run = self._run
         if run is None:
             return
+        from drivetrain.distributed.launch.programs import launched
+
         stopping, ranks = run.stopping, launched()
         if stopping.exit_code is not None and ranks is not None:
             ranks.agreed_code = stopping.exit_code
@@ -232,5 +234,7 @@ def _reason(name: str) -> str:
 
 
 def _say(text: str) -> None:
+    from drivetrain.distributed.failure.last_words import write_now
+
     if rank() == 0 or text.endswith((str(EXIT_REQUEUE), str(EXIT_STOPPED))):
         write_now(f"drivetrain: {text}\n")

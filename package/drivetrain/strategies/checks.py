@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.weights.module_state import clean_name
-from drivetrain.checkpoint.weights.stored_rows import stored_weights
 from drivetrain.core.errors import StrategyError
 from drivetrain.core.validation import flag, number
 from drivetrain.distributed.launch.environment import detect
@@ -44,6 +43,8 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
                 f"{type(task).__name__} was made on the meta device and has no values ({empty!r}). Strategies"
                 f" 'fsdp' and 'zero3' create them, {name!r} does not: make it without torch.device('meta')"
             )
+        from drivetrain.checkpoint.weights.stored_rows import stored_weights
+
         if stored_weights(task) is not None:
             raise StrategyError(
                 f"{type(task).__name__} got load_weights(...) while it was on the meta device. 'fsdp' and"

@@ -10,11 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from drivetrain.core.errors import StrategyError
-from drivetrain.distributed.launch.children import PARENT
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
-from drivetrain.distributed.launch.programs import launched
 from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
-from drivetrain.strategies.accelerate.options import AccelerateConfig, asked, own_fsdp
 from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.precision.base import Precision
@@ -209,8 +206,12 @@ def _make(
 ) -> Strategy:
     variables = os.environ if environment is None else environment
     found = detect(variables)
-    if found is not None and (launched() is not None or PARENT in variables):
-        found = dataclasses.replace(found, launcher=OURS)
+    if found is not None:
+        from drivetrain.distributed.launch.children import PARENT
+        from drivetrain.distributed.launch.programs import launched
+
+        if launched() is not None or PARENT in variables:
+            found = dataclasses.replace(found, launcher=OURS)
     request = _request(spec, variables)
     if isinstance(spec, str) and spec in XLA:  # report a missing torch_xla before anything else
         _check_available(spec, hardware)
@@ -234,6 +235,10 @@ def _make(
 
 def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
     """Return the arguments of `accelerate launch` that apply to this strategy."""
+    if isinstance(spec, str) and spec != "accelerate":
+        return read_request(variables) if spec == "auto" else None
+    from drivetrain.strategies.accelerate.options import AccelerateConfig, asked, own_fsdp
+
     if isinstance(spec, AccelerateConfig):
         file = own_fsdp(spec)
         if file is not None and (request := read_request(file)) is not None:
@@ -241,7 +246,7 @@ def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
         return Request(device=asked(spec, variables).device)
     if spec == "accelerate":
         return Request(device=asked(AccelerateConfig(), variables).device)
-    return read_request(variables) if spec == "auto" else None
+    return None
 
 
 def _check_available(name: str, hardware: Hardware) -> Any:

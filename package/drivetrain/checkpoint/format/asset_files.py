@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from drivetrain.checkpoint.format.records import FileRecord, as_object, dump_file, load_file
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.types import Json
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.format.records import FileRecord
 
 ASSETS = "assets"
 """The folder of the files, and the name of the object that lists them."""
@@ -63,11 +66,15 @@ def clash(names: Iterable[str]) -> str:
 
 
 def dump_assets(records: Mapping[str, FileRecord]) -> Json:
+    from drivetrain.checkpoint.format.records import dump_file
+
     return {name: dump_file(_LISTED, record) for name, record in records.items()}
 
 
 def load_assets(value: Json, what: str) -> dict[str, FileRecord]:
     """Parse the result of `dump_assets`."""
+    from drivetrain.checkpoint.format.records import as_object, load_file
+
     records = {}
     for name, each in as_object(value, what).items():
         if trouble := name_trouble(name):
