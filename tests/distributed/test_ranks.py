@@ -53,7 +53,21 @@ def together():
         fails_on(1, fail),
         fails_on(0, odd),
         ranks.all_gather("still together"),
+        [messages(ranks, length) for length in (0, 900, 1100, 5000)],
     )
+
+
+def messages(
+    ranks, length
+):  # of any length, and of another one on the other rank; and the exchanges they take
+    calls, counted = [], ("all_gather", "broadcast", "gather")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counted:
+            call = getattr(torch.distributed, name)
+            patch.setattr(torch.distributed, name, lambda *a, c=call, **k: calls.append(c) or c(*a, **k))
+        text = "x" * length * ranks.rank
+        of_all = ranks.all_gather(text), ranks.first(lambda: "y" * length), ranks.gather_first(text)
+    return [*map(len, of_all[0])], len(of_all[1]), of_all[2] and [*map(len, of_all[2])], len(calls)
 
 
 @needs_gloo
@@ -64,6 +78,10 @@ def test_all_get_the_same_also_an_error_of_one():
     assert second[3] == ("CheckpointError", [])
     assert (first[4][0], second[4][0]) == ("OddError", "RuntimeError")
     assert first[5] == second[5] == ["still together"] * 2
+    for number, length in enumerate((0, 900, 1100, 5000)):
+        taken = 3 if length < 1000 else 6
+        assert first[6][number] == ([0, length], length, [0, length], taken)
+        assert second[6][number] == ([0, length], length, None, taken)
 
 
 def grouped():

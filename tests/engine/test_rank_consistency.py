@@ -50,8 +50,18 @@ def call_differs(strategy: Any = "ddp", task: Any = None, verb: str = "fit", **g
     one.setup()
     try:
         version.__version__ = other if rank else installed
-        settings = same_on_all_ranks(quiet(devices=2, **options))
-        return error_text(lambda: check_same_call(settings, mine[0], one, mine[1], **mine[2]))
+        settings, gather = same_on_all_ranks(quiet(devices=2, **options)), torch.distributed.all_gather
+        exchanges: list[Any] = []
+
+        def note(*given: Any, **named: Any) -> Any:
+            exchanges.append(given)
+            return gather(*given, **named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "all_gather", note)
+            told = error_text(lambda: check_same_call(settings, mine[0], one, mine[1], **mine[2]))
+        assert told or len(exchanges) == 1, "all that is compared travels together"
+        return told
     finally:
         version.__version__ = installed
         one.teardown()

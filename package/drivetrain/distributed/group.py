@@ -76,7 +76,8 @@ def join(
     """
     global _process
     environment = detect(os.environ)
-    if not distributed.is_initialized():
+    forms = not distributed.is_initialized()
+    if forms:
         _connect(environment, world_size, device, timeout, gpus)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size != world_size:
@@ -88,7 +89,8 @@ def join(
         _process = os.getpid()
         atexit.register(_end)
     if size > 1:
-        gather(rank, size)
+        if not forms:  # otherwise all have just met
+            gather(rank, size)
         authenticate(rank, size)
     local = environment.local_rank if environment is not None else rank
     ranks = Ranks.of_job() if size > 1 else ALONE

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_SIZE = 8
+"""Bytes of a message's size, which travels with its beginning."""
+
+_SHORT = 1016
+"""Bytes of a message that needs one exchange."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -115,31 +121,41 @@ class Ranks:
     def _of_each(self, value: T, compares: bool = True) -> list[T]:
         if self.alone:
             return [value]
-        data, sizes = self._measured(value, self.order.digest if compares else None)
-        parts = [torch.empty_like(data) for _ in sizes]
-        torch.distributed.all_gather(parts, data, group=self.group)
-        found = _read(parts, sizes)
+        found = self._gathered(_encoded(value, self.order.digest if compares else None))
         digests = {digest for digest, _ in found}
         if len(digests) > 1 and None not in digests:
             raise unequal_calls(self._of_each(self.order.recent(), compares=False))
         return [each for _, each in found]
 
-    def _measured(self, value: Any, digest: int | None) -> tuple[Tensor, list[int]]:
-        """Return what is sent of a value, filled up to the longest of all ranks, and the sizes of all."""
-        data = _encoded(value, digest)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size * self.copies)]
-        torch.distributed.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
-        counts = [int(each) for each in sizes]
-        return torch.nn.functional.pad(data, (0, max(counts) - data.numel())), counts
-
     def gather_first(self, value: T) -> list[T] | None:
         """Return the values of all ranks, in rank order, on rank 0; None on the others."""
         if self.alone:
             return [value]
-        data, sizes = self._measured(value, None)
-        parts = [torch.empty_like(data) for _ in sizes] if self.is_first else None
-        torch.distributed.gather(data, parts, group=self.group, group_dst=0)
-        return None if parts is None else [each for _, each in _read(parts, sizes)][:: self.copies]
+        found = self._gathered(_encoded(value), to_first=True)
+        return [each for _, each in found][:: self.copies] if self.is_first else None
+
+    def _gathered(self, data: Tensor, to_first: bool = False) -> list[tuple[int | None, Any]]:
+        """Return the order and the value that each rank has sent; with `to_first`, on rank 0 alone.
+
+        The first bytes travel with the size; what is longer on any rank takes a second exchange.
+        """
+        head = _head(data)
+        heads = [torch.empty_like(head) for _ in range(self.size * self.copies)]
+        torch.distributed.all_gather(heads, head, group=self.group)
+        sizes = [int(each[:_SIZE].view(torch.int64)) for each in heads]
+        parts = [each[_SIZE:] for each in heads]
+        longest = max(sizes) - _SHORT
+        if longest > 0:
+            rest = data[_SHORT:]
+            rest = torch.nn.functional.pad(rest, (0, longest - rest.numel()))
+            receives = self.is_first or not to_first
+            rests = [torch.empty_like(rest) for _ in sizes] if receives else []
+            if to_first:
+                torch.distributed.gather(rest, rests or None, group=self.group, group_dst=0)
+            else:
+                torch.distributed.all_gather(rests, rest, group=self.group)
+            parts = [torch.cat(each) for each in zip(parts, rests, strict=False)]
+        return _read(parts, sizes) if self.is_first or not to_first else []
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums over all ranks, equal on each to the last bit."""
@@ -181,12 +197,14 @@ class Ranks:
         value: Any
         value, error = _attempt(act) if self.is_first else (None, None)
         if not self.alone:
-            data = _encoded((value, _sendable(error))) if self.is_first else torch.empty(0)
-            size = torch.tensor([data.numel()])
-            torch.distributed.broadcast(size, group=self.group, group_src=0)
-            data = data if self.is_first else torch.empty(int(size), dtype=torch.uint8)
-            torch.distributed.broadcast(data, group=self.group, group_src=0)
-            outcome = _read([data], [int(size)])[0][1]
+            data = _encoded((value, _sendable(error))) if self.is_first else torch.empty(0, dtype=torch.uint8)
+            head = _head(data)
+            torch.distributed.broadcast(head, group=self.group, group_src=0)
+            size = int(head[:_SIZE].view(torch.int64))
+            rest = data[_SHORT:] if self.is_first else torch.empty(max(size - _SHORT, 0), dtype=torch.uint8)
+            if rest.numel():
+                torch.distributed.broadcast(rest, group=self.group, group_src=0)
+            outcome = _read([torch.cat([head[_SIZE:], rest])], [size])[0][1]
             if not self.is_first:
                 value, error = outcome
         if error is not None:
@@ -270,6 +288,13 @@ def _encoded(value: Any, digest: int | None = None) -> Tensor:
     except CheckpointError as error:
         data = encode({"order": digest, "problem": str(error)})
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _head(data: Tensor) -> Tensor:
+    """Return the size of what is sent and its first bytes, filled up to the same length on all ranks."""
+    first = data[:_SHORT]
+    size = torch.tensor([data.numel()], dtype=torch.int64).view(torch.uint8)
+    return torch.cat([size, torch.nn.functional.pad(first, (0, _SHORT - first.numel()))])
 
 
 def _read(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[tuple[int | None, Any]]:

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,28 +40,39 @@ _SAMPLED = (0, 1, 10, 100, 1000, 10_000, 100_000)
 _OTHER_OPTIMIZERS = "the ranks have different optimizers, so each would train a different model"
 
 
-def require_same(
-    ranks: Ranks,
-    found: Mapping[str, str],
-    problem: str,
-    remedy: str,
-    error: type[ConfigError | StrategyError] = ConfigError,
-) -> None:
-    """Check that all ranks have the same texts; all call it together.
+class Compared(NamedTuple):
+    """Texts that must be the same on all ranks, and what the error says if they are not."""
+
+    found: Mapping[str, str]
+    problem: str
+    remedy: str
+    error: type[ConfigError | StrategyError] = ConfigError
+
+
+def require_same(ranks: Ranks, *compared: Compared) -> None:
+    """Check that all ranks have the same texts, in this order; all call it together.
 
     One number is exchanged. The texts are exchanged only if that number differs.
     """
-    if ranks.size == 1 or len(set(ranks.all_gather(zlib.crc32(repr(dict(found)).encode())))) == 1:
+    own = [dict(each.found) for each in compared]
+    if ranks.size == 1 or len(set(ranks.all_gather(zlib.crc32(repr(own).encode())))) == 1:
         return
-    every = ranks.all_gather(dict(found))
+    every = ranks.all_gather(own)
+    for number, each in enumerate(compared):
+        _compare(each, [texts[number] for texts in every])
+
+
+def _compare(compared: Compared, every: Sequence[Mapping[str, str]]) -> None:
     for name in dict.fromkeys(name for each in every for name in each):
         holders: dict[str, list[int]] = {}
         for rank, each in enumerate(every):
             holders.setdefault(each.get(name, "not there"), []).append(rank)
         if len(holders) > 1:
             listed = " and ".join(f"{text} on {_numbers(of)}" for text, of in holders.items())
-            raise error(f"{problem}: {name} is {listed}. {remedy}")
-    raise error(f"{problem}: {', '.join(every[0])} come in another order. {remedy}")
+            raise compared.error(f"{compared.problem}: {name} is {listed}. {compared.remedy}")
+    if len({tuple(each) for each in every}) > 1:
+        names = ", ".join(every[0])
+        raise compared.error(f"{compared.problem}: {names} come in another order. {compared.remedy}")
 
 
 def _numbers(ranks: Sequence[int]) -> str:
@@ -81,36 +92,35 @@ def check_same_call(
         StrategyError: A parameter or buffer differs in name, shape, dtype, whether it is trained or has
             values; or the tasks override different methods.
     """
-    ranks = strategy.ranks
-    _require_same_versions(ranks)
     chosen = {**_options(strategy), **{name: _text(each) for name, each in settings.items()}}
     given = {name: _text(value) for name, value in arguments.items()}
-    calls = "All make the same calls, in one order"
-    require_same(ranks, {"the verb": verb}, "the ranks do different things", calls)
-    trainers = "Give all the same; rank 0 alone writes files"
-    require_same(ranks, chosen, "the ranks were given different Trainers", trainers)
-    require_same(ranks, given, "the ranks were given different arguments", "Give all the same")
     methods = {name: "overridden" if overrides(task, name) else "the default" for name in _METHODS}
-    _require_same_task(ranks, {**methods, **_tensors(task)})
+    calls = "All make the same calls, in one order"
+    trainers = "Give all the same; rank 0 alone writes files"
+    require_same(
+        strategy.ranks,
+        _versions(),
+        Compared({"the verb": verb}, "the ranks do different things", calls),
+        Compared(chosen, "the ranks were given different Trainers", trainers),
+        Compared(given, "the ranks were given different arguments", "Give all the same"),
+        _task({**methods, **_tensors(task)}),
+    )
 
 
 def check_same_module(strategy: Strategy, module: nn.Module) -> None:
     """Check that the ranks prepare the same module, under the same strategy, for a loop of the user's."""
-    _require_same_versions(strategy.ranks)
-    problem = "the ranks were given different Engines"
-    require_same(strategy.ranks, _options(strategy), problem, "Give all the same")
-    _require_same_task(strategy.ranks, _tensors(module))
+    engines = Compared(_options(strategy), "the ranks were given different Engines", "Give all the same")
+    require_same(strategy.ranks, _versions(), engines, _task(_tensors(module)))
 
 
-def _require_same_versions(ranks: Ranks) -> None:
+def _versions() -> Compared:
     found = {"drivetrain": version.__version__, "torch": str(torch.__version__)}
     remedy = "Install the same on all machines"
-    require_same(ranks, found, "the ranks run different versions", remedy, StrategyError)
+    return Compared(found, "the ranks run different versions", remedy, StrategyError)
 
 
-def _require_same_task(ranks: Ranks, described: Mapping[str, str]) -> None:
-    problem = "the ranks have different tasks"
-    require_same(ranks, described, problem, "Make the same task on all", StrategyError)
+def _task(described: Mapping[str, str]) -> Compared:
+    return Compared(described, "the ranks have different tasks", "Make the same task on all", StrategyError)
 
 
 def check_same_optimizers(
@@ -119,14 +129,15 @@ def check_same_optimizers(
     """Check that the ranks made the same optimizers, because each would silently train its own model."""
     if ranks.size > 1:
         made = dict(_made(task, updaters, total_steps))
-        require_same(ranks, made, _OTHER_OPTIMIZERS, "Let configure_optimizers give the same on all")
+        remedy = "Let configure_optimizers give the same on all"
+        require_same(ranks, Compared(made, _OTHER_OPTIMIZERS, remedy))
 
 
 def check_same_optimizer(module: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     """Check that the ranks made the same optimizer, in a loop of the user's."""
     if ranks.size > 1:
         made = dict(_settings(module, "the optimizer", optimizer))
-        require_same(ranks, made, _OTHER_OPTIMIZERS, "Let the factory give the same on all")
+        require_same(ranks, Compared(made, _OTHER_OPTIMIZERS, "Let the factory give the same on all"))
 
 
 def _options(strategy: Strategy) -> dict[str, str]:
