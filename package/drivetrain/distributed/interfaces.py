@@ -88,13 +88,6 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-def network() -> str | None:
-    """Return an identifier of this machine's network namespace; None if unknown."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/net")
-    return None
-
-
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an address of this machine; None if unknown."""
     if sys.platform != "linux":

@@ -29,30 +29,24 @@ def closed_in_forks(line: socket.socket) -> socket.socket:
     return line
 
 
-class Bell:
-    """Wakes a thread that waits for a socket. `ring` takes no lock, so a signal handler may call it."""
+class Wakeup:
+    """Ends another thread's wait for a selector. `send` takes no lock, so a signal handler may call it."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, selector: selectors.BaseSelector) -> None:
         self._ends = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
         for each in self._ends:
             closed_in_forks(each).setblocking(False)
-        self._selector.register(line, selectors.EVENT_READ)
-        self._selector.register(self._ends[0], selectors.EVENT_READ)
+        selector.register(self._ends[0], selectors.EVENT_READ, self._read)
 
-    def ring(self) -> None:
+    def _read(self) -> None:
+        self._ends[0].recv(1 << 10)
+
+    def send(self) -> None:
         """End the wait of the other thread, or its next one."""
-        with contextlib.suppress(OSError):  # full: it has rung; closed: nobody waits
+        with contextlib.suppress(OSError):  # full: it is sent already; closed: nobody waits
             self._ends[1].send(b"!")
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the socket has something to read, the bell rings or the time is over."""
-        if any(key.fileobj is self._ends[0] for key, _ in self._selector.select(seconds)):
-            self._ends[0].recv(1 << 10)
-
     def close(self) -> None:
-        """Close the bell; the socket stays open."""
-        self._selector.close()
         for each in self._ends:
             each.close()
 

@@ -25,6 +25,7 @@ from drivetrain.core.types import Batch
 from drivetrain.core.validation import by_name, check_no_class
 from drivetrain.data import Everywhere, Feed, MicroBatch, Shard, Transfer, as_source, pin_memory_for
 from drivetrain.data.consistency import check_data
+from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.lifetime import ProgramChannel
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.launch.programs import join_job
@@ -137,6 +138,7 @@ class Engine:
         self.begins_again = False  # whether a step may be repeated; that must not update a metric twice
         self._window = OpenWindow(self.data_ranks)
         self._channel = ProgramChannel(self.ranks, self.progress)
+        self.channel: FailureChannel | None = None  # that of a Trainer's run on several ranks
         self.weight_updates = WeightUpdates(self.precision.updates_of_weights, seed, self.progress)
         self.closing = ExitStack()  # undone when the engine ends, with or without an error
         self.closing.enter_context(self.precision.running())

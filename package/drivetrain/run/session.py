@@ -27,7 +27,7 @@ from drivetrain.core.validation import duration
 from drivetrain.data.batch import described
 from drivetrain.data.reading import AS_DATASET
 from drivetrain.data.workers.ends import note_on
-from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.last_words import record, write_now
 from drivetrain.distributed.failure.messages import Cause, summary
 from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_hook
@@ -86,10 +86,13 @@ def run_context(settings: RunSettings, run: Run) -> Iterator[None]:
             stack.enter_context(_deterministic())
         _watched.append(run)
         stack.callback(_watched.remove, run)
-        channel = None
-        if run.engine.ranks.size > 1:
-            channel = stack.enter_context(_failing_together(settings, run))
-        elif (limit := duration("hang_timeout", settings.hang_timeout)) is not None:
+        channel, limit = run.engine.channel, duration("hang_timeout", settings.hang_timeout)
+        if channel is not None:
+            stack.push(channel)
+            channel.follow(_status(run), limit, run.run_dir)
+            if run.stage == "train":
+                run.stopping = channel.stopping
+        elif limit is not None:
             stack.enter_context(_watchdog(limit, run))
         around = stack.enter_context(ExitStack())
         try:
@@ -299,23 +302,11 @@ def _signs() -> list[int]:
     return found
 
 
-def _failing_together(settings: RunSettings, run: Run) -> FailureChannel:
+def _status(run: Run) -> Status:
     def progress() -> int:  # never falls, so that it shows who is behind
         return (run.progress.micro_batches + run.milestones) * 1_000_000 + run.evaluation.batch
 
-    ranks = run.engine.ranks
-    return FailureChannel(
-        ranks.rank,
-        ranks.size,
-        describe=lambda: _place(run),
-        progress=progress,
-        signs=_signs,
-        is_outside=lambda: run.is_suspended,
-        hang_timeout=duration("hang_timeout", settings.hang_timeout),
-        directory=run.run_dir,
-        stopping=run.stopping if run.stage == "train" else None,
-        order=ranks.order,
-    )
+    return Status(lambda: _place(run), progress, _signs, lambda: run.is_suspended)
 
 
 def _watchdog(timeout: float, run: Run) -> Watchdog:

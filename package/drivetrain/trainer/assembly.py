@@ -33,7 +33,7 @@ from drivetrain.core.validation import duration
 from drivetrain.data import Feed, map_tensors
 from drivetrain.data.consistency import check_data
 from drivetrain.data.reading import check_evaluation_size, check_settings_used
-from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.place import place_of_thread
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
@@ -119,8 +119,9 @@ _LOGGED = 50
 
 @contextmanager
 def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: Any) -> Iterator[Engine]:
-    """Run the block, the set-up of a run, with its engine; report an error to the other ranks before leaving
-    them.
+    """Run the block, the set-up of a run, with its engine, whose failure channel stays open for the run.
+
+    An error is reported to the other ranks before this one leaves them.
     """
     engine = Engine(
         strategy=settings.strategy,
@@ -135,14 +136,17 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
         engine.evaluation_precision = as_precision(settings.evaluation_precision)
     ranks = engine.ranks
     try:
-        main, place = threading.get_ident(), "in the set-up of the run"
-        signs = partial(place_of_thread, main)
-        with FailureChannel(ranks.rank, ranks.size, describe=lambda: place, signs=signs):
+        with ExitStack() as after_error:
+            if ranks.size > 1:
+                signs = partial(place_of_thread, threading.get_ident())
+                status = Status(lambda: "in the set-up of the run", signs=signs)
+                channel = FailureChannel(ranks.rank, ranks.size, status=status, order=ranks.order)
+                engine.channel = after_error.enter_context(channel)
             if engine.evaluation_precision is not None:  # a process that starts ranks has not asked its GPU
                 check_precision(engine.strategy, engine.evaluation_precision, "evaluation_precision={!r}")
             check_same_call(same_on_all_ranks(settings), task, engine.strategy, verb, **arguments)
             yield engine
-            ranks.all_gather(None)  # a rank that has left could not learn of an error on another
+            after_error.pop_all()
     except BaseException:
         engine.teardown()
         raise

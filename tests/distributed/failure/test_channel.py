@@ -16,7 +16,7 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from drivetrain.core.errors import RankFailure, StrategyError
-from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.messages import TIMING, Cause
 from drivetrain.distributed.failure.silence import Silence, machine
 
@@ -268,8 +268,7 @@ def test_a_channel_outlives_a_look_that_fails(alone: None, capfd: pytest.Capture
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drivetrain.distributed.failure.channel.Silence", Failing)
-        all_broken = {"describe": lambda: str(broken()), "progress": broken, "signs": broken}
-        first, second = together(HashStore(), act, **all_broken)
+        first, second = together(HashStore(), act, status=Status(lambda: str(broken()), broken, broken))
     assert isinstance(second, ValueError)
     assert isinstance(first, RankFailure)
     assert "rank 1 failed first" in str(first)
@@ -280,7 +279,7 @@ def test_a_rank_0_that_cannot_be_reached_is_an_error(alone: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store = HashStore()
-    offer = {"port": port, "token": "", "machine": None, "hosts": ["127.0.0.1"]}
+    offer = {"port": port, "token": "", "machine": None, "hosts": ["127.0.0.1"], "pid": 1, "began": ""}
     store.set("drivetrain/failure/at/1", json.dumps(offer))
     message = rf"rank 1 cannot reach rank 0 at port {port} \(127.0.0.1: .*refused"
     with pytest.raises(StrategyError, match=message), FailureChannel(1, 2, store):

@@ -17,7 +17,7 @@ from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import PATIENCE, machine
 
 TICK = 0.01
-TIMES = replace(TIMING, silence=5 * TICK, stranger=3 * TICK, aside=4 * TICK, late=10 * TICK, opaque=10 * TICK)
+TIMES = replace(TIMING, silence=5 * TICK, joining=3 * TICK, aside=4 * TICK, late=10 * TICK, opaque=10 * TICK)
 LIMIT = 5 * TICK
 STATE = {"where": "", "progress": None, "signs": None, "phase": Phase.WORKS, "place": "", "passed": -1}
 
@@ -40,7 +40,7 @@ class Job:  # a hub and what two ranks say to it, as their channels would
         self.hub._take = counted  # type: ignore[method-assign]
 
     def turn(self) -> None:
-        self.hub._turn()
+        self.hub.turn()
 
     def until(self, holds: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 120
@@ -94,7 +94,7 @@ class Job:  # a hub and what two ranks say to it, as their channels would
     def close(self) -> None:
         for each in self.lines:
             each.close()
-        self.hub._close()
+        self.hub.close()
 
 
 @pytest.fixture
@@ -113,11 +113,11 @@ def job(alone: Job) -> Job:
 def test_a_rank_that_joins_after_the_failure_of_another_is_told_of_it(alone: Job) -> None:
     alone.join(0)
     alone.say(0, "cause", cause=Cause("error", 0, "step 0", "ConfigError: no").to_json())
-    assert not alone.hub._is_over()
+    assert not alone.hub.is_over()
     alone.join(1)
     assert Cause.from_json(alone.hears(1, "cause")["cause"]).what == "ConfigError: no"
     alone.say(1, "bye")
-    assert alone.hub._is_over()
+    assert alone.hub.is_over()
 
 
 @contextlib.contextmanager
@@ -255,6 +255,14 @@ def test_in_a_set_up_the_rank_that_the_others_wait_for_is_named_and_nothing_ends
     for first, second in ((waits, waits), ({**waits, "progress": 1}, {"progress": 1})):
         with joined(None) as job:
             job.tick(20, first, second)
+
+
+def test_once_the_set_up_of_rank_0_is_done_a_rank_that_hangs_in_its_own_is_named(job: Job) -> None:
+    waits = {"where": "in the set-up of the run"}
+    job.tick(3, HOOK, waits)
+    job.hub.limit(LIMIT)
+    job.tick(6, HOOK, waits)
+    assert "rank 1 is behind, in the set-up of the run; rank 0 is in training" in str(job.hub.cause)
 
 
 def test_progress_of_any_rank_counts_against_a_hang() -> None:

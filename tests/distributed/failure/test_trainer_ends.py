@@ -44,6 +44,15 @@ def test_the_first_cause_is_the_last_line_with_its_place() -> None:
     assert any("training.py" in each and "in on_step_end" in each for each in aborted), "where it was"
 
 
+def test_a_steady_fit_has_three_threads_on_rank_0_and_as_many_on_the_others() -> None:
+    names = "sorted(each.name.removeprefix('drivetrain-') for each in threading.enumerate())"
+    act = f"import threading; sys.stdout.write(' '.join({names}[1:]) + '\\n')"
+    ended = run_all("training.py", {"steady": {"where": "step end", "act": act, "who": [0, 1]}})["steady"]
+    assert (ended.code, ended.errors) == (0, [])
+    found = sorted(each for each in ended.out.splitlines() if each != "ended")
+    assert found == ["failure lock signals", "failure parent signals"]
+
+
 def test_a_second_interrupt_ends_all_ranks_at_once() -> None:
     twice = {"act": "wait()", "interrupt": signal.SIGINT, "again": True}
     cases = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.messages import TIMING
 from drivetrain.distributed.launch.programs import ensure_ranks
 
@@ -70,8 +70,7 @@ with FailureChannel(
     2,
     # What ends in time on a quiet machine must also do so on one that is ten times slower.
     timing=replace(TIMING.scaled(3), silence=options["silence"]),
-    describe=describe,
-    progress=lambda: done,
+    status=Status(describe, lambda: done),
     hang_timeout=options["hang_timeout"],
     directory=Path.cwd() / "run",
 ) as channel:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import distributed
 
-from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.messages import TIMING
 from drivetrain.distributed.group import disband, join
 from drivetrain.distributed.launch.forks import fork_ranks
@@ -43,7 +43,7 @@ def summed(before=lambda: None, on=1):
 
 
 def stops():
-    with FailureChannel(rank(), 2, timing=PATIENT, describe=lambda: "step 7"):
+    with FailureChannel(rank(), 2, timing=PATIENT, status=Status(lambda: "step 7")):
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         distributed.barrier()

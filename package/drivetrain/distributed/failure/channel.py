@@ -6,11 +6,12 @@ import contextlib
 import faulthandler
 import json
 import os
+import selectors
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,7 @@ from drivetrain.distributed.failure.messages import (
     TOKEN_BYTES,
     Cause,
     Line,
+    LocalLine,
     Timing,
     at,
     connect,
@@ -33,21 +35,38 @@ from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_o
 from drivetrain.distributed.failure.silence import DIED, Silence, machine
 from drivetrain.distributed.failure.stack_files import StackFiles, now
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
-from drivetrain.distributed.interfaces import network, own_address
+from drivetrain.distributed.interfaces import own_address
 from drivetrain.distributed.interrupts import Interrupts
-from drivetrain.distributed.launch.children import outlive_parent, started, wait_for
+from drivetrain.distributed.launch.children import count_channel, started, wait_for
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.launch.rendezvous import default_store
 from drivetrain.distributed.secret import derived, signed, verified
 from drivetrain.distributed.signals import AGENT, current
-from drivetrain.distributed.sockets import Bell
+from drivetrain.distributed.sockets import Wakeup
 from drivetrain.distributed.stopping import Stopping
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from drivetrain.distributed.failure.hub import Hub
+
+
+@dataclass(frozen=True)
+class Status:
+    """The functions by which a rank reports its state. All are called in a thread.
+
+    Attributes:
+        describe: Says how far this rank is, such as "step 17" or "in training, after step 17".
+        progress: Returns a number that grows with every step and is the same on all ranks at the same place.
+        signs: Other signs of progress: returns any JSON value that changes with it.
+        is_outside: Returns whether this rank is in the body of the program's own loop.
+    """
+
+    describe: Callable[[], str] = str
+    progress: Callable[[], int | None] = lambda: None
+    signs: Callable[[], Any] = int
+    is_outside: Callable[[], bool] = bool
 
 
 class FailureChannel:
@@ -61,25 +80,23 @@ class FailureChannel:
     1. A rank whose main thread hangs in a collective is killed from another thread after a second.
 
     When all ranks leave the context without an error nothing happens, even if they leave at different
-    moments. Rank 0 then waits up to a minute for the others.
+    moments. Rank 0 then waits up to a minute for the others. Each rank has one thread for all of this; rank
+    0's receives from the others too.
 
     Args:
         store: A torch store that all ranks share, for the first contact; None uses that of the default
             process group.
-        describe: Says how far this rank is, such as "step 17" or "in training, after step 17". Called in
-            a thread.
-        progress: Returns a number that grows with every step and is the same on all ranks at the same place.
-            Called in a thread.
-        signs: Other signs of progress: returns any JSON value that changes with it. Called in a thread.
-        is_outside: Returns whether this rank is in the body of the program's own loop. Called in a thread.
+        status: How this rank reports its state, until `follow` changes it.
         hang_timeout: Seconds without progress on any rank after which the run exits with code 75 and names
-            the ranks that are behind; needs `progress`. Progress is a change of `progress`, `describe`,
-            `signs`, the hook or the part of the step. Compilations, saves and loads, which show none, have an
+            the ranks that are behind; needs `Status.progress`. Progress is a change of what the status
+            returns, the hook or the part of the step. Compilations, saves and loads, which show none, have an
             hour more. None disables it.
         directory: Where the stacks of all ranks go after a failure, into "failures"; None writes none.
-        stopping: Agrees with the other ranks on when to stop or to act together, over these connections.
         order: The calls that the ranks make in one order. The last one is part of every message that says
             where a rank is.
+
+    Attributes:
+        stopping: Agrees with the other ranks on when to stop or to act together, over these connections.
     """
 
     def __init__(
@@ -89,42 +106,37 @@ class FailureChannel:
         store: Store | None = None,
         *,
         timing: Timing | None = None,
-        describe: Callable[[], str] = str,
-        progress: Callable[[], int] | None = None,
-        signs: Callable[[], Any] = int,
-        is_outside: Callable[[], bool] = bool,
+        status: Status = Status(),
         hang_timeout: float | None = None,
         directory: Path | None = None,
-        stopping: Stopping | None = None,
         order: CallOrder | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.stopping = Stopping()
         self._store = store
         self._timing = failure_wire.TIMING if timing is None else timing
-        self._describe = describe
-        self._progress = progress
-        self._hang_timeout = hang_timeout if progress is not None else None
-        self._signs = signs
+        self._status = status
+        self._hang_timeout = hang_timeout
         self._seen: Any = None
         self._still_since = time.monotonic()
-        self._is_outside = is_outside
-        self._stopping = stopping if stopping is not None else Stopping()
         self._order = order if order is not None else CallOrder()
         self._stacks = StackFiles(rank, world_size, directory)
         self._main = threading.get_ident()
         self._interrupts = Interrupts()
         self._interrupted = False
         self._asked_in = -1
+        self._has_complained = False
         self._cause: Cause | None = None
         self._decided = threading.Event()
         self._out = threading.Event()
         self._closed = threading.Event()
         self._reported: BaseException | None = None
         self._hub: Hub | None = None
-        self._line: Line | None = None
-        self._thread: threading.Thread | None = None
-        self._bell: Bell
+        self._line: Line | LocalLine | None = None
+        self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
+        self._selector: selectors.BaseSelector
+        self._wakeup: Wakeup
         self._rank_0: Silence
         self._rank_0_where = ""
 
@@ -132,51 +144,73 @@ class FailureChannel:
         if self.world_size == 1:
             return self
         self._main = threading.get_ident()
+        try:
+            self._line = self._join()
+        except BaseException:
+            if self._hub is not None:
+                self._hub.close()
+            raise
+        if (ranks := launched()) is not None:
+            ranks.open_channel()
+        count_channel(1)
+        self._interrupts.open()
+        self._wakeup = Wakeup(self._selector)
+        self._thread.start()
+        self.stopping.wake, self.stopping.shared = self._wakeup.send, True
+        self._order.tell = self._tell
+        return self
+
+    def _join(self) -> Line | LocalLine:
+        """Return a connection to rank 0, which writes to the store where it listens."""
         store = self._store if self._store is not None else default_store()
         environment = detect(os.environ)
+        address = environment.address if environment is not None else None
         # How many channels this rank has opened on this store: the same number on every rank.
         opened = store.add(f"drivetrain/failure/opened/{self.rank}", 1)
         key = f"drivetrain/failure/at/{opened}"
         secret = derived(key)  # which is not in the store, where others may read it
+        token = None if secret is None else secret[:TOKEN_BYTES]
         if self.rank == 0:
-            local = environment is not None and environment.one_machine
-            address = environment.address if environment is not None else None
-            host = "127.0.0.1" if local else own_address(address or "") or ""
-            from drivetrain.distributed.failure.hub import Hub
-
-            self._hub = Hub(
-                self.world_size, host, self._timing, self._hang_timeout, token=secret and secret[:TOKEN_BYTES]
-            ).start()
-            found = {"port": self._hub.port, "hosts": [] if local else [host] if host else own_hosts()}
-            found["bound"] = bool(host)
-            if secret is None:  # a store of a test's, or of a program's own group
-                found["token"] = self._hub.token
-            found |= {"machine": machine(), "network": network(), "pid": os.getpid(), "began": now()}
-            store.set(key, signed(key, json.dumps(found)))
-        try:
+            offer = self._listen(address, environment is not None and environment.one_machine, token)
+            store.set(key, signed(key, json.dumps(offer)))
+        else:
             offer = json.loads(verified(key, store.get(key).decode()))
-            offer = offer if secret is None else {**offer, "token": secret[:TOKEN_BYTES]}
-            address = environment.address if environment is not None else None
-            self._line = connect(self.rank, offer, address, self._timing.silence)
-        except BaseException:
-            if self._hub is not None:
-                self._hub.leave()
-            raise
         self._rank_0 = Silence(offer["machine"], offer["pid"], self._timing.silence)
         me = {"rank": self.rank, "machine": machine(), "pid": os.getpid()}
-        stacks = self._stacks.open(offer["began"])
-        self._line.send(kind="hello", stacks=stacks, **me, **self._state())
-        ranks = launched()
-        if ranks is not None:
-            ranks.is_guarded = True
-        outlive_parent(True)
-        self._interrupts.open()
-        self._bell = Bell(self._line.socket)
-        self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
-        self._thread.start()
-        self._stopping.wake, self._stopping.shared = self._bell.ring, True
-        self._order.tell = self._tell
-        return self
+        hello = {**me, "stacks": self._stacks.open(offer["began"]), **self._state()}
+        if self._hub is not None:
+            line = LocalLine()
+            self._hub.add(line.other, hello)
+            self._selector = self._hub.selector
+            return line
+        connection = connect(
+            self.rank, offer if token is None else {**offer, "token": token}, address, self._timing.silence
+        )
+        connection.send(kind="hello", **hello)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection.socket, selectors.EVENT_READ)
+        return connection
+
+    def _listen(self, address: str | None, is_local: bool, token: str | None) -> dict[str, Any]:
+        """Begin to listen on rank 0; returns what the others need to know."""
+        from drivetrain.distributed.failure.hub import Hub
+
+        host = "127.0.0.1" if is_local else own_address(address or "") or ""
+        hub = self._hub = Hub(self.world_size, host, self._timing, self._hang_timeout, token=token)
+        offer = {"port": hub.port, "hosts": [host] if host else own_hosts(), "machine": machine()}
+        if token is None:  # a store of a test's, or of a program's own group
+            offer["token"] = hub.token
+        return {**offer, "pid": os.getpid(), "began": now()}
+
+    def follow(
+        self, status: Status, hang_timeout: float | None = None, directory: Path | None = None
+    ) -> None:
+        """Report by another status from now on, as once the set-up of a run is done; see the constructor."""
+        self._status, self._hang_timeout = status, hang_timeout
+        self._stacks.directory = directory
+        if self._hub is not None:
+            self._hub.limit(hang_timeout)
+        self._tell()
 
     def report(self, error: BaseException, besides: str = "") -> None:
         """Report an error on this rank, and wait a moment to learn whether it was the first.
@@ -190,6 +224,7 @@ class FailureChannel:
             return
         cause = Cause.of_error(self.rank, self._place(place_of_error(error)), error, besides)
         self._line.send(kind="cause", cause=cause.to_json(), **self._state())
+        self._wakeup.send()
         self._decided.wait(self._timing.deciding)
 
     def __exit__(
@@ -197,31 +232,46 @@ class FailureChannel:
     ) -> None:
         if self._line is None:
             return
-        is_agreed = error is not None and error is self._stopping.ending  # raised by all ranks
+        is_agreed = error is not None and error is self.stopping.ending  # raised by all ranks
         has_failed = error is not None and not is_agreed and not is_voluntary(error)
         if error is not None and has_failed:
             self.report(error)
         elif not self._decided.is_set():
-            self._line.send(kind="bye", **self._state())
-            if self._hub is not None:
-                self._wait_for_others(self._timing.goodbye)
+            self._leave(self._line)
         self._out.set()
         cause = self._cause
-        if cause is None:
-            self._close(is_fine=not has_failed)
+        if cause is not None:
+            self._wait_for_exits()
+        self._close(is_fine=cause is None and not has_failed)
+        if cause is not None:
+            self._end_after(cause, error)
+
+    def _leave(self, line: Line | LocalLine) -> None:
+        """Say goodbye; on rank 0, wait for the others, whom its thread serves."""
+        line.send(kind="bye", **self._state())
+        self._wakeup.send()
+        if self._hub is None:
             return
-        self._wait_for_exits()
-        self._close(is_fine=False)
+        deadline = time.monotonic() + self._timing.goodbye
+        while not (self._hub.finished.wait(0.02) or self._decided.is_set()) and time.monotonic() < deadline:
+            pass
+        if self._hub.cause is not None:
+            self._decided.wait(self._timing.grace)  # until the channel itself has received it too
+
+    def _end_after(self, cause: Cause, error: BaseException | None) -> None:
+        """End this rank in the way that it must after a failure, or return to let its own error propagate.
+
+        Raises:
+            RankFailure: Another rank has failed, and this one reports it.
+        """
         if cause.kind == "hang":
             self._end(cause)
-        elif cause.rank == self.rank:
+        if cause.rank == self.rank:
             self._end_as_first(cause, error)
-        elif isinstance(error, KeyboardInterrupt) and self._is_reporting():
-            return
-        elif self._is_reporting():
+        elif not self._is_reporting():
+            end_now(self.stopping.exit_code or 1)
+        elif not isinstance(error, KeyboardInterrupt):
             raise cause.failure(self._stacks.told)
-        else:
-            end_now(self._stopping.exit_code or 1)
 
     def _wait_for_exits(self) -> None:
         """On rank 0, give the others time to end and to print their last lines.
@@ -241,16 +291,17 @@ class FailureChannel:
             ):
                 time.sleep(0.02)
         elif self._hub is not None:
-            self._hub.finished.wait(self._timing.last)
+            self._wait_for(self._hub.finished, self._timing.last)
             wait_for(started.values(), until - time.monotonic())
 
-    def _wait_for_others(self, seconds: float) -> None:
-        assert self._hub is not None
-        deadline = time.monotonic() + seconds
-        while not (self._hub.finished.wait(0.02) or self._decided.is_set()) and time.monotonic() < deadline:
-            pass
-        if self._hub.cause is not None:
-            self._decided.wait(self._timing.grace)  # until the channel's thread has received it too
+    def _wait_for(self, event: threading.Event, seconds: float) -> bool:
+        """Wait for an event; rank 0's thread serves the other ranks meanwhile."""
+        if self._hub is None or threading.current_thread() is not self._thread:
+            return event.wait(seconds)
+        until = time.monotonic() + seconds
+        while not event.is_set() and time.monotonic() < until:
+            self._try(self._turn)
+        return event.is_set()
 
     def _end_as_first(self, cause: Cause, error: BaseException | None) -> None:
         """Let this rank's error propagate, with a note that it was the first."""
@@ -278,85 +329,97 @@ class FailureChannel:
             note_failure()
         self._closed.set()
         self._interrupts.close()
-        self._stopping.wake, self._stopping.shared = bool, False
+        self.stopping.wake, self.stopping.shared = bool, False
         self._order.tell = int
-        if self._thread is not None:
-            self._bell.ring()
-            self._thread.join()
-            self._bell.close()
+        self._wakeup.send()
+        self._thread.join()
         self._stacks.wait()
         self._line.close()
         self._line = None
-        if self._hub is not None:
-            self._hub.leave()
-        if self._cause is None:
-            outlive_parent(False)
-        ranks = launched()
-        if ranks is not None:
-            ranks.has_finished = ranks.has_finished or is_fine
-            ranks.failure_told = ranks.failure_told or self._cause is not None
-            ranks.is_guarded = False
+        self._wakeup.close()
+        self._selector.close()
+        count_channel(-1)
+        if (ranks := launched()) is not None:
+            ranks.close_channel(is_fine, failure_told=self._cause is not None)
 
     def _run(self) -> None:
-        assert self._line is not None
-        following, has_told = time.monotonic(), False
-        while not self._closed.is_set():
-            try:
-                self._bell.wait(0.05)
-                has_ended = self._hear(self._line)
-                if not has_ended and time.monotonic() >= following:
-                    following = time.monotonic() + self._timing.silence / 5
-                    has_ended = self._beat()
-            except Exception as error:  # a check that fails, for lack of a file descriptor say
-                has_ended = False
-                if not has_told:
-                    has_told = True
-                    with contextlib.suppress(Exception):
-                        sys.stderr.write(f"drivetrain: the failure channel of rank {self.rank}: {error!r}\n")
-                self._closed.wait(0.05)
-            if has_ended:
-                return
+        self._serve()
+        if self._hub is not None:
+            while not (self._closed.is_set() or self._hub.is_over()):  # not all know of a failure yet
+                self._try(self._turn)
+            self._hub.close()
 
-    def _hear(self, line: Line) -> bool:
-        """Handle rank 0's messages and this rank's signals; returns whether the channel is over."""
+    def _serve(self) -> None:
+        assert self._line is not None
+        line, following = self._line, time.monotonic()
+        while not self._closed.is_set():
+            self._try(self._turn)
+            if self._try(lambda: self._hear(line)):
+                return
+            if time.monotonic() >= following:
+                following = time.monotonic() + self._timing.silence / 5
+                if self._try(self._beat):
+                    return
+
+    def _try(self, act: Callable[[], bool | None]) -> bool | None:
+        """Call a part of the channel's work; report the first that fails, for lack of a descriptor say."""
+        try:
+            return act()
+        except Exception as error:
+            if not self._has_complained:
+                self._has_complained = True
+                with contextlib.suppress(Exception):  # nobody may be reading
+                    sys.stderr.write(f"drivetrain: the failure channel of rank {self.rank}: {error!r}\n")
+            self._closed.wait(0.05)
+            return False
+
+    def _turn(self) -> None:
+        """Wait a moment for what arrives; on rank 0, serve the other ranks."""
+        if self._hub is not None:
+            self._hub.turn()
+            return
+        for key, _ in self._selector.select(0.05):
+            if key.data is not None:
+                key.data()
+
+    def _hear(self, line: Line | LocalLine) -> bool:
+        """Handle this rank's signals and rank 0's messages; returns whether the channel is over."""
         if not self._interrupted and self._interrupts.unheard() > self._timing.grace:
             self._interrupted = True
             cause = Cause("error", self.rank, self._state()["where"], "KeyboardInterrupt")
             line.send(kind="cause", cause=cause.to_json(), **self._state())
-        wanted = self._stopping.wanted
+        wanted = self.stopping.wanted
         if wanted > self._asked_in and line.send(
-            kind="ask", round=wanted, asked=self._stopping.asked, **self._state()
+            kind="ask", round=wanted, asked=self.stopping.asked, **self._state()
         ):
             self._asked_in = wanted
         try:
             messages = line.receive()
         except ValueError:
             messages = None
-        if messages is None and self._hub is not None and self._hub.cause is not None:
-            self._fail(self._hub.cause)  # the hub ended before its message to this process was read
-            return True
         if messages is None:
-            self._lost(
-                DIED
-                if line.broken is None or isinstance(line.broken, ConnectionError)
-                else f"it did not read what this rank sent ({line.broken})"
-            )
+            is_dead = line.broken is None or isinstance(line.broken, ConnectionError)
+            self._lost(DIED if is_dead else f"it did not read what this rank sent ({line.broken})")
             return True
-        for each in messages:
-            self._rank_0.end()
-            if each["kind"] == "end":
+        return any(self._take(line, each) for each in messages)
+
+    def _take(self, line: Line | LocalLine, message: dict[str, Any]) -> bool:
+        """Handle a message of rank 0; returns whether the channel is over."""
+        self._rank_0.end()
+        match message["kind"]:
+            case "end":
                 line.close()  # so the hub knows that this was read
-                self._stopping.abandon(RankFailure("rank 0 has ended, and cannot say when to stop"))
+                self.stopping.abandon(RankFailure("rank 0 has ended, and cannot say when to stop"))
                 return True
-            if each["kind"] == "cause":
-                self._fail(Cause.from_json(each["cause"]))
+            case "cause":
+                self._fail(Cause.from_json(message["cause"]))
                 return True
-            if each["kind"] == "hold":
-                line.send(kind="held", **{**self._state(), **self._stopping.hold(each["round"])})
-            elif each["kind"] == "meet":
-                self._stopping.set_answer(each["at"], each["reason"])
-            else:
-                self._rank_0_where = each["where"]
+            case "hold":
+                line.send(kind="held", **{**self._state(), **self.stopping.hold(message["round"])})
+            case "meet":
+                self.stopping.set_answer(message["at"], message["reason"])
+            case _:
+                self._rank_0_where = message["where"]
         return False
 
     def _beat(self) -> bool:
@@ -389,19 +452,25 @@ class FailureChannel:
             with contextlib.suppress(Exception):
                 record(cause.failure(), cause.kind == "hang")
         self._decided.set()
-        self._stopping.abandon(cause.failure(), cause.kind == "lost")
+        self.stopping.abandon(cause.failure(), cause.kind == "lost")
         self._expect_launcher(cause)
+        self._write_stacks(cause, where)
+        if cause.kind == "hang" or cause.rank != self.rank or self._interrupted:
+            self._end_in_time(cause)
+
+    def _write_stacks(self, cause: Cause, where: str) -> None:
         if not cause.is_interrupt:
             with contextlib.suppress(Exception):  # the system may refuse a thread
                 calls = f"{where}\n{self._order.listed()}".rstrip()
                 self._stacks.begin(calls, self._reported, self._hub)
-        if cause.kind != "hang" and cause.rank == self.rank and not self._interrupted:
-            return
         if cause.kind == "hang" and self.rank in cause.stuck:
             with contextlib.suppress(Exception):
                 sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
                 sys.stderr.flush()
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+
+    def _end_in_time(self, cause: Cause) -> None:
+        """End this process unless its main thread soon leaves the context by itself."""
         if self._leaves_in_time(self._timing.grace) or self._closed.is_set():
             return
         if self._hub is not None:
@@ -421,8 +490,8 @@ class FailureChannel:
 
     def _leaves_in_time(self, seconds: float) -> bool:
         """Return whether the main thread leaves the context by itself; with its own error it has longer."""
-        return self._out.wait(seconds) or (
-            self._reported is not None and self._out.wait(self._timing.unwinding)
+        return self._wait_for(self._out, seconds) or (
+            self._reported is not None and self._wait_for(self._out, self._timing.unwinding)
         )
 
     def _end(self, cause: Cause) -> NoReturn:
@@ -433,7 +502,7 @@ class FailureChannel:
             if self._is_reporting():
                 sys.stderr.write(cause.block(self._stacks.told))
                 record(cause.failure(), cause.kind == "hang" or cause.rank == self.rank)
-        end_now(EXIT_HANG if cause.kind == "hang" else self._stopping.exit_code or 1)
+        end_now(EXIT_HANG if cause.kind == "hang" else self.stopping.exit_code or 1)
 
     def _is_reporting(self) -> bool:
         """Return whether this rank reports the failure: rank 0, or the first of another machine."""
@@ -444,13 +513,14 @@ class FailureChannel:
 
     def _state(self) -> dict[str, Any]:
         progress, signs, phase, place, doing = None, None, Phase.WORKS, "", ""
+        status = self._status
         with contextlib.suppress(Exception):  # a rank that says too little is better than a silent one
-            progress = self._progress() if self._progress is not None else None
-            signs = [self._signs(), self._describe()]
+            progress = status.progress()
+            signs = [status.signs(), status.describe()]
             if self._is_still((progress, signs)):
                 phase, place = phase_of_thread(self._main)
                 doing = place_of_thread(self._main)
-            if self._is_outside():
+            if status.is_outside():
                 phase, place = Phase.OUTSIDE, ""
         return {
             "where": self._where(doing),
@@ -458,7 +528,7 @@ class FailureChannel:
             "signs": signs,
             "phase": phase,
             "place": place,
-            "passed": self._stopping.passed,
+            "passed": self.stopping.passed,
         }
 
     def _is_still(self, signs: Any) -> bool:
@@ -475,7 +545,7 @@ class FailureChannel:
 
     def _place(self, doing: str | None) -> str:
         try:
-            described = self._describe()
+            described = self._status.describe()
             doing = place_of_thread(self._main) if doing is None else doing
             return described if doing in described else f"{described}, {doing}" if described else doing
         except Exception as error:  # the run's own failure matters more

@@ -7,22 +7,20 @@ import hmac
 import os
 import selectors
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.messages import logger
-from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Timing, at
+from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, LocalLine, Timing, at
 from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence, is_of_job
 from drivetrain.distributed.failure.stacks import asked
 from drivetrain.distributed.failure.watchdog import Stillness
 from drivetrain.distributed.interfaces import listen
-from drivetrain.distributed.launch.children import ending, started
+from drivetrain.distributed.launch.children import ending, started, wait_for
 from drivetrain.distributed.sockets import closed_in_forks
 from drivetrain.distributed.stopping import Poll
 
@@ -39,7 +37,7 @@ _SHOWN = 8
 
 
 @dataclass(eq=False)
-class _Stranger:
+class _Newcomer:
     """A connection that has not said which rank it is, when it came, and what it has sent of the token."""
 
     line: Line
@@ -57,7 +55,7 @@ class _Peer:
     """
 
     rank: int
-    line: Line
+    line: Line | LocalLine
     silence: Silence
     where: str = ""
     progress: int | None = None
@@ -70,7 +68,7 @@ class _Peer:
 
 
 class Hub:
-    """Receives from all ranks in a thread of its own, which `start` starts.
+    """Receives from all ranks, in the thread of rank 0's channel, which calls `turn`.
 
     It reads nothing else from a connection before the token, and whatever a connection sends, it can end only
     itself.
@@ -85,6 +83,7 @@ class Hub:
         cause: The first failure, once it is decided.
         had: The stacks of ranks that were killed because they did not answer.
         finished: Set when no rank but this one is left.
+        selector: What `turn` waits for. Another entry is read by its owner, who gives a callable as its data.
     """
 
     def __init__(
@@ -101,89 +100,59 @@ class Hub:
         self._clock = clock
         self._tick = timing.silence / 5
         self._following = clock() + self._tick
-        self._hang_timeout = hang_timeout
-        self._stillness = None if hang_timeout is None else Stillness(hang_timeout, timing.opaque)
+        self.limit(hang_timeout)
         self._server = closed_in_forks(listen(host))
         self._server.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._server, selectors.EVENT_READ, self._accept)
         self._peers: dict[int, _Peer] = {}
-        self._unknown: list[_Stranger] = []
+        self._unknown: list[_Newcomer] = []
         self._poll = Poll(world_size)
-        self._aside: list[Cause] = []
+        self._aside: Cause | None = None  # probably the consequence of another failure
         self._aside_until = 0.0
         self.cause: Cause | None = None
         self.had: dict[int, str] = {}
         self._ticks = self._still = 0
-        self._logged: set[str] = set()
-        self._leaving = threading.Event()
         self.finished = threading.Event()
         self.port = int(self._server.getsockname()[1])
         self.token = token or os.urandom(TOKEN_BYTES // 2).hex()
-        self._thread = threading.Thread(target=self._run, name="drivetrain-failure-hub", daemon=True)
 
-    def start(self) -> Hub:
-        self._thread.start()
-        return self
+    def limit(self, hang_timeout: float | None) -> None:
+        """Set how long no rank may make progress; None sets no limit."""
+        self._hang_timeout = hang_timeout
+        self._stillness = None if hang_timeout is None else Stillness(hang_timeout, self._timing.opaque)
 
-    def leave(self) -> None:
-        """Close the hub; ranks that are still connected get a message that this is no failure."""
-        self._leaving.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not (self._leaving.is_set() or self._is_over()):
-                self._turn()
-            if self.cause is None:
-                self._end_all()
-        finally:
-            self._close()
-
-    def _turn(self) -> None:
-        """Read what has arrived, for a moment at most, and check what is due."""
-        for key, _ in self._ready():
-            if key.data is None:
-                self._try(self._accept)
-            elif isinstance(key.data, _Stranger) and not key.data.has_token:
+    def turn(self) -> None:
+        """Wait a moment for what arrives, read it, and check what is due."""
+        for key, _ in self.selector.select(min(0.05, self._tick)):
+            if callable(key.data):
+                key.data()
+            elif isinstance(key.data, _Newcomer) and not key.data.has_token:
                 self._read_token(key.data)
             else:
                 self._hear(key.data)
+        if 0 in self._peers:  # which has no socket
+            self._hear(self._peers[0])
         if self._clock() >= self._following:
             self._following = self._clock() + self._tick
-            self._try(self._look)
-        if self._aside and self.cause is None and self._clock() >= self._aside_until:
-            self._decide(self._cause_of_aside())
+            self._look()
+        if self._aside is not None and self.cause is None and self._clock() >= self._aside_until:
+            self._decide(self._explained(self._aside))
+        if self.is_over():
+            self.finished.set()
 
-    def _close(self) -> None:
-        everybody: list[_Stranger | _Peer] = [*self._peers.values(), *self._unknown]
-        for each in everybody:
-            each.line.close()
-        self._selector.close()
-        self._server.close()
-        self.finished.set()
-
-    def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
+    def close(self) -> None:
+        """Close the hub; without a failure, the ranks that are still connected learn that it is none."""
         try:
-            return self._selector.select(min(0.05, self._tick))
-        except OSError as error:
-            self._log_error(error)
-            time.sleep(0.05)
-            return []
-
-    def _try(self, act: Callable[[], None]) -> None:
-        """Call a function, and report an error in it without ending the hub."""
-        try:
-            act()
-        except Exception as error:
-            self._log_error(error)
-
-    def _log_error(self, error: Exception) -> None:
-        text = traceback.format_exception_only(type(error), error)[-1]
-        if text not in self._logged and len(self._logged) < _SHOWN:
-            self._logged.add(text)
-            with contextlib.suppress(Exception):  # nobody may be reading
-                sys.stderr.write(f"drivetrain: the failure channel goes on after {text}")
+            if self.cause is None:
+                self._end_all()
+        finally:
+            everybody: list[_Newcomer | _Peer] = [*self._peers.values(), *self._unknown]
+            for each in everybody:
+                each.line.close()
+            self.selector.close()
+            self._server.close()
+            self.finished.set()
 
     def _end_all(self) -> None:
         # Closing a connection with unread data discards what was sent: wait until the ranks have read it.
@@ -194,7 +163,7 @@ class Hub:
             here = [each for each in here if each.line.is_open()]
             time.sleep(0.01)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether all ranks have said goodbye, or only rank 0 is left after a failure.
 
         A rank that has not joined yet, because it is slower than the one that failed, is still to be told.
@@ -217,9 +186,9 @@ class Hub:
             self._drop_oldest()
             time.sleep(0.02)
             return
-        stranger = _Stranger(Line(connection, timeout=0.0), self._clock())
-        self._unknown.append(stranger)
-        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        newcomer = _Newcomer(Line(connection, timeout=0.0), self._clock())
+        self._unknown.append(newcomer)
+        self.selector.register(connection, selectors.EVENT_READ, newcomer)
         if len(self._unknown) > self._world_size + _WAITING:
             self._drop_oldest()
 
@@ -227,32 +196,33 @@ class Hub:
         if self._unknown:
             self._drop(min(self._unknown, key=lambda each: each.since))
 
-    def _drop(self, source: _Stranger | _Peer) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # already closed
-            self._selector.unregister(source.line.socket)
+    def _drop(self, source: _Newcomer | _Peer) -> None:
+        if isinstance(source.line, Line):
+            with contextlib.suppress(KeyError, ValueError):  # already closed
+                self.selector.unregister(source.line.socket)
         source.line.close()
-        if isinstance(source, _Stranger) and source in self._unknown:
+        if isinstance(source, _Newcomer) and source in self._unknown:
             self._unknown.remove(source)
 
-    def _read_token(self, stranger: _Stranger) -> None:
+    def _read_token(self, newcomer: _Newcomer) -> None:
         """Compare the first bytes of a connection with the token; nothing else is read from it."""
         wanted = TOKEN_BYTES + 1
         try:
-            found = stranger.line.socket.recv(wanted - len(stranger.said))
+            found = newcomer.line.socket.recv(wanted - len(newcomer.said))
         except BlockingIOError:
             return
         except OSError:
             found = b""
-        stranger.said += found
-        if found and len(stranger.said) < wanted:
+        newcomer.said += found
+        if found and len(newcomer.said) < wanted:
             return
-        if not hmac.compare_digest(stranger.said, f"{self.token}\n".encode()):
-            self._drop(stranger)
+        if not hmac.compare_digest(newcomer.said, f"{self.token}\n".encode()):
+            self._drop(newcomer)
         else:
-            stranger.has_token = True
-            stranger.line.socket.settimeout(self._timing.silence)
+            newcomer.has_token = True
+            newcomer.line.socket.settimeout(self._timing.silence)
 
-    def _hear(self, source: _Stranger | _Peer) -> None:
+    def _hear(self, source: _Newcomer | _Peer) -> None:
         trouble: Exception | None = None
         try:
             messages = source.line.receive()
@@ -260,7 +230,10 @@ class Hub:
                 if isinstance(source, _Peer):
                     self._take(source, each)
                 else:
-                    source = self._welcome(source, each)
+                    peer = self.add(source.line, each)
+                    self._unknown.remove(source)
+                    self.selector.modify(source.line.socket, selectors.EVENT_READ, peer)
+                    source = peer
         except Exception as error:  # the other end has sent something that is no message of ours
             messages, trouble = None, error
         if messages is not None:
@@ -268,20 +241,19 @@ class Hub:
         self._drop(source)
         if isinstance(source, _Peer) and source.state == "here":
             source.state = "gone"
-            if self.cause is None and not any(each.rank == source.rank for each in self._aside):
+            if self.cause is None and (self._aside is None or self._aside.rank != source.rank):
                 what = _death(source.rank) if trouble is None else f"its line to rank 0 broke ({trouble!r})"
                 self._decide(Cause("lost", source.rank, source.where, what))
 
-    def _welcome(self, newcomer: _Stranger, hello: dict[str, Any]) -> _Peer:
-        rank, line = int(hello["rank"]), newcomer.line
+    def add(self, line: Line | LocalLine, hello: dict[str, Any]) -> _Peer:
+        """Add a rank by its first message."""
+        rank = int(hello["rank"])
         if not 0 <= rank < self._world_size or rank in self._peers:
             raise ValueError(f"rank {rank} is connected already, or is none of {self._world_size}")
         silence = Silence(hello["machine"], int(hello["pid"]), self._timing.silence)
         number, descriptor = map(int, hello["stacks"])
         where, pid = str(hello["where"]), int(hello["pid"])
         peer = self._peers[rank] = _Peer(rank, line, silence, where, pid=pid, asks=(number, descriptor))
-        self._unknown.remove(newcomer)
-        self._selector.modify(line.socket, selectors.EVENT_READ, peer)
         line.send(**self._beat())
         if self._poll.is_open:
             line.send(kind="hold", round=self._poll.round)
@@ -310,9 +282,9 @@ class Hub:
             cause = Cause.from_json(message["cause"])
             if cause.kind != "consequence":
                 self._decide(cause)
-            elif not self._aside:
+            elif self._aside is None:
                 self._aside_until = self._clock() + self._timing.aside
-                self._aside.append(cause)
+                self._aside = cause
         decision = self._poll.decision()
         if decision is not None:
             self._broadcast(kind="meet", **decision)
@@ -323,32 +295,46 @@ class Hub:
         self._ticks += 1
         self._still += 1
         now = self._clock()
-        for unknown in [each for each in self._unknown if now - each.since > self._timing.stranger]:
+        for unknown in [each for each in self._unknown if now - each.since > self._timing.joining]:
             self._drop(unknown)
         if self.cause is not None:
             return
         here = [each for each in self._peers.values() if each.state == "here"]
+        cause = self._lost_of(here) or self._missing() or self._hang_of(here)
+        if cause is not None:
+            self._decide(cause)
+
+    def _lost_of(self, here: list[_Peer]) -> Cause | None:
+        """Return the loss of a rank that does not answer, or does not read."""
         for each in here:
             lost = each.silence.tick() if each.rank else None
             if isinstance(each.line.broken, TimeoutError):
                 lost = f"it did not read for {self._timing.silence:g} s what rank 0 sent"
             if lost is not None:
-                self._decide(Cause("lost", each.rank, each.where, lost))
-                return
+                return Cause("lost", each.rank, each.where, lost)
+        return None
+
+    def _missing(self) -> Cause | None:
+        """Return the loss of a rank that has not joined, once it has ended or is too late."""
         missing = sorted(set(range(self._world_size)) - self._peers.keys())
-        if missing:
-            ended = [each for each in missing if each in started and started[each].poll() is not None]
-            if ended:
-                self._decide(Cause("lost", ended[0], "", _death(ended[0])))
-            elif self._ticks >= 5 * PATIENCE:
-                text = f"it has not joined the failure channel within {PATIENCE * self._timing.silence:g} s"
-                self._decide(Cause("lost", missing[0], "", text))
-        elif self._stillness is not None and here:
-            is_hang = self._stillness.add(self._tick, [each.phase for each in here])
-            if is_hang and self._still >= _TOLD:
-                self._decide(self._hang(here))
-        elif self._still == round(self._timing.late / self._tick) + _TOLD:
-            self._name_late(here)
+        ended = [each for each in missing if each in started and started[each].poll() is not None]
+        if ended:
+            return Cause("lost", ended[0], "", _death(ended[0]))
+        if missing and self._ticks >= 5 * PATIENCE:
+            text = f"it has not joined the failure channel within {PATIENCE * self._timing.silence:g} s"
+            return Cause("lost", missing[0], "", text)
+        return None
+
+    def _hang_of(self, here: list[_Peer]) -> Cause | None:
+        """Return a hang over the limit; without a limit, warn of one."""
+        if len(self._peers) < self._world_size or not here:
+            return None
+        if self._stillness is None:
+            if self._still == round(self._timing.late / self._tick) + _TOLD:
+                self._name_late(here)
+            return None
+        is_hang = self._stillness.add(self._tick, [each.phase for each in here])
+        return self._hang(here) if is_hang and self._still >= _TOLD else None
 
     def _name_late(self, here: list[_Peer]) -> None:
         """Say in the set-up of a run, which does not count its progress, which ranks the others wait for."""
@@ -384,9 +370,8 @@ class Hub:
         stuck = tuple(each.rank for each in behind if each.state == "here") or (here[0].rank,)
         return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck[:_SHOWN])
 
-    def _cause_of_aside(self) -> Cause:
-        """Return the failure to report if no other cause has arrived."""
-        found = self._aside[0]
+    def _explained(self, found: Cause) -> Cause:
+        """Return the failure to report for a consequence if no other cause has arrived."""
         left = next((each for each in self._peers.values() if each.state == "left"), None)
         if left is None:
             return found
@@ -452,10 +437,9 @@ def _places(peers: list[_Peer], are_behind: bool = False) -> str:
 def _death(rank: int | None) -> str:
     """Return how a rank ended, as far as its parent, if that is this process, can tell."""
     child = started.get(rank) if rank is not None else None
-    deadline = time.monotonic() + 0.3  # its connection closes a little before its exit code is known
-    while child is not None and child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    code = child.poll() if child is not None else None
-    if code is None:
+    if child is None or wait_for(
+        [child], 0.3
+    ):  # its connection closes a little before its exit code is known
         return DIED
+    code = child.poll() or 0
     return f"it {ending(code)}" + (f"; {ABOVE}" if code == -signal.SIGABRT else "")

@@ -8,12 +8,11 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from drivetrain.core.errors import shown
+from drivetrain.distributed.threads import within
 
 _WRITING = 1.0
 """Seconds that writing may take at the end."""
@@ -78,7 +77,7 @@ def write_now(text: str) -> None:
     It takes no lock of the stream, which a waiting thread may hold, and gives up after a second on a pipe
     that nobody reads.
     """
-    _not_for_long(lambda: _write(text))
+    within(_WRITING, lambda: _write(text), "drivetrain-last-words")  # whose stream may be closed
 
 
 def _write(text: str) -> None:
@@ -95,25 +94,9 @@ def end_now(code: int) -> NoReturn:
 
     It does not wait for a stream that a thread holds, or whose pipe nobody reads.
     """
-    _not_for_long(_flush)
+    within(_WRITING, _flush, "drivetrain-last-words")
     end_workers()
     os._exit(code)
-
-
-def _not_for_long(act: Callable[[], None]) -> None:
-    """Call a function that may block for ever in a thread, and go on after `_WRITING` seconds."""
-
-    def try_it() -> None:
-        with contextlib.suppress(Exception):  # the stream is closed
-            act()
-
-    thread = threading.Thread(target=try_it, name="drivetrain-last-words", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter is already ending
-        try_it()
-    else:
-        thread.join(_WRITING)
 
 
 def _flush() -> None:

@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 
 from drivetrain.core.errors import RankFailure
 from drivetrain.core.progress import Progress
-from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.ranks import Ranks
 
 
@@ -37,8 +37,7 @@ class ProgramChannel:
         self._channel = FailureChannel(
             self._rank,
             self._size,
-            describe=lambda: f"after step {progress.steps}",
-            progress=lambda: progress.steps,
+            status=Status(lambda: f"after step {progress.steps}", lambda: progress.steps),
             order=self._order,
         )
         self._pid = os.getpid()

@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import traceback
+from collections import deque
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,6 @@ import torch
 
 from drivetrain.core.errors import RankFailure, StrategyError, shown
 from drivetrain.distributed.failure.silence import machine
-from drivetrain.distributed.interfaces import network
 from drivetrain.distributed.sockets import closed_in_forks
 
 TOKEN_BYTES = 32
@@ -70,7 +70,7 @@ class Timing:
     Attributes:
         silence: Silence after which a rank that is known to be stopped or gone counts as lost; twelve
             times as long for one that is idle or cannot be observed.
-        stranger: How long a connection may take to authenticate itself and to say which rank it is.
+        joining: How long a connection may take to authenticate itself and to say which rank it is.
         aside: How long an error that is probably a consequence waits for its cause.
         deciding: How long a failing rank waits to learn whether its failure was the first: more than `aside`.
         grace: How long a main thread has to end by itself once another rank has failed.
@@ -84,7 +84,7 @@ class Timing:
     """
 
     silence: float = 5.0
-    stranger: float = 5.0
+    joining: float = 5.0
     aside: float = 2.0
     deciding: float = 3.0
     grace: float = 1.0
@@ -313,6 +313,31 @@ class Line:
             self.socket.close()
 
 
+class LocalLine:
+    """Rank 0's connection with itself, which needs no socket: one end. Any thread may send; one receives."""
+
+    broken: OSError | None = None
+
+    def __init__(self, other: LocalLine | None = None) -> None:
+        self._received: deque[dict[str, Any]] = deque()
+        self.other = LocalLine(self) if other is None else other
+
+    def send(self, **message: Any) -> bool:
+        self.other._received.append(message)
+        return True
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived, perhaps none."""
+        return [self._received.popleft() for _ in range(len(self._received))]
+
+    def is_open(self) -> bool:
+        """Return True: both ends are in this process."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def _short(value: Any) -> Any:
     """Return a message with every long text shortened."""
     if isinstance(value, str):
@@ -326,14 +351,12 @@ def connect(rank: int, offer: dict[str, Any], address: str | None, timeout: floa
     """Return an authenticated connection to rank 0.
 
     Args:
-        offer: Rank 0's entry in the store: its "machine", "network", "port", "token", "hosts", and whether it
-            listens on these alone, "bound".
+        offer: Rank 0's entry in the store: its "machine", "port", "token", and the "hosts" to try.
+        address: Where rank 0 is, according to the launcher.
     """
-    here = (
-        offer["machine"] is not None and offer["machine"] == machine() and offer.get("network") == network()
-    )
-    near = not offer["hosts"] or (here and not offer.get("bound", False))
-    hosts = ["127.0.0.1"] if near else [*offer["hosts"], *filter(None, [address])]
+    hosts = [*offer["hosts"], *filter(None, [address])]
+    if offer["machine"] is not None and offer["machine"] == machine():
+        hosts.append("127.0.0.1")
     errors = []
     for host in dict.fromkeys(hosts):
         try:

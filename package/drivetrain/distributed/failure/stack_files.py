@@ -34,6 +34,7 @@ class StackFiles:
     """One rank's stack file; rank 0 also writes those of ranks on its machine that do not write theirs.
 
     Attributes:
+        directory: The run directory; None writes no files.
         told: A line that says where the files are; empty without files.
     """
 
@@ -41,7 +42,8 @@ class StackFiles:
         self.told = ""
         self._rank = rank
         self._size = world_size
-        self._directory = directory
+        self.directory = directory
+        self._began = ""
         self._thread: threading.Thread | None = None
 
     def open(self, began: str) -> tuple[int, int]:
@@ -53,20 +55,20 @@ class StackFiles:
         Returns:
             The signal that asks for the stacks, and the descriptor of the file that they then go to.
         """
-        if self._directory is not None:
-            self._directory = self._directory / "failures" / began
+        self._began = began
         stacks.open()  # even without a directory: a loader's workers may start before it is known
         return stacks.signal, stacks.descriptor
 
     def begin(self, where: str, error: BaseException | None, hub: Hub | None) -> None:
         """Write the stacks in a thread of their own."""
-        if self._directory is None or self._thread is not None:
+        if self.directory is None or self._thread is not None:
             return
-        self.told = f"the stacks of all ranks are in {self._directory}"
+        directory = self.directory / "failures" / self._began
+        self.told = f"the stacks of all ranks are in {directory}"
         # If the thread is quick, the frames are still those of this moment; waiting for it is not possible.
         self._thread = threading.Thread(
             target=self._write,
-            args=(self._directory, where, error, hub),
+            args=(directory, where, error, hub),
             name="drivetrain-stacks",
             daemon=True,
         )

@@ -11,10 +11,11 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 
 from drivetrain.core.errors import RankFailure
-from drivetrain.core.files import open_file
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.last_words import end_workers, record, write_now
 from drivetrain.distributed.failure.place import Phase
+from drivetrain.distributed.failure.stacks import stacks
+from drivetrain.distributed.threads import Repeated
 
 EXIT_HANG = 75
 """The exit code of a process that was killed because it hung; `EX_TEMPFAIL` of sysexits.h: try again."""
@@ -85,23 +86,21 @@ class Watchdog:
         self._phase = phase
         self._still = Stillness(timeout, failure_wire.TIMING.opaque)
         self._last: Hashable = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="drivetrain-watchdog", daemon=True)
+        self._thread: Repeated | None = None
 
     def __enter__(self) -> Watchdog:
-        self._thread.start()
+        tick = self._timeout / 10
+        self._last = self._heartbeat()
+        self._thread = Repeated(lambda: self._watch(tick), tick, "drivetrain-watchdog")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.stop()
 
-    def _watch(self) -> None:
-        tick = self._timeout / 10
-        self._last = self._heartbeat()
-        while not self._done.wait(tick):
-            if self._is_hang(tick):
-                self._expire()
+    def _watch(self, tick: float) -> None:
+        if self._is_hang(tick):
+            self._expire()
 
     def _is_hang(self, seconds: float) -> bool:
         """Look again after so many seconds; returns whether the time without progress is over the limit."""
@@ -122,22 +121,14 @@ class Watchdog:
             sys.stderr.write(text)
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-            with contextlib.suppress(OSError):  # the cause is the last line all the same
-                self._write_stacks(text)
+            if self._directory is not None:
+                with contextlib.suppress(OSError):  # the cause is the last line all the same
+                    stacks.write(self._directory / "hang-stacks.txt", text)
             write_now(f"drivetrain: {cause}; exit code {EXIT_HANG}\n")
             record(RankFailure(cause))
         finally:
             end_workers()
             os._exit(EXIT_HANG)
-
-    def _write_stacks(self, text: str) -> None:
-        if self._directory is None:
-            return
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with open_file(self._directory / "hang-stacks.txt", "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            faulthandler.dump_traceback(file=file, all_threads=True)
 
     def _where(self) -> str:
         try:

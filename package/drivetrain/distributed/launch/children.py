@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.distributed.failure.silence import activity
+from drivetrain.distributed.failure.silence import is_gone
 from drivetrain.distributed.interfaces import loopback_variables
+from drivetrain.distributed.threads import Repeated
 
 PARENT = "DRIVETRAIN_PARENT"
 """An environment variable of a started process: its parent's pid, and "main" if a thread started it that
@@ -44,14 +45,16 @@ _LAST_WORDS = 5.0
 """Seconds that a process has to report its parent's death and to end by itself."""
 
 
+_GUARD = Path(__file__).with_name("guard.py")
+
 _PATIENCE = 10
 """Seconds, a whole number, that a parent has to notice that a rank has failed."""
 
 _TORCHRUN = re.compile(rb"(^|/)torchrun\0|\0-m\0torch\.distributed\.(run|launch)\0")
 """A pattern in the command line of torch's own launcher."""
 
-_dies_at_once = False
 _follows = False
+_open_channels = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,74 +75,12 @@ class Child:
             os.kill(self.pid, number)
 
 
-_GUARD = """
-import os, select, shutil, signal, sys, time
-patience, above, *pids = map(int, sys.argv[3:])
-def opened(pid):
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
-end, numbers = opened(above), {opened(each): each for each in pids}
-ranks = numbers.keys() - {-1}
-if os.getppid() != above:
-    end = -1
-def status(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state, parent, *rest = file.read().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(rest[-1]) if state == "Z" and int(parent) == above else 0
-def kill(process):
-    try:
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        return True
-    except OSError:
-        return False
-ended, unheard = [], {}
-while end >= 0 and end not in ended:
-    ended = select.select([end, *ranks], [], [], 1 if unheard else None)[0]
-    unheard.update(dict.fromkeys(ranks.intersection(ended), time.monotonic()))
-    ranks -= set(ended)
-    unheard = {each: since for each, since in unheard.items() if patience and status(numbers[each])}
-    if unheard and time.monotonic() - min(unheard.values()) >= patience:
-        number = numbers[min(unheard, key=unheard.get)]
-        code = os.waitstatus_to_exitcode(status(number))
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        for each in [*ranks]:
-            kill(each)
-        ranks.clear()
-        sys.stderr.write(
-            f"drivetrain: rank {pids.index(number) + 1} failed first: it {how}. A call of rank 0 has kept its"
-            f" interpreter's lock for {patience} s since then, and rank 0 was killed\\n"
-        )
-        kill(end)
-        break
-until = time.monotonic() + float(sys.argv[1])
-while ranks and time.monotonic() < until:
-    ranks -= set(select.select([*ranks], [], [], max(0, until - time.monotonic()))[0])
-for each in ranks:
-    if kill(each):
-        number = numbers[each]
-        sys.stderr.write(f"drivetrain: rank 0 has ended, and process {number}, another rank, was killed\\n")
-shutil.rmtree(os.path.dirname(sys.argv[2]), ignore_errors=True)
-"""
-"""A program that waits until the process that started the ranks has ended, kills ranks that outlive it, and
-removes their meeting folder.
-
-A rank that has failed stays a zombie until its parent has taken its exit code, for which the parent looks ten
-times a second. A parent that does not do so for `_PATIENCE` seconds cannot run any thread, and is killed.
-"""
-
-
 class Guard:
     """A small process that kills ranks which outlive this process, on Linux; elsewhere it does nothing.
 
     A rank watches its parent in a thread, which cannot run while a call, such as a regular expression that
     backtracks, keeps the interpreter's lock. Linux itself could kill the rank, but without the seconds in
-    which it reports that its parent has died. The guard holds the ranks by pidfd, so that it never signals
-    another process that has got the same number.
+    which it reports that its parent has died. The program is `guard.py`.
 
     Args:
         store: The file in which they meet. Its folder is removed if this process can no longer do that.
@@ -155,7 +96,7 @@ class Guard:
             with suppress(OSError):  # the ranks still watch by themselves
                 # In a new session: Ctrl-C signals all processes of a terminal's program.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _GUARD, *words],
+                    [sys.executable, "-I", "-S", str(_GUARD), *words],
                     cwd="/",
                     start_new_session=True,
                     **nowhere,
@@ -267,36 +208,35 @@ def parent_mark(lasts: bool = False) -> str:
 
 
 def end_with_parent(mark: str) -> None:
-    """Kill this process when its parent has died, however that ended.
+    """End this process when its parent has died, however that ended.
 
     Does nothing in a process that has only inherited the mark from its own parent. On Windows, where a
     process does not learn of its parent's end, only the failure channel does.
     """
-    global _dies_at_once
-    number, thread = mark.split()
-    parent = int(number)
+    parent = int(mark.split()[0])
     if sys.platform == "win32":
         return
-    if os.getppid() != parent:
-        if not _is_alive(parent):
-            os._exit(1)
-        return
-    if sys.platform == "linux" and thread == "main":
-        # The system's own way needs no thread to run here. It fires when the thread that started this process
-        # ends, so only the main one, which lives as long as its process, will do.
-        _dies_at_once = True
-        outlive_parent(False)
-    _look_after(parent, _LAST_WORDS)
-
-
-def _look_after(parent: int, last_words: float) -> None:
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOKING)
-        time.sleep(last_words)
+    if os.getppid() == parent:
+        _look_after(parent, _LAST_WORDS)
+    elif is_gone(parent):
         os._exit(1)
 
-    threading.Thread(target=look, name="drivetrain-parent", daemon=True).start()
+
+def _look_after(parent: int, last_words: float = 0.0) -> None:
+    def look() -> None:
+        if os.getppid() != parent:
+            if _open_channels:  # which report it
+                time.sleep(last_words)
+            os._exit(1)
+
+    Repeated(look, _LOOKING, "drivetrain-parent")
+
+
+def count_channel(change: int) -> int:
+    """Count the failure channels that are open in this process; returns their number."""
+    global _open_channels
+    _open_channels += change
+    return _open_channels
 
 
 def end_with_launcher() -> None:
@@ -314,15 +254,15 @@ def end_with_launcher() -> None:
     if mark is None:
         if "TORCHELASTIC_RUN_ID" in os.environ and _is_torchrun(os.getppid()):
             end_with(os.getppid())  # its agent starts the ranks in the main thread
-            _look_after(os.getppid(), 0.0)
+            _look_after(os.getppid())
         return
     number, thread = mark.split()
     launcher = int(number)
     if os.getppid() == launcher:
         if thread == "main":
             end_with(launcher)
-        _look_after(launcher, 0.0)
-    elif not _is_alive(launcher):
+        _look_after(launcher)
+    elif is_gone(launcher):
         say(f"`drivetrain launch` (pid {launcher}) is gone, and this process ends")
         os._exit(1)
 
@@ -331,15 +271,6 @@ def _is_torchrun(pid: int) -> bool:
     with suppress(OSError):  # no Linux, or gone
         return _TORCHRUN.search(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
     return False
-
-
-def outlive_parent(is_allowed: bool) -> None:
-    """Set whether this process may outlive its parent for a few seconds, to report what has happened.
-
-    Call it in the thread that has called `end_with_parent`; it does nothing in other processes.
-    """
-    if sys.platform == "linux" and _dies_at_once:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if is_allowed else signal.SIGKILL, 0, 0, 0)
 
 
 def end_with(parent: int) -> None:
@@ -352,14 +283,3 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it has died in between
             os._exit(1)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the pid now belongs to somebody else's process
-        return False
-    # A dead process whose exit code nobody has read can still be sent signals.
-    return sys.platform != "linux" or activity(pid).state != "gone"

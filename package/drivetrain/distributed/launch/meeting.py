@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +33,7 @@ from drivetrain.distributed.interfaces import (
 )
 from drivetrain.distributed.secret import SECRET, new_secret
 from drivetrain.distributed.sockets import closing_sockets_in_forks
+from drivetrain.distributed.threads import within
 
 _LOG = logger(__name__)
 
@@ -161,10 +161,8 @@ class Meeting:
             except RuntimeError as error:
                 made.append(error)
 
-        # In a thread: torch has no limit for the first answer of a port that takes connections.
-        thread = threading.Thread(target=connect, daemon=True)
-        thread.start()
-        thread.join(2 * _ANSWERS.total_seconds())  # torch's pauses between its tries come on top
+        # torch has no limit for the first answer of a port that takes connections, and pauses between tries.
+        within(2 * _ANSWERS.total_seconds(), connect, "drivetrain-connect")
         found = made[0] if made else RuntimeError("it takes connections and does not answer")
         if isinstance(found, RuntimeError):
             reason = str(found).partition("\n")[0]

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,19 +38,19 @@ from drivetrain.distributed.launch.meeting import (
     private_place,
     remove_place,
 )
-from drivetrain.distributed.processes import is_grouped
+from drivetrain.distributed.threads import Repeated
 
 _DIRECTORY = str(Path.cwd())
 """The program's first working directory; its command is run again there."""
+
+_LOOKING = 0.1
+"""Seconds between two checks of the ranks while no failure channel watches them."""
 
 _GRACE = 4.0
 """Seconds that this process has to end by itself once another rank has failed."""
 
 _PATIENCE = 60.0
 """Seconds that rank 0 waits at its end for the others if nothing has failed."""
-
-_FORMING = 10.0
-"""Seconds after which the run is given up because a rank has ended before the process group was formed."""
 
 _launched: _Launched | None = None
 _followed = False
@@ -183,52 +182,54 @@ def _start(world_size: int) -> ProcessEnvironment:
 
 
 class _Launched:
-    """The ranks that rank 0 has started: it watches them, and ends after them.
+    """The ranks that rank 0 has started: it ends after them, and watches them while no failure channel does.
 
     Attributes:
         children: The processes.
-        is_guarded: Whether a failure channel is open. It knows more of a failure, and ends the ranks.
-        failure_told: Whether a failure was reported already, and rank 0 was left to end by itself.
-        has_finished: Whether a failure channel was closed without a failure. Rank 0 may then take its time.
         agreed_code: The exit code of an orderly end of all ranks; None for no such end.
         exit_code: Rank 0's exit code after another rank has failed; None uses that rank's.
     """
 
     def __init__(self, children: list[Child], place: dict[str, str], store: Store) -> None:
         self.children = children
-        self._place, self._store = place, store
-        self.is_guarded = False
-        self.failure_told = False
-        self.has_finished = False
         self.agreed_code: int | None = None
         self.exit_code: int | None = None
-        self._ending = threading.Event()
-        self._grouped = False
+        self._place, self._store = place, store
+        self._failure_told = self._has_finished = False
+        self._channels, self._failed_for = 0, 0.0
         self._guard = Guard(children, place[STORE], kills_parent=True)
         atexit.register(self._finish)
-        threading.Thread(target=self._watch, name="drivetrain-ranks", daemon=True).start()
+        self._watch = self._watching()
 
-    def _watch(self) -> None:
-        alone = 0.0
-        while not self._ending.wait(0.1):
-            self._grouped = self._grouped or is_grouped()
-            failed = self._failed()
-            if failed is not None and not self.is_guarded:
-                if self._ending.wait(_PATIENCE if self.has_finished else _GRACE):
-                    return
-                if not (self.failure_told or self.is_guarded):
-                    self._give_up(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
-            ended = [each for each in self.children if each.poll() == 0]
-            alone = alone + 0.1 if ended and not self._grouped else 0.0
-            if alone > _FORMING:
-                self._give_up(
-                    f"rank {ended[0].rank} ended with exit code 0 before the process group was formed: does"
-                    " the program end early, or take another branch, on some ranks?"
-                )
+    def open_channel(self) -> None:
+        """Leave the ranks to a failure channel, which knows more of a failure."""
+        self._channels += 1
+        self._watch.stop()
 
-    def _give_up(self, why: str) -> None:
-        end_all(self.children)
-        self._exit(why)
+    def close_channel(self, is_fine: bool, failure_told: bool) -> None:
+        """Watch the ranks again, after a failure channel.
+
+        Args:
+            is_fine: Whether it was closed without a failure. Rank 0 may then take its time.
+            failure_told: Whether a failure was reported, and rank 0 was left to end by itself.
+        """
+        self._channels -= 1
+        self._has_finished |= is_fine
+        self._failure_told |= failure_told
+        if not (self._channels or self._failure_told):
+            self._watch = self._watching()
+
+    def _watching(self) -> Repeated:
+        return Repeated(self._look, _LOOKING, "drivetrain-ranks")
+
+    def _look(self) -> None:
+        """Give up some seconds after a rank has failed."""
+        failed = self._failed()
+        if failed is not None:
+            self._failed_for += _LOOKING
+            if self._failed_for > (_PATIENCE if self._has_finished else _GRACE):
+                end_all(self.children)
+                self._exit(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
 
     def _exit(self, why: str | None) -> None:
         remove_place(self._place)
@@ -246,8 +247,8 @@ class _Launched:
     def _finish(self) -> None:
         """Wait for the ranks at the end of rank 0, after its last line and its traceback, if any."""
         gc.freeze()
-        self._ending.set()
-        raised = hasattr(sys, "last_value") or self.failure_told
+        self._watch.stop()
+        raised = hasattr(sys, "last_value") or self._failure_told
         late: list[Child] = []
         try:
             late = wait_for(self.children, _GRACE if raised else _PATIENCE)
@@ -257,11 +258,11 @@ class _Launched:
             remove_place(self._place)
         failed = self._failed()
         error = getattr(sys, "last_value", None)
-        if failed is None or (error is not None and (self.failure_told or not is_consequence(error))):
+        if failed is None or (error is not None and (self._failure_told or not is_consequence(error))):
             return
         if error is not None:  # it only says that a connection was lost
             self._exit(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
-        if self.failure_told:
+        if self._failure_told:
             self._exit(None)
         if late:
             self._exit(f"rank {late[0].rank} still ran {_PATIENCE:g} s after rank 0 ended, and was killed")
