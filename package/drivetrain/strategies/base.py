@@ -22,6 +22,7 @@ from drivetrain.distributed.tensors import held_here
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.sparse import clip_grad_norm
 from drivetrain.task.task import StepModule
 
 _PLACES = {
@@ -214,6 +215,9 @@ class Strategy(ABC):
     # Set by a strategy whose backward scales losses; the default methods from `unscale` on use it.
     _scale: LossScale | None = None
 
+    # Set by a strategy whose parameters may get sparse gradients.
+    _sparse: Sequence[Tensor] = ()
+
     def _join(self, timeout: float | None) -> None:
         """Join the job's process group, for `setup`.
 
@@ -349,7 +353,7 @@ class Strategy(ABC):
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Prepare for a micro-batch; only the window's last one needs to synchronise gradients."""
 
-    @abstractmethod
+    @named_place(_PLACES["backward"])
     def backward(
         self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
@@ -360,6 +364,10 @@ class Strategy(ABC):
             factor: The micro-batch's share of its window's weight; None means 1.
             inputs: The parameters that get gradients; None means all.
         """
+        root = None
+        if factor is not None or self._scale is not None:  # multiplying the loss would take 6 us
+            loss, root = self._root(loss, factor)
+        loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def _root(self, loss: Tensor, factor: float | Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the scaled loss and its gradient, where backward begins. Neither waits for the device.
@@ -390,9 +398,10 @@ class Strategy(ABC):
         if self._scale is not None:
             self._scale.unscale(optimizer)
 
-    @abstractmethod
+    @named_place(_PLACES["clip_grad_norm"])
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded, unscaled gradient, and return that norm (0-d)."""
+        return clip_grad_norm(parameters, max_norm, self._sparse)
 
     @named_place(_PLACES["optimizer_step"])
     def optimizer_step(self, optimizer: Optimizer) -> bool:

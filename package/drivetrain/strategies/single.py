@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.strategies.base import REFUSED, MakeOptimizers, Prepared, Strategy, Support, has_bfloat16
@@ -13,7 +11,7 @@ from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.hardware import cuda_devices
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.sparse import clip_grad_norm, trained_sparsely
+from drivetrain.strategies.sparse import trained_sparsely
 from drivetrain.task.task import StepModule
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -106,16 +104,3 @@ class SingleDevice(Strategy):
         self._scale = LossScale(self.device) if precision.loss_scaling else None
         self._sparse = trained_sparsely(module.task)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
-
-    def backward(
-        self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
-    ) -> None:
-        """Run backward with the factor as the gradient of the loss: multiplying the loss would take 6 us."""
-        root = None
-        if factor is not None or self._scale is not None:
-            loss, root = self._root(loss, factor)
-        loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm."""
-        return clip_grad_norm(parameters, max_norm, self._sparse)

@@ -35,7 +35,7 @@ from drivetrain.strategies.base import (
     installed,
 )
 from drivetrain.strategies.checks import check_values
-from drivetrain.strategies.ddp import fix_buckets
+from drivetrain.strategies.replicated import fix_buckets
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale

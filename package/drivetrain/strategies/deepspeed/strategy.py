@@ -426,7 +426,7 @@ class DeepSpeed(Strategy):
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Let DeepSpeed clip by the global norm, which is known at the step."""
         if self._zero is None:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return super().clip_grad_norm(parameters, max_norm)
         self._zero.clip_grad = max_norm
         self._norm = torch.zeros((), device=self.device)
         return self._norm

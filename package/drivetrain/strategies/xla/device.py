@@ -250,9 +250,6 @@ class OnXLA(Strategy):
         """Run backward with the share as the gradient of the loss."""
         self._trace.backward(loss, factor, inputs)
 
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step, and run the traced operations."""
         self._trace.update(optimizer)
