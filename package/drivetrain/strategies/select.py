@@ -212,7 +212,7 @@ def _make(
 
         if launched() is not None or PARENT in variables:
             found = dataclasses.replace(found, launcher=OURS)
-    request = _request(spec, variables)
+    request = _request(spec, variables, precision)
     if isinstance(spec, str) and spec in XLA:  # report a missing torch_xla before anything else
         _check_available(spec, hardware)
     choice = choose(spec, hardware, found, devices, num_nodes, request)
@@ -233,20 +233,14 @@ def _make(
     return strategy
 
 
-def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
-    """Return the arguments of `accelerate launch` that apply to this strategy."""
+def _request(spec: Any, variables: Mapping[str, str], precision: Precision) -> Request | None:
+    """Return the arguments of `accelerate launch` or of its configuration that apply to this strategy."""
     if isinstance(spec, str) and spec != "accelerate":
         return read_request(variables) if spec == "auto" else None
-    from drivetrain.strategies.accelerate.options import AccelerateConfig, asked, own_fsdp
+    from drivetrain.strategies.accelerate.options import AccelerateConfig, request_of
 
-    if isinstance(spec, AccelerateConfig):
-        file = own_fsdp(spec)
-        if file is not None and (request := read_request(file)) is not None:
-            return dataclasses.replace(request, options={**request.options, "timeout": spec.timeout})
-        return Request(device=asked(spec, variables).device)
-    if spec == "accelerate":
-        return Request(device=asked(AccelerateConfig(), variables).device)
-    return None
+    config = AccelerateConfig() if spec == "accelerate" else spec
+    return request_of(config, variables, precision) if isinstance(config, AccelerateConfig) else None
 
 
 def _check_available(name: str, hardware: Hardware) -> Any:

@@ -80,7 +80,7 @@ def test_deepspeed_variables_of_accelerate_launch_are_read() -> None:
 
 def test_accelerate_launch_refusals() -> None:
     def fsdp(name: str, value: str, *words: str) -> Any:
-        told = f"asks for {name}={value}, which is not supported"
+        told = f"asked for {name}={value}, which is not supported"
         return (lambda: read_request({**DEFAULTS, name: value}), told, *words)
 
     def deepspeed(name: str, value: str, *words: str) -> Any:

@@ -5,11 +5,12 @@ https://huggingface.co/docs/accelerate/package_reference/cli and `accelerate/uti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.core.errors import StrategyError
+from drivetrain.core.errors import ConfigError, StrategyError
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("", "0", "false", "f", "no", "n", "off", "none")
@@ -21,6 +22,9 @@ _SHARDINGS = {
     "NO_SHARD": "no_shard",
     "HYBRID_SHARD": "hybrid",
 }
+
+_NAME = re.compile(r"\w+(\.\w+)*")
+"""A module's name, which as a regular expression matches itself."""
 
 _OTHERS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -58,7 +62,7 @@ def read_request(environment: Mapping[str, str]) -> Request | None:
     if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
         return Request("deepspeed", _deepspeed_options(environment), device)
     if _flag(environment, "ACCELERATE_USE_FSDP"):
-        return Request("fsdp", _fsdp_options(environment), device)
+        return Request("fsdp", fsdp_options(environment), device)
     return Request(device=device)
 
 
@@ -98,16 +102,21 @@ def _deepspeed_options(environment: Mapping[str, str]) -> dict[str, Any]:
     return {**options, "config": config} if config else options
 
 
-def _fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options of `FSDPConfig` that differ from its defaults."""
+def fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of `FSDPConfig` that the variables of either version of the FSDP plugin ask for.
+
+    The sharding and the wrapping are always among them; of the others only what differs from a default.
+    """
     if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
         name = "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
         raise _refused(name, environment[name], "activations cannot be kept on the host")
-    ignored = environment.get("FSDP_IGNORED_MODULES", "")
-    if ignored.lower() not in _FALSE:
-        why = "give names of parameters instead: strategy=FSDPConfig(ignored=(...))"
-        raise _refused("FSDP_IGNORED_MODULES", ignored, why)
     options: dict[str, Any] = {"sharding": _sharding(environment), "wrap": _wrapping(environment)}
+    ignored = environment.get("FSDP_IGNORED_MODULES", "")
+    if ignored.lower() not in _FALSE and _NAME.fullmatch(ignored):
+        options["ignored"] = (ignored,)
+    elif ignored.lower() not in _FALSE:
+        why = "give names of modules or parameters, or globs: strategy=FSDPConfig(ignored=(...))"
+        raise _refused("FSDP_IGNORED_MODULES", ignored, why)
     if _flag(environment, "FSDP_OFFLOAD_PARAMS"):
         options["cpu_offload"] = True
     if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
@@ -115,6 +124,38 @@ def _fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
     if _flag(environment, "FSDP_FORWARD_PREFETCH"):
         options["forward_prefetch"] = 1
     return options
+
+
+def plugin_variables(plugin: Any) -> dict[str, str]:
+    """Return the variables that `accelerate launch` would set for an FSDP plugin."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    policies: dict[Any, str] = {
+        None: "NO_WRAP",
+        size_based_auto_wrap_policy: "SIZE_BASED_WRAP",
+        transformer_auto_wrap_policy: "TRANSFORMER_BASED_WRAP",
+    }
+    if plugin.auto_wrap_policy not in policies:
+        raise ConfigError(
+            "the FSDP plugin's auto_wrap_policy must be 'transformer_based_wrap', 'size_based_wrap' or"
+            " 'no_wrap'. Strategy 'fsdp' takes a function: FSDPConfig(wrap=...)"
+        )
+    sharding = plugin.reshard_after_forward if plugin.sharding_strategy is None else plugin.sharding_strategy
+    offload = plugin.cpu_offload
+    found = {
+        "VERSION": plugin.fsdp_version,
+        "RESHARD_AFTER_FORWARD": getattr(sharding, "name", sharding),
+        "AUTO_WRAP_POLICY": policies[plugin.auto_wrap_policy],
+        "TRANSFORMER_CLS_TO_WRAP": ",".join(plugin.transformer_cls_names_to_wrap or ()),
+        "MIN_NUM_PARAMS": plugin.min_num_params or 0,
+        "OFFLOAD_PARAMS": getattr(offload, "offload_params", isinstance(offload, CPUOffloadPolicy)),
+        "ACTIVATION_CHECKPOINTING": plugin.activation_checkpointing,
+        "ACTIVATION_CHECKPOINTING_OFFLOAD": getattr(plugin, "activation_checkpointing_offload", False),
+        "IGNORED_MODULES": plugin.ignored_modules or "",
+        "FORWARD_PREFETCH": bool(plugin.forward_prefetch),
+    }
+    return {f"FSDP_{name}": str(value) for name, value in found.items()}
 
 
 def _sharding(environment: Mapping[str, str]) -> str:
@@ -153,6 +194,6 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
 
 def _refused(name: str, value: str, why: str) -> StrategyError:
     return StrategyError(
-        f"`accelerate launch` asks for {name}={value}, which is not supported: {why}. Change its"
+        f"accelerate is asked for {name}={value}, which is not supported: {why}. Change its"
         " configuration, or give Trainer(strategy=...), which takes precedence"
     )

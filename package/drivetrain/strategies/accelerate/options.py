@@ -8,14 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from drivetrain.core.files import check_path
 from drivetrain.core.validation import by_name, check_names, keywords
+from drivetrain.strategies.accelerate.launcher import Request, fsdp_options, plugin_variables
 from drivetrain.strategies.base import installed
 from drivetrain.strategies.checks import check_options
+from drivetrain.strategies.precision.base import Precision
 
 PRECISIONS = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 """Accelerate's names for mixed precision, and ours; "no" allows every precision that is not mixed."""
+
+_WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """The distributed types that this strategy supports."""
@@ -52,12 +58,13 @@ _VARIABLES = {
 class AccelerateConfig:
     """Options of strategy "accelerate"; without any, those of `accelerate launch` apply.
 
+    Where they ask for accelerate's FSDP plugin, our own strategy "fsdp" trains with the plugin's options.
+
     Attributes:
         accelerator: An existing `accelerate.Accelerator`; it must have as many processes as the run.
         config_file: A file of `accelerate config` for a new Accelerator; its numbers of processes and
-            machines are for the launcher. With version 1 of the FSDP plugin and no `options`, our own
-            strategy "fsdp" trains, as it does under `accelerate launch`.
-        options: Arguments of a new `accelerate.Accelerator`, such as plugins.
+            machines are for the launcher.
+        options: Arguments of a new `accelerate.Accelerator`, such as handlers of keywords.
         timeout: Seconds that a collective may take; None uses torch's limit.
     """
 
@@ -119,13 +126,13 @@ class Asked(NamedTuple):
     Attributes:
         mixed_precision: One of `PRECISIONS`; None if it is not set.
         device: "cpu", or None for the fastest.
-        sharded: Whether the FSDP plugin shards the model.
+        fsdp: The options of `FSDPConfig` that the FSDP plugin asks for; None without the plugin.
         accumulation: Micro-batches in a step; 1, the default, if it is not set.
     """
 
     mixed_precision: str | None
     device: str | None
-    sharded: bool
+    fsdp: Mapping[str, Any] | None = None
     accumulation: int = 1
 
 
@@ -137,22 +144,76 @@ def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
     """
     if config.accelerator is not None:
         return _of(config.accelerator, environment)
-    found = variables(config, environment)
+    found, plugin = variables(config, environment), config.options.get("fsdp_plugin")
     kind = next((kind for name, (kind, on) in _VARIABLES.items() if found.get(name, "").lower() == on), "NO")
-    plugin = config.options.get("fsdp_plugin")
-    if plugin is not None:
-        kind = "FSDP"
     _check_kind(kind)
-    word = config.options.get("mixed_precision", found.get("ACCELERATE_MIXED_PRECISION"))
+    word = _word(config.options.get("mixed_precision", found.get("ACCELERATE_MIXED_PRECISION")))
     if found.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise StrategyError(f"accelerate is asked to compile the model: {_OPTIONS['dynamo_backend']} instead")
     if found.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         raise StrategyError(f"accelerate's parallelism_config: {_OPTIONS['parallelism_config']}")
-    if kind == "FSDP" and own_fsdp(config) is None:
-        _check_version(found.get("FSDP_VERSION", "1") if plugin is None else plugin.fsdp_version)
+    fsdp = fsdp_options(found) if kind == "FSDP" else None
+    if plugin is not None:
+        fsdp = _options_of(plugin, word)
+    if fsdp is not None and config.options.get("kwargs_handlers"):
+        raise ConfigError(
+            "AccelerateConfig(options={'kwargs_handlers': ...}) has no effect with the FSDP plugin, because"
+            " our own strategy 'fsdp' trains. Leave it out"
+        )
     cpu = config.options.get("cpu") or found.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     steps = config.options.get("gradient_accumulation_steps", found.get(_STEPS, 1))
-    return Asked(_word(word), "cpu" if cpu else None, kind == "FSDP", _count(steps))
+    return Asked(word, "cpu" if cpu else None, fsdp, _count(steps))
+
+
+def request_of(config: AccelerateConfig, environment: Mapping[str, str], precision: Precision) -> Request:
+    """Return the strategy that a configuration asks for: our own "fsdp" for the FSDP plugin, else any.
+
+    Raises:
+        StrategyError: The configuration has another precision than the Trainer, or accumulates by itself.
+    """
+    found = asked(config, environment)
+    if found.fsdp is None:
+        return Request(device=found.device)
+    if reason := other_precision(config, precision):
+        raise StrategyError(f"precision {precision.name!r} with accelerate's FSDP plugin: {reason}")
+    if found.accumulation != 1:
+        raise StrategyError(
+            f"gradient_accumulation_steps={found.accumulation} has no effect with accelerate's FSDP plugin."
+            f" Give Trainer(gradient_accumulation_steps={found.accumulation}) instead"
+        )
+    return Request("fsdp", {**found.fsdp, "timeout": config.timeout}, found.device)
+
+
+def other_precision(config: AccelerateConfig, precision: Precision) -> str:
+    """Return why a precision contradicts the configuration's mixed precision; empty if it does not."""
+    word = word_of(precision)
+    wanted = config.asked_precision
+    if word is None or wanted is None or PRECISIONS[word] == wanted:
+        return ""
+    given = next(each for each, name in PRECISIONS.items() if name == wanted)
+    return f"the Accelerator has mixed_precision={given!r}; give precision='auto' or {wanted!r}"
+
+
+def word_of(precision: Precision) -> str | None:
+    """Return accelerate's name for a precision; None if it does not support the precision."""
+    if type(precision).forward_context is not Precision.forward_context:
+        return None
+    stored, computed = precision.param_dtype or torch.float32, precision.compute_dtype
+    return "no" if computed in (None, stored) else _WORDS.get(computed)
+
+
+def _options_of(plugin: Any, word: str | None) -> dict[str, Any]:
+    """Return the options of `FSDPConfig` that an FSDP plugin asks for."""
+    policy, dtype = (
+        plugin.mixed_precision_policy,
+        next((d for d, name in _WORDS.items() if name == word), None),
+    )
+    if policy is not None and {policy.param_dtype, policy.reduce_dtype} != {dtype}:
+        raise ConfigError(
+            "the FSDP plugin has a mixed_precision_policy of its own: leave it out, and give the precision by"
+            " Trainer(precision=...)"
+        )
+    return fsdp_options(plugin_variables(plugin))
 
 
 def variables(config: AccelerateConfig, environment: Mapping[str, str]) -> dict[str, str]:
@@ -163,15 +224,6 @@ def variables(config: AccelerateConfig, environment: Mapping[str, str]) -> dict[
         name: value for name, value in environment.items() if not name.startswith(("ACCELERATE_", "FSDP_"))
     }
     return {**kept, **_read(config.config_file)}
-
-
-def own_fsdp(config: AccelerateConfig) -> dict[str, str] | None:
-    """Return a file's variables if it asks for version 1 of the FSDP plugin, for which "fsdp" trains."""
-    if config.config_file is None or config.options:
-        return None
-    found = _read(config.config_file)
-    is_old = found["ACCELERATE_USE_FSDP"] == "true" and found.get("FSDP_VERSION", "1") != "2"
-    return found if is_old else None
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -213,9 +265,9 @@ def _of(accelerator: Any, environment: Mapping[str, str]) -> Asked:
         raise StrategyError(
             f"the Accelerator is on {device!r}; strategy 'accelerate' runs on CPUs and CUDA GPUs"
         )
-    state = accelerator.state
+    state, word, fsdp = accelerator.state, _word(accelerator.mixed_precision), None
     if kind == "FSDP":
-        _check_version(state.fsdp_plugin.fsdp_version)
+        fsdp = _options_of(state.fsdp_plugin, word)
     elif environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         raise StrategyError(
             "this Accelerator does not use its FSDP plugin, because it is on a CPU or has one process. Give"
@@ -225,22 +277,14 @@ def _of(accelerator: Any, environment: Mapping[str, str]) -> Asked:
         raise StrategyError(f"the Accelerator compiles the model: {_OPTIONS['dynamo_backend']} instead")
     if accelerator.parallelism_config is not None:
         raise StrategyError(f"the Accelerator has a parallelism_config: {_OPTIONS['parallelism_config']}")
-    word, steps = _word(accelerator.mixed_precision), accelerator.gradient_accumulation_steps
-    return Asked(word, "cpu" if device == "cpu" else None, kind == "FSDP", steps)
+    steps = accelerator.gradient_accumulation_steps
+    return Asked(word, "cpu" if device == "cpu" else None, fsdp, steps)
 
 
 def _check_kind(kind: str) -> None:
     if kind not in _KINDS:
         instead = _INSTEAD.get(kind, "use another strategy")
         raise StrategyError(f"strategy 'accelerate' does not support {kind}: {instead}")
-
-
-def _check_version(version: Any) -> None:
-    if str(version) != "2":
-        raise StrategyError(
-            "version 1 of accelerate's FSDP plugin flattens parameters, so checkpoints could not have them by"
-            " name: set fsdp_version to 2, or use strategy 'fsdp'"
-        )
 
 
 def _count(given: Any) -> int:

@@ -6,7 +6,6 @@ separate Accelerator, and the global state is restored afterwards.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +19,6 @@ from drivetrain.distributed.group import Member
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.strategies.accelerate.options import AccelerateConfig, variables
 from drivetrain.strategies.deepspeed.library import environment
-from drivetrain.strategies.precision.base import Precision
 
 
 class Session:
@@ -30,8 +28,6 @@ class Session:
         self,
         config: AccelerateConfig,
         mixed_precision: str,
-        precision: Precision,
-        sharded: bool,
         member: Member,
     ) -> None:
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -41,35 +37,17 @@ class Session:
         try:
             if config.accelerator is not None:
                 self.accelerator = config.accelerator
-                plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
             else:
                 for each in self._shared:
                     each.clear()
                 with environment():
                     _set(_processes(variables(config, os.environ), member))
-                    self.accelerator, plugin = _made(config, mixed_precision, sharded, member)
-            if sharded:
-                self._use(plugin, precision, member.device)
+                    self.accelerator = _made(config, mixed_precision, member)
         except BaseException:
             self._restore()
             raise
         self._lists = [self.accelerator._models, self.accelerator._optimizers]
         self._kept = [list(each) for each in self._lists]
-
-    def _use(self, plugin: Any, precision: Precision, device: torch.device) -> None:
-        """Set a copy of the FSDP plugin, adapted to a step module, on the Accelerator."""
-        from accelerate.utils import DistributedType
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        plugin = copy.copy(plugin)
-        # Every process has the whole model, and loading over the meta device unties tied parameters.
-        plugin.cpu_ram_efficient_loading = False
-        plugin.mixed_precision_policy = _policy(plugin.mixed_precision_policy, precision)
-        if device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no GPU to copy to
-        # accelerate (1.15) ignores the plugin on CPUs and with one process.
-        self.accelerator.state.distributed_type = DistributedType.FSDP
-        self.accelerator.state.fsdp_plugin = plugin
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]] | None:
         """Return a factory of the autocast context; None without mixed precision."""
@@ -92,15 +70,12 @@ class Session:
             shared.update(before)
 
 
-def _made(config: AccelerateConfig, mixed_precision: str, sharded: bool, member: Member) -> tuple[Any, Any]:
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+def _made(config: AccelerateConfig, mixed_precision: str, member: Member) -> Any:
+    from accelerate import Accelerator
 
     options = {**config.options, "cpu": member.device.type == "cpu", "mixed_precision": mixed_precision}
     try:
-        plugin = options.get("fsdp_plugin")
-        if sharded and plugin is None:
-            plugin = FullyShardedDataParallelPlugin()
-        made = Accelerator(**{**options, "fsdp_plugin": copy.copy(plugin)})
+        made = Accelerator(**options)
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigError(f"accelerate refuses the options of strategy 'accelerate': {error}") from error
     if made.init_handler is not None:
@@ -108,22 +83,7 @@ def _made(config: AccelerateConfig, mixed_precision: str, sharded: bool, member:
             "InitProcessGroupKwargs has no effect, because the process group exists before the Accelerator:"
             " give AccelerateConfig(timeout=...)"
         )
-    return made, plugin
-
-
-def _policy(given: Any, precision: Precision) -> Any:
-    """Return the dtypes of sharding, without casts of inputs and outputs.
-
-    The input is the whole batch and the output is the loss. Autocast casts as needed.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    computed = precision.compute_dtype
-    usual = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=computed, output_dtype=computed)
-    if given is None or given == usual:
-        reduced = None if computed is None else precision.reduce_dtype
-        return MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced, cast_forward_inputs=False)
-    return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=False)
+    return made
 
 
 def _processes(found: dict[str, str], member: Member) -> dict[str, str]:
