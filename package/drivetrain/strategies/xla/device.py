@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import MissingDependencyError, StrategyError
-from drivetrain.core.validation import one_of
-from drivetrain.strategies.base import Strategy, Support, installed
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, installed
+from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.wrapping import tie, uses_of_parameters
-from drivetrain.strategies.xla.norms import correct_variances
+from drivetrain.strategies.xla.norms import correct_variances, forget_corrections
 from drivetrain.task.task import StepModule
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -109,10 +109,6 @@ def move(module: nn.Module, device: torch.device | str) -> None:
         tie(each)
 
 
-def check_run_after(kind: str, value: str) -> None:
-    one_of(f"run_after of {kind}", value, RUN_AFTER)
-
-
 class Trace:
     """The schedule that runs traced operations.
 
@@ -193,7 +189,7 @@ class OnXLA(Strategy):
         self.config = config or self.config_type()
         self.device = torch.device(device)
         self._trace = Trace(self.config.run_after)
-        self._prepared: list[Any] = []
+        self._prepared: list[StepModule] = []
 
     @classmethod
     def available(cls, hardware: Hardware) -> Support:
@@ -228,11 +224,28 @@ class OnXLA(Strategy):
             )
         return Support(True)
 
-    def move_to_device(self, module: StepModule, precision: Precision) -> None:
-        """Move a module to the device, and give it the precision's context there."""
+    def prepare(
+        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
+    ) -> Prepared:
+        """Convert, move and annotate the module, then build the optimizers on the moved parameters."""
+        check_values(module.task, self.name)
+        precision.convert_module(module)
         move(module, self.device)
         correct_variances(module.task)
         module.context = self._trace.context(precision.forward_context(self.device))
+        self._annotate(module)
+        self._prepared.append(module)
+        return Prepared(module, make_optimizers(module) if make_optimizers else {})
+
+    def _annotate(self, module: StepModule) -> None:
+        """Tell the compiler how to divide a module that is on the device."""
+
+    def restore(self) -> None:
+        """Move the tasks to the host's memory, where operations run when they are called."""
+        for module in self._prepared:
+            forget_corrections(module)
+            move(module, "cpu")
+        self._prepared = []
 
     def teardown(self) -> None:
         """Move the tasks off the device after a failed run; with one process that needs no other rank."""

@@ -17,25 +17,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.core.errors import StrategyError
-from drivetrain.core.validation import by_name, count
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.validation import by_name, count, one_of
 from drivetrain.data.batch import map_tensors
 from drivetrain.strategies.base import MakeOptimizers, Prepared
-from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.wrapping import Wrap, units
-from drivetrain.strategies.xla.blocks import (
-    RecomputeOption,
-    check_blocks,
-    checkpoint_blocks,
-    forget_checkpointing,
-)
-from drivetrain.strategies.xla.device import OnXLA, check_run_after, move, open_device
-from drivetrain.strategies.xla.norms import forget_corrections
+from drivetrain.strategies.wrapping import Wrap, are_names, check_wrap, units
+from drivetrain.strategies.xla.device import RUN_AFTER, OnXLA, open_device
+from drivetrain.task.blocks import repeated_blocks
 from drivetrain.task.task import StepModule
 
 _DATA, _FSDP = "data", "fsdp"
 """The mesh's axes: copies of the model, and shards of each."""
+
+_PATCHED = ("forward", "_xla_checkpointed_forward_original", "_xla_checkpointed_forward_no_kwargs")
+"""The attributes that torch_xla's `checkpoint_module` adds to a module."""
 
 
 @by_name
@@ -57,12 +53,18 @@ class XLAFSDPConfig:
 
     wrap: Wrap = "auto"
     replicas: int = 1
-    activation_checkpointing: RecomputeOption = False
+    activation_checkpointing: bool | str | tuple[str, ...] = False
     run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
-        check_blocks(type(self).__name__, self.wrap, self.activation_checkpointing)
-        check_run_after(type(self).__name__, self.run_after)
+        check_wrap("XLAFSDPConfig", self.wrap)
+        again = self.activation_checkpointing
+        if not (again is False or again == "full" or are_names(again)):
+            raise ConfigError(
+                "XLAFSDPConfig(activation_checkpointing=...) must be False, 'full' or names of classes, not"
+                f" {again!r}"
+            )
+        one_of("run_after of XLAFSDPConfig", self.run_after, RUN_AFTER)
         count("XLAFSDPConfig(replicas=...)", self.replicas, at_least=1)
 
 
@@ -87,6 +89,8 @@ class XLAFSDP(OnXLA):
         self._mesh: Any = None
         self._shards = self._parts = 1
         self._states: dict[Optimizer, int] = {}
+        self._again: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
 
     def setup(self) -> None:
         self.device = open_device(self.name, spmd=True)
@@ -100,35 +104,32 @@ class XLAFSDP(OnXLA):
         self._parts, self._shards = count, count // replicas
         self._mesh = Mesh(np.arange(count), (replicas, self._shards), (_DATA, _FSDP))
 
+    def _annotate(self, module: StepModule) -> None:
+        self._again += _checkpoint_blocks(module.task, self.config.activation_checkpointing)
+        for block in units(module.task, self.config.wrap):
+            self._hooks += [
+                block.register_forward_pre_hook(_keep_apart),
+                block.register_forward_hook(self._shard_output),
+            ]
+        self._shard(module.parameters())
+
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Convert, move and annotate the module, then build the optimizers on the moved parameters."""
-        check_values(module.task, self.name)
-        precision.convert_module(module)
-        self.move_to_device(module, precision)
-        again = checkpoint_blocks(module.task, self.config.activation_checkpointing)
-        hooks: list[RemovableHandle] = []
-        for block in units(module.task, self.config.wrap):
-            hooks += [
-                block.register_forward_pre_hook(_keep_apart),
-                block.register_forward_hook(self._shard_output),
-            ]
-        self._prepared.append((module, again, hooks))
-        self._shard(module.parameters())
-        optimizers = make_optimizers(module) if make_optimizers else {}
-        self._states |= dict.fromkeys(optimizers.values(), 0)
-        return Prepared(module, optimizers)
+        prepared = super().prepare(module, make_optimizers, precision)
+        self._states |= dict.fromkeys(prepared.optimizers.values(), 0)
+        return prepared
 
     def restore(self) -> None:
-        """Move the whole task to the host's memory, and remove the hooks."""
-        for module, again, hooks in self._prepared:
-            for hook in hooks:
-                hook.remove()
-            forget_corrections(module)
-            forget_checkpointing(again)
-            move(module, "cpu")
-        self._prepared, self._states = [], {}
+        """Remove the hooks, and move the whole task to the host's memory."""
+        for hook in self._hooks:
+            hook.remove()
+        for block in self._again:
+            for name in _PATCHED:
+                vars(block).pop(name, None)
+        self._hooks, self._again, self._states = [], [], {}
+        super().restore()
 
     def _shard(self, tensors: Iterable[Tensor]) -> None:
         """Shard tensors along their longest dimension, unless it has fewer entries than there are shards."""
@@ -166,11 +167,26 @@ class XLAFSDP(OnXLA):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Shard the loaded tensors again: loading has copied whole values into them."""
-        for module, _, _ in self._prepared:
+        for module in self._prepared:
             self._shard(module.parameters())
         for optimizer in self._states:
             self._states[optimizer] = 0
             self._shard_new_state(optimizer)
+
+
+def _checkpoint_blocks(model: nn.Module, again: bool | str | tuple[str, ...]) -> list[nn.Module]:
+    """Recompute blocks in backward, by torch_xla's `checkpoint_module`.
+
+    XLA's compiler would undo torch's own recomputation, because it merges equal computations.
+    """
+    from torch_xla.distributed.fsdp import checkpoint_module
+
+    if not again:
+        return []
+    blocks = repeated_blocks(model) if again == "full" else units(model, tuple(again))  # type: ignore[arg-type]
+    for block in blocks:
+        checkpoint_module(block)
+    return blocks
 
 
 def _keep_apart(block: nn.Module, inputs: Any) -> None:

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drivetrain.core.validation import by_name
-from drivetrain.strategies.base import MakeOptimizers, Prepared
-from drivetrain.strategies.checks import check_values
-from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.xla.device import OnXLA, check_run_after, move, open_device
-from drivetrain.strategies.xla.norms import forget_corrections
-from drivetrain.task.task import StepModule
+from drivetrain.core.validation import by_name, one_of
+from drivetrain.strategies.xla.device import RUN_AFTER, OnXLA, open_device
 
 
 @by_name
@@ -26,7 +21,7 @@ class XLAConfig:
     run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
-        check_run_after(type(self).__name__, self.run_after)
+        one_of("run_after of XLAConfig", self.run_after, RUN_AFTER)
 
 
 class XLA(OnXLA):
@@ -39,20 +34,3 @@ class XLA(OnXLA):
 
     def setup(self) -> None:
         self.device = open_device(self.name)
-
-    def prepare(
-        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
-    ) -> Prepared:
-        """Convert and move the module, then build the optimizers on the moved parameters."""
-        check_values(module.task, self.name)
-        precision.convert_module(module)
-        self.move_to_device(module, precision)
-        self._prepared.append(module)
-        return Prepared(module, make_optimizers(module) if make_optimizers else {})
-
-    def restore(self) -> None:
-        """Move the task to the host's memory, where operations run when they are called."""
-        for module in self._prepared:
-            forget_corrections(module.task)
-            move(module, "cpu")
-        self._prepared = []
