@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import set_rank
 from drivetrain.core.progress import Progress
@@ -45,7 +44,7 @@ from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.select import check_precision
-from drivetrain.strategies.sparse import clip_grad_value, refuse_layouts
+from drivetrain.strategies.sparse import clip_grad_value
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
 from drivetrain.task.assigned_loss import is_sum
 from drivetrain.task.optim.groups import named_parameters
@@ -365,14 +364,7 @@ class Engine:
             norm = strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
         elif self.max_grad_value is not None:
             clip_grad_value(updater.parameters, self.max_grad_value)
-        try:
-            applied = not refused and strategy.optimizer_step(updater.optimizer)
-        except RuntimeError as error:
-            named = self.task.named_parameters() if hasattr(self, "task") else ()
-            names = {each: clean_name(name) for name, each in named}
-            for each in getattr(updater.optimizer, "optimizers", (updater.optimizer,)):
-                refuse_layouts(each, names, error)
-            raise
+        applied = not refused and strategy.optimizer_step(updater.optimizer)
         # As Optimizer.zero_grad does, without its profiling range (6 us).
         for parameter in parameters:
             parameter.grad = None

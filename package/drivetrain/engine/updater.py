@@ -24,6 +24,7 @@ from drivetrain.task.optim.build import (
     build_schedule,
     check_gradients,
     check_parameters,
+    check_sparse,
     remember_base_rates,
 )
 from drivetrain.task.optim.config import OptimizerConfig
@@ -358,6 +359,7 @@ def made_by(
     """Call a user's factory with a module's trained parameters; see `from_factory`."""
     with weight_updates.building(module) as finish:
         made, scheduler = from_factory(factory, [each for each in module.parameters() if each.requires_grad])
+        check_sparse(made, module)
         return finish(made), scheduler
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import StrategyError
 from drivetrain.task.optim.groups import embedding_parameters
 
 
@@ -28,34 +26,6 @@ def refuse_sparse(task: nn.Module, strategy: str, reason: str) -> None:
             f" support: {reason}. Create the embedding with sparse=False, or train in one process, or with"
             " 'ddp' on CPUs"
         )
-
-
-def refuse_layouts(optimizer: Optimizer, names: Mapping[Any, str], error: RuntimeError) -> None:
-    """Explain why an optimizer's step has failed, if it takes no sparse gradients, or no dense ones."""
-    gradients = [
-        (names.get(each, "a parameter"), each.grad.layout is torch.sparse_coo)
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if each.grad is not None
-    ]
-    sparse_only = isinstance(optimizer, torch.optim.SparseAdam)
-    wrong = [repr(name) for name, is_sparse in gradients if is_sparse != sparse_only]
-    if not wrong:
-        return
-    listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
-    kind = type(optimizer).__name__
-    several = "a mapping of several optimizers, each with its parameters="
-    if sparse_only:
-        raise ConfigError(
-            f"the optimizer {kind} takes sparse gradients only, and these are dense: {listed}. Use another,"
-            f" such as 'adamw' or, for both kinds, 'sgd' or 'adagrad'. Or let {kind} train the embeddings"
-            f" with sparse=True alone, in {several}"
-        ) from error
-    raise ConfigError(
-        f"the optimizer {kind} with its options does not take the sparse gradients of {listed} ({error})."
-        " Create the embedding with sparse=False, or use 'sgd' or 'adagrad' with weight_decay=0 for it, or"
-        f" 'sparseadam' in {several}"
-    ) from error
 
 
 def no_rows(parameter: nn.Parameter) -> Tensor:

@@ -21,7 +21,12 @@ from drivetrain.task.optim.config import (
     optimizer_title,
     unlike_defaults,
 )
-from drivetrain.task.optim.groups import embedding_parameters, make_groups, select_parameters
+from drivetrain.task.optim.groups import (
+    embedding_parameters,
+    make_groups,
+    named_parameters,
+    select_parameters,
+)
 from drivetrain.task.optim.quantized import check_quantized
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_schedule, warmed_up
 
@@ -89,6 +94,7 @@ def build_optimizer(
         )
     check_quantized(optimizer)
     check_parameters(optimizer)
+    check_sparse(optimizer, module)
     remember_base_rates(optimizer)
     return optimizer
 
@@ -112,6 +118,33 @@ def check_parameters(optimizer: Optimizer) -> None:
             f"the optimizer {type(optimizer).__name__.lower()!r} cannot train the {shards} sharded"
             " parameters: it computes what torch cannot compute of shards. Use strategy 'ddp', or"
             " under 'fsdp' another optimizer, such as 'adamw' or 'muon'"
+        )
+
+
+def check_sparse(optimizer: Optimizer, module: nn.Module) -> None:
+    """Check that an optimizer of torch takes sparse gradients where embeddings have them, or no others.
+
+    SGD and Adagrad without weight decay take both kinds, SparseAdam only sparse ones, the others only dense.
+    """
+    sparse = set(embedding_parameters(module, sparse=True))
+    only_sparse, kind = isinstance(optimizer, torch.optim.SparseAdam), type(optimizer).__name__
+    if not (sparse or only_sparse) or not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    takes_both = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
+    names = {each.parameter: each.names[0] for each in named_parameters(module)}
+    wrong = [
+        repr(names.get(each, "a parameter"))
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if (each in sparse) != only_sparse and not (takes_both and not group["weight_decay"])
+    ]
+    if wrong:
+        listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        raise ConfigError(
+            f"the optimizer {kind} does not take the {'dense' if only_sparse else 'sparse'} gradients of"
+            f" {listed}. 'sgd' and 'adagrad' without weight decay take both kinds, 'sparseadam' sparse ones,"
+            " and all others dense ones. Use several in a mapping, each with its parameters=, or create"
+            " embeddings with sparse=False"
         )
 
 
