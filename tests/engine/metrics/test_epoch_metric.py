@@ -88,7 +88,7 @@ def test_refusals_of_epoch_metrics() -> None:
     two, names = (ones(2, 2), ones(2)), ({"low": ones(2)}, {"top": ones(2)})
     cases: dict[str, tuple[Any, ...]] = {
         "lengths": (compute(two, (ones(1, 3), ones(1))), "(2,)", "(3,)", "EpochMetric(padding="),
-        "names": (compute(*((each, ones(2)) for each in names)), "'0/low', '0/top'"),
+        "names": (compute(*((each, ones(2)) for each in names)), "[0]['low'], [0]['top']"),
         "bool": (padded(torch.bool, -100), "bool cannot hold the padding -100"),
         "a text": (compute((ones(1), "text")), "a str", "transform="),
         "a class": (lambda: EpochMetric(Ordered), "not the class Ordered"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_structure, tree_unflatten
 
 from drivetrain.core.errors import DataError
 
@@ -34,36 +35,16 @@ def joined(batches: Sequence[Any], padding: float | None = PADDING) -> Any:
     Args:
         padding: The value that fills up shorter rows; None refuses rows of different shapes.
     """
-    pieces: dict[str, list[np.ndarray[Any, Any]]] = {place: [] for place, _ in _leaves(batches[0])}
-    for batch in batches:
-        leaves = dict(_leaves(batch))
-        if differing := sorted(leaves.keys() ^ pieces.keys()):
+    flat = [{keystr(place): leaf for place, leaf in tree_leaves_with_path(each)} for each in batches]
+    for leaves in flat:
+        if differing := sorted(leaves.keys() ^ flat[0].keys()):
             raise ValueError(
-                f"the outputs of one batch have {len(leaves)} arrays, those of another {len(pieces)};"
-                f" not both have {', '.join(map(repr, differing))}. A metric over the whole set needs the"
-                " same ones from each"
+                f"the outputs of one batch have {len(leaves)} arrays, those of another {len(flat[0])};"
+                f" not both have {', '.join(differing)}. A metric over the whole set needs the same ones from"
+                " each"
             )
-        for place, leaf in leaves.items():
-            pieces[place].append(leaf)
-    whole = iter([_join(each, padding) for each in pieces.values()])
-    return _mapped(lambda _: next(whole), batches[0])
-
-
-def _leaves(tree: Any, place: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield the arrays with their places, such as "0/logits"."""
-    if isinstance(tree, (Mapping, tuple)):
-        for name, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _leaves(each, f"{place}/{name}" if place else str(name))
-    else:
-        yield place, tree
-
-
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {name: _mapped(function, each) for name, each in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_mapped(function, each) for each in tree)
-    return function(tree)
+    whole = [_join([leaves[place] for leaves in flat], padding) for place in flat[0]]
+    return tree_unflatten(whole, tree_structure(batches[0]))
 
 
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.validation import flag, number
@@ -170,7 +171,7 @@ class EpochMetric:
                 " rows, and EpochMetric(transform=...) makes inputs of one shape"
             ) from error
         if self.tensors:
-            inputs = _as_tensors(inputs)
+            inputs = tree_map(torch.from_numpy, inputs)
         first, named = _arguments(self.function, inputs)
         try:
             return self.function(*first, **named)
@@ -208,12 +209,6 @@ def _kept(value: Any) -> Any:
 def _is_column(value: Any) -> bool:
     """Return whether it is a list with one number for each sample."""
     return isinstance(value, list) and all(isinstance(each, (bool, int, float)) for each in value)
-
-
-def _as_tensors(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _as_tensors(each) for name, each in value.items()}
-    return tuple(map(_as_tensors, value)) if isinstance(value, tuple) else torch.from_numpy(value)
 
 
 def _arguments(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
