@@ -23,7 +23,8 @@ from drivetrain.core.files import make_directory
 from drivetrain.core.messages import columns, logger
 from drivetrain.core.validation import by_name, check_names, count, flag, local_path, one_of
 from drivetrain.distributed.failure.named_places import register_opaque
-from drivetrain.run.phases import Phases, phases_of
+from drivetrain.run.clock import Clock
+from drivetrain.run.phases import timing_parts
 from drivetrain.run.settings import has_run_dir
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Profile(Callback):
         if self.ranks is None or ranks.rank in self.ranks:
             session = _ProfileSession(self, run, _made(folder), ranks.rank)
             try:
-                with phases_of(run, session.phases, session.before_step):
+                with timing_parts(run, session.before_step):
                     yield
             except BaseException:
                 self.files = session.end()
@@ -186,7 +187,7 @@ class _ProfileSession:
     """The profile of one fit on one rank."""
 
     def __init__(self, profile: Profile, run: Run, folder: Path, rank: int) -> None:
-        self.phases = Phases()
+        self.clock = run.clock = Clock()
         self._profile = profile
         self._run = run
         self._folder = folder
@@ -231,8 +232,8 @@ class _ProfileSession:
             self._range = None
 
     def _not_traced(self) -> AbstractContextManager[None]:
-        self.phases.traced = False  # the profiler ends inside, and so would this phase's range
-        return self.phases.phase("profiling")
+        self.clock.traced = False  # the profiler ends inside, and so would this phase's range
+        return self.clock.span("profiling")
 
     def _change(self, before: ProfilerAction, action: ProfilerAction) -> None:
         if before is ProfilerAction.RECORD_AND_SAVE or action not in _ACTIVE:
@@ -259,7 +260,7 @@ class _ProfileSession:
             torch.cuda.memory._record_memory_history(stacks="python")
         if self._profiler is not None:
             self._profiler.start_trace()
-            self.phases.traced = True
+            self.clock.traced = True
         if "python" in self._profile.kinds:
             self._start_python()
 
@@ -330,10 +331,10 @@ class _ProfileSession:
             "seconds": passed,
             "phases": [
                 {"name": name, "calls": each.calls, "seconds": each.seconds, "own_seconds": each.own}
-                for name, each in self.phases.found.items()
+                for name, each in self.clock.found.items()
             ],
         }
-        text = _table(content, self.phases)
+        text = _table(content, self.clock)
         if self._profile.show and self._run.is_main:
             _LOG.info(text)
         name = f"table-steps-{first}-{last}"
@@ -423,14 +424,14 @@ def _list_functions(profile: cProfile.Profile, path: Path) -> None:
         pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(_ROWS)
 
 
-def _table(content: Mapping[str, Any], phases: Phases) -> str:
+def _table(content: Mapping[str, Any], clock: Clock) -> str:
     """Return the table as a text: the phases with the longest time of their own first."""
     whole, (first, last) = content["seconds"], content["steps"]
     rows = [("phase", "calls", "seconds", "own", "own %", "ms a call")]
-    for name, each in sorted(phases.found.items(), key=lambda row: row[1].own, reverse=True):
+    for name, each in sorted(clock.found.items(), key=lambda row: row[1].own, reverse=True):
         mean = f"{1e3 * each.seconds / each.calls:.3f}" if each.calls else ""
         rows.append((name, str(each.calls), *_seconds(each.seconds, each.own, whole), mean))
-    other = whole - phases.seconds
+    other = whole - sum(each.own for each in clock.found.values())
     rows.append(("other", "", *_seconds(other, other, whole), ""))
     device, rank = content["device"], content["rank"]
     title = f"profile of steps {first} to {last} on rank {rank}, {device!r}: {whole:.3f} s of the host"

@@ -27,6 +27,9 @@ from drivetrain.run.state import RunState
 SPENT = ("set-up", "data", "compute", "evaluation", "save", "restore")
 """The kinds of time that an attempt can measure; lost work and waiting are computed from later attempts."""
 
+_SPANS = {"evaluation": "validation", "save": "saving", "restore": "restoring"}
+"""The names of the spans, on the run's clock, of the kinds that `Ledger.timed` takes."""
+
 _BETWEEN = 1.0
 """Seconds between two lines that only show that the attempt is alive."""
 
@@ -129,11 +132,12 @@ class Ledger:
 
         The time of "restore" is stored here only, because the restored state has a `timing` of its own.
         """
-        start = perf_counter()
+        clock = self._run.clock
+        clock.begin(_SPANS[kind])
         try:
             yield
         finally:
-            seconds = perf_counter() - start
+            seconds = clock.end()
             if kind == "restore":
                 self._restored += seconds
             else:

@@ -464,7 +464,8 @@ class Run(RunState):
         """
         lost = f"{lost} {self.progress.steps}"
         try:
-            yield
+            with self.clock.span(type(logger).__name__):
+                yield
         except OSError as error:
             if not self.save_errors.tolerates:
                 lost = f"{lost} was not saved: {words_of(error)}"

@@ -11,6 +11,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.weighting import StepResult
+from drivetrain.run.clock import Clock
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.save_errors import SaveErrors
 from drivetrain.task.task import TaskModule
@@ -91,6 +92,7 @@ class RunState:
         self.outputs: Any = None
         self.evaluation = Evaluation()
         self.device_wait = 0.0
+        self.clock = Clock()
         self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}
         self.stop_reason: str | None = None
         self.postponed: str | None = None
