@@ -1,6 +1,7 @@
 """Ranks of a program that cannot be run again: copies of it, which leave nothing behind."""
 
 import json
+import multiprocessing
 import sys
 
 import pytest
@@ -49,6 +50,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "2")
         assert_refused(StrategyError, {"a rank": (lambda: fork_ranks(int, 2), "one of 2 already")})
+    with monkeypatch.context() as patch:
+        patch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+        wanted = "daemonic, as a worker of multiprocessing.Pool", "ProcessPoolExecutor"
+        assert_refused(StrategyError, {"a worker": (lambda: fork_ranks(int, 2), *wanted)})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     wanted = ("CUDA is in use", "start it as a script")
     assert_refused(StrategyError, {"CUDA": (lambda: fork_ranks(int, 2), *wanted)})

@@ -17,7 +17,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from drivetrain.core.errors import shown
+from drivetrain.core.errors import StrategyError, shown
 from drivetrain.distributed.failure.messages import Cause, shortened
 from drivetrain.distributed.launch.children import Child, end_with_parent, ending, parent_mark, started
 
@@ -49,6 +49,9 @@ class Call:
         cause: Why the call has failed: the error, with its whole traceback, or how the process ended. None if
             it has not failed.
         moment: The time of the end on `monotonic`'s clock, which all processes of a machine share.
+
+    Raises:
+        StrategyError: This process cannot start others.
     """
 
     def __init__(
@@ -59,6 +62,11 @@ class Call:
         method: str = _START_METHOD,
         lasts: bool = False,
     ) -> None:
+        if multiprocessing.current_process().daemon:
+            raise StrategyError(
+                "this process is daemonic, as a worker of multiprocessing.Pool is, and so it cannot start"
+                " processes. Use concurrent.futures.ProcessPoolExecutor, whose workers can"
+            )
         context: Any = multiprocessing.get_context(method)
         self._pipe, sender = context.Pipe(duplex=False)
         process = context.Process(target=_answer, args=(function, rank, sender, parent_mark(lasts)))
@@ -99,7 +107,6 @@ class Call:
         """Kill the process if it still runs."""
         self._process.kill()
         self._process.join()
-        self._process.close()
         self._pipe.close()
 
 
