@@ -43,7 +43,7 @@ class BatchSizeResult:
     peaks: dict[int, int | None] = field(default_factory=dict)
 
 
-class _Repeated(Dataset[Any]):
+class _RepeatedSamples(Dataset[Any]):
     """The samples of a dataset again and again, so that each step has a whole batch."""
 
     def __init__(self, data: Any, length: int) -> None:
@@ -149,7 +149,7 @@ def _peak(
     each = size * most(settings.gradient_accumulation_steps) * strategy.world_size
     options = {"max_steps": 2, "callbacks": (report,), "batch_size": size, "log_every": None}
     try:
-        probe(settings, task, _Repeated(data, 2 * each), fit, **options)
+        probe(settings, task, _RepeatedSamples(data, 2 * each), fit, **options)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
