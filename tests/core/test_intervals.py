@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, Trigger
+from drivetrain.core.calendar import Calendar, Trigger
+from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 
 # How intervals are written.
@@ -55,33 +56,35 @@ def steps(per_epoch: int, epochs: int, skipped: Any = ()) -> Iterator[tuple[int,
             progress.epoch_steps = 0
 
 
+def of(per_epoch: int | None) -> Calendar:
+    return Calendar(length=per_epoch, counts_samples=False)
+
+
 def due(trigger: Trigger, *run: Any) -> list[int]:
     return [window for window, *state in steps(*run) if trigger.due(*state)]
 
 
 def test_a_delayed_trigger_is_not_due_before_it_begins() -> None:
     points = ("7 steps", "8 steps", "1 epoch", "1.5 epochs", "13 samples", "9 seconds", "3 epochs")
-    found = [due(DelayedTrigger(Every(2), Every(begins), 5), 5, 2) for begins in points]
+    found = [due(Trigger(Every(2), of(5), begins=Every(begins)), 5, 2) for begins in points]
     assert found == [[8, 10], [8, 10], [6, 8, 10], [8, 10], [8, 10], [10], []]
     # The end of an epoch is the point at which the next one begins.
-    assert due(DelayedTrigger(Every("1 epoch"), Every("2 epochs"), None), 5, 3) == [10, 15]
+    assert due(Trigger(Every("1 epoch"), begins=Every("2 epochs")), 5, 3) == [10, 15]
 
 
 def test_the_first_step_is_due_once() -> None:
-    found = [due(FirstStepTrigger(Every(every), 5), 5, 1) for every in (3, "1 step", "1 epoch")]
+    found = [due(Trigger(Every(each), of(5), first_step=True), 5, 1) for each in (3, "1 step", "1 epoch")]
     assert found == [[1, 3], [1, 2, 3, 4, 5], [1, 5]]
-    assert due(FirstStepTrigger(Every(4), 5), 5, 1, {1, 3}) == [2]
-    trigger = FirstStepTrigger(Every(4), 5)
+    trigger = Trigger(Every(4), of(5), first_step=True)
+    assert due(trigger, 5, 1, {1, 3}) == [2]
     trigger.start(Progress(steps=1, epoch_steps=1))
     assert not trigger.due(Progress(steps=1, epoch_steps=1, skipped=1), False)
-    assert not Trigger(None, 5).due(Progress(steps=1, epoch_steps=1), False)
+    assert not Trigger(None).due(Progress(steps=1, epoch_steps=1), False)
 
 
 def test_an_interval_of_steps_may_end_with_epochs_too() -> None:
     for steps, found in ((7, [5, 7, 10, 14, 15]), (4, [4, 5, 8, 10, 12, 15]), (5, [5, 10, 15])):
-        trigger = Trigger(Every(steps))
-        trigger.ends_epochs = True
-        assert due(trigger, 5, 3) == found
+        assert due(Trigger(Every(steps), ends_epochs=True), 5, 3) == found
 
 
 # Random runs and one rule for every unit: an interval has ends on a clock of its unit. After a step, and
@@ -155,7 +158,7 @@ def expected(case: Case) -> list[int]:  # the windows after which the interval i
 
 def found(case: Case) -> list[int]:
     """The windows after which `Trigger` says that it is due, asked as a run asks it."""
-    trigger, progress, due = Trigger(case.every, case.per_epoch), Progress(), []
+    trigger, progress, due = Trigger(case.every, of(case.per_epoch)), Progress(), []
     for number, window in enumerate(case.windows):
         progress.samples += window.samples
         progress.tokens += window.tokens
@@ -172,7 +175,7 @@ def found(case: Case) -> list[int]:
         if window.restarts and window.is_asked:
             stored, progress = progress.to_json(), Progress()
             progress.load_json(dict(stored))
-            trigger = Trigger(case.every, case.per_epoch)
+            trigger = Trigger(case.every, of(case.per_epoch))
             trigger.start(progress)
     return due
 

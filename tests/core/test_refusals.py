@@ -7,8 +7,9 @@ from typing import Any
 from tests.support.refusals import assert_refused
 
 from drivetrain import ConfigError
+from drivetrain.core.calendar import Calendar, Trigger
 from drivetrain.core.errors import CheckpointError
-from drivetrain.core.intervals import Every, Trigger
+from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import host_state, load_host_state
 from drivetrain.core.registry import Registry
@@ -39,7 +40,7 @@ def test_intervals_and_stages_that_are_refused() -> None:
         **{repr(spec): (lambda spec=spec: Every(spec), *words) for spec, words in intervals.items()},
         "text and unit": (lambda: Every("3", "epochs"), "takes a number and a unit"),
         "length": (lambda: Trigger(Every("0.5 epochs"), None), "0.5 epochs needs data of known length"),
-        "parts": (lambda: Trigger(Every("1.5 epochs"), 10), "1.5 epochs needs whole epochs"),
+        "parts": (lambda: Trigger(Every("1.5 epochs"), Calendar(length=10)), "1.5 epochs needs whole epochs"),
         **{name: (lambda it=it: Stages("steps", it), word) for name, (it, word) in stages.items()},
         "ramp": (lambda: ramp(8, 30, over=10, by=4), "30 is not reached from 8 in steps of 4"),
     }

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import DataError
+from drivetrain.core.progress import Progress
+from drivetrain.core.stages import Stages
 from drivetrain.data import Feed, Measure, Transfer, Window, as_source
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -63,8 +65,7 @@ def test_windows_are_full_but_for_the_last_which_is_marked(kind: str) -> None:
     for count, accumulation, limit, expected in WINDOWS:
         read = feed(KINDS[kind](count), accumulation=accumulation, limit=limit)
         assert shown(read.windows(0)) == expected, (count, accumulation, limit)
-        if read.steps_per_epoch is not None:
-            assert read.steps_per_epoch == len(expected)
+        assert read.calendar.steps_per_epoch in (None, len(expected))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -185,3 +186,28 @@ def test_a_bare_iterable_dataset_gives_samples_with_a_batch_size_and_batches_wit
     assert batch.shape == (3,)
     with pytest.raises(DataError, match=r"IterableDataset \(Counter\), and num_workers=2 was given"):
         as_source(Counter(), "training", seed=0, batch_size=4, num_workers=2)
+
+
+def test_workers_that_make_the_next_epoch_ahead_make_its_sizes() -> None:
+    sizes = Stages("batch_size", {0: 1, "4 steps": 3, "12 steps": 2})
+
+    def windows(workers: int) -> list[tuple[list[list[int]], bool]]:
+        progress, found = Progress(), []
+        source = as_source(
+            TensorDataset(torch.arange(17)), "training", 1, batch_size=1, num_workers=workers, shuffle=True
+        )
+        options: Any = {"accumulation": {0: 2, 6: 1}, "batch_sizes": sizes, "progress": progress}
+        feed = Feed(source, Transfer(CPU), **options)
+        for epoch in range(4):
+            for window in feed.windows(epoch, until=4):
+                found.append(([each.batch[0].tolist() for each in window.micro_batches], window.last))
+                progress.steps += 1
+                if window.last:
+                    break
+            progress.epoch += 1
+        feed.close()
+        return found
+
+    here = windows(0)
+    assert [[len(batch) for batch in window] for window, _ in here[:6]] == [[1, 1]] * 4 + [[3, 3], [3]]
+    assert windows(2) == here

@@ -242,7 +242,7 @@ def test_a_limit_and_the_steps_of_an_epoch_count_rounds():
     assert source.count() == 9
     assert source.count(96) == 1
     feed = Feed(source, CPU, accumulation=2, limit=5)
-    assert (feed.batches_per_epoch, feed.steps_per_epoch) == (5, 3)
+    assert (feed.batches_per_epoch, feed.calendar.steps_per_epoch) == (5, 3)
     windows = list(feed.windows(0))
     assert [(len(each.micro_batches), each.last) for each in windows] == [(2, False), (2, False), (1, True)]
     assert sum(each.advance for window in windows for each in window.micro_batches) == 60

@@ -13,6 +13,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drivetrain import Callback, CheckpointConfig, OptimizerConfig, Run
+from drivetrain.core.calendar import Trigger
+from drivetrain.core.intervals import Every
+from drivetrain.trainer.assembly import planned_totals
+from drivetrain.trainer.plan.counts import Epoch, firings
 
 SAMPLES = 23
 
@@ -115,6 +119,24 @@ def test_a_scheduled_fit_resumed_after_any_step_is_bitwise_the_uninterrupted_one
         seen, trained, _ = fitted(resume=str(path), **options)
         assert seen.windows == whole.windows[int(path.name.rpartition("-")[2]) :]
         assert weights(trained) == weights(expected)
+
+
+def test_a_plan_counts_what_is_due_after_each_step_of_every_schedule() -> None:
+    for options in ({"gradient_accumulation_steps": 3}, *SCHEDULES):
+        settings = quiet(**{"batch_size": 2, "max_epochs": 3.5, **options})
+        epoch = Epoch(settings, Regression(), Numbered())
+        totals = planned_totals(settings, epoch.feed, 1)
+        for every, how in (
+            (3, {"ends_epochs": True}),
+            (1, {"first_step": True}),
+            ("0.3 epochs", {"first_step": True}),
+            ("0.5 epochs", {"begins": Every("1.5 epochs")}),
+            ("40 samples", {"begins": Every(5)}),
+        ):
+            trigger = Trigger(Every(every), totals.calendar, **how)
+            found, after = firings(trigger, epoch, totals), map(epoch.after, range(1, totals.steps + 1))
+            due = [at.steps for at in after if trigger.due(at, not at.epoch_steps)]
+            assert (found.times, found.first, found.last) == (len(due), due[0], due[-1]), (options, every)
 
 
 def test_the_gradient_of_each_scheduled_window_is_that_of_its_samples() -> None:

@@ -24,8 +24,8 @@ from drivetrain import (
     OptimizerConfig,
     TorchSchedule,
 )
+from drivetrain.core.calendar import Totals
 from drivetrain.core.progress import Progress
-from drivetrain.core.totals import Totals
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
 from drivetrain.task.model_info import ModelInfo
 

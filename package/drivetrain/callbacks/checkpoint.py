@@ -22,8 +22,8 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.export import write_weights
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.module_state import module_state
+from drivetrain.core.calendar import Trigger
 from drivetrain.core.errors import CheckpointError, NonFiniteError
-from drivetrain.core.intervals import Trigger
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.distributed.failure.named_places import named_place, register_opaque
@@ -111,7 +111,7 @@ class CheckpointSaver(Callback):
             run.frozen.watch(run.task)
         self._is_checked = False
         self._triggers = {
-            each.interval_name: Trigger(each.interval, run.totals.per_epoch)
+            each.interval_name: Trigger(each.interval, run.totals.calendar)
             for each in self.policies
             if each.interval_name is not None
         }

@@ -10,10 +10,10 @@ from torch import nn
 
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.core.calendar import Point, Totals
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.intervals import Every, Point
+from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
-from drivetrain.core.totals import Totals
 from drivetrain.core.validation import by_name, globs
 from drivetrain.task.optim.groups import matches_part, named_parameters, names_matching
 
@@ -185,8 +185,8 @@ class Freeze(Callback):
 
     def _follow(self, run: Run) -> None:
         """Freeze what is frozen at the run's progress, and train all else."""
-        per_epoch = run.totals.per_epoch
-        points = {name: Point(each, per_epoch) for name, each in self.until.items() if each is not None}
+        calendar = run.totals.calendar
+        points = {name: Point(each, calendar) for name, each in self.until.items() if each is not None}
         before = self._pending
         self._pending = {name: each for name, each in points.items() if not each.reached(run.progress)}
         patterns = [name for name in self.until if name not in points or name in self._pending]

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.lambda_callback import LambdaCallback
+from drivetrain.core.calendar import Trigger
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.intervals import Every, Trigger
+from drivetrain.core.intervals import Every
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run

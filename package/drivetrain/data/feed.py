@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from drivetrain.core.calendar import Calendar, Place
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.intervals import exact
 from drivetrain.core.messages import logger
@@ -21,15 +22,12 @@ from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.sources import Source
 from drivetrain.data.split_source import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
-from drivetrain.data.window_plan import Place, WindowPlan
 from drivetrain.data.workers.pool import LookAhead
 
 _LOG = logger(__name__)
 
 Compare = Callable[[Evidence | None], None]
 Cut = Callable[[Batch, int], Batch]
-
-_STEPS = "gradient_accumulation_steps"
 
 
 class Window(NamedTuple):
@@ -97,16 +95,11 @@ class SizedEpoch:
         feed, source, transfer = self._feed, self._feed.source, self._feed.transfer
         limit = feed.left(done)
         micro_batches = feed.micro_batches(epoch, position, limit, until, done, move=False)
-        left = source.count(position) or 0
         feed.note_length(epoch)
-        left = left if limit is None else min(left, limit)
         transfer.following = None
-        if not left:
-            next(micro_batches, None)  # raises if there is no data at all
-            return
         ahead = source.made_ahead and transfer.draws_ahead
         drawn: list[MicroBatch] = []
-        for size, last in feed.sizes(left):
+        for size, last in feed.calendar.windows():
             window = [*drawn, *islice(micro_batches, size - len(drawn))]
             if len(window) < size:
                 return
@@ -115,6 +108,7 @@ class SizedEpoch:
                 drawn = [] if last else list(islice(micro_batches, 1))
                 transfer.following = drawn[0] if drawn else None
             yield Window(window, last)
+        next(micro_batches, None)  # raises if there is no data at all
 
 
 class StreamEpoch:
@@ -151,7 +145,7 @@ class StreamEpoch:
         source.seed_epoch(epoch)
         self.state = source.snapshot() if state is None else state
         ahead = source.made_ahead and transfer.draws_ahead
-        for size in repeat(feed.accumulation) if feed.plan is None else feed.plan.endless():
+        for size, _ in feed.calendar.windows():
             first = [] if self.following is None else [self.following]
             window = [*first, *islice(self._micro_batches, size - len(first))]
             if not window:
@@ -203,7 +197,7 @@ class Feed:
 
     Attributes:
         accumulation: The largest number of micro-batches per window.
-        plan: The sizes of the windows, if anything changes during a run.
+        calendar: The windows of a fit with this data, planned from its length at the start of the last epoch.
         transfer: What moves its batches.
         left_early: Whether the last epoch was left before its data ended.
 
@@ -231,7 +225,6 @@ class Feed:
         self._given_limit = limit
         if limit is not None:
             _whole(limit, source)  # which may be impossible
-        self._length = self._length_now()
         self._epoch: SizedEpoch | StreamEpoch | None = None  # the last one read
         self._expected: list[Fingerprint] | None = None
         self.left_early = False
@@ -242,9 +235,11 @@ class Feed:
         self._progress = Progress() if progress is None else progress
         self._cut: Cut | None = None
         self._length_told = False
-        self.plan: WindowPlan | None = None
-        if batch_sizes is not None or isinstance(accumulation, Mapping):
-            self.plan = self._make_plan(accumulation, batch_sizes)
+        size = 1 if source.samples_per_epoch is None else source.batch_size or 1
+        self.calendar = self._make_calendar(accumulation, batch_sizes or size)
+        _check_unit("gradient_accumulation_steps", self.calendar.batches, self.calendar)
+        if batch_sizes is not None:
+            source.follow(self.calendar)
 
     @property
     def limit(self) -> int | None:
@@ -273,25 +268,18 @@ class Feed:
         """Call `compare` with the evidence of the first round, or with None if there is no batch."""
         self._compare, self.source.needs_evidence = compare, True
 
-    def _make_plan(
-        self, accumulation: int | Mapping[Any, int], batch_sizes: Stages | None = None
-    ) -> WindowPlan:
+    def _make_calendar(self, batches: Mapping[Any, int] | int, batch_sizes: Stages | int) -> Calendar:
         source = self.source
-        samples, size = source.samples_per_epoch, 1
-        if samples is not None and source.batch_size is not None:
-            size = source.batch_size
-        plan = WindowPlan(
-            Stages(_STEPS, accumulation),
-            batch_sizes or Stages("batch_size", size),
-            samples=samples,
-            rounds=None if samples is not None else source.count(),
+        return Calendar(
+            batches,
+            batch_sizes,
+            length=self._length_now(),
+            counts_samples=source.samples_per_epoch is not None,
             shards=source.shard.size,
             limit=self.limit,
+            drop_last=source.drop_last,
+            exact=source.exact,
         )
-        if batch_sizes is not None:
-            source.follow(plan)
-        _check_unit(_STEPS, plan.batches, plan)
-        return plan
 
     def cut(self, lengths: Stages, cut: Cut, name: str) -> None:
         """Pass each batch, with the number that holds for it, through a function before it is counted.
@@ -307,10 +295,8 @@ class Feed:
         """
         if self._cut is not None:
             raise ConfigError(f"two {name}s would cut the same batches. Give one")
-        plan = self._make_plan(self.accumulation) if self.plan is None else self.plan
-        _check_unit(name, lengths, plan)
-        plan.lengths = lengths
-        self.plan, self._cut = plan, cut
+        _check_unit(name, lengths, self.calendar)
+        self.calendar.lengths, self._cut = lengths, cut
 
     @property
     def samples_per_step(self) -> int | None:
@@ -318,26 +304,17 @@ class Feed:
         unknown.
         """
         size, shard = self.source.batch_size, self.source.shard.size
-        steps = self.accumulation if self.plan is None else self.plan.batches.first
-        return None if size is None else size * shard * steps
+        return None if size is None else size * shard * self.calendar.batches.first
 
     @property
     def batches_per_epoch(self) -> int | None:
         """The number of micro-batches in an epoch, of the current one if it changes; None if unknown."""
-        if self.plan is not None and len(self.plan.batch_size) > 1:
-            return self.plan.rounds_in(self._progress.epoch)
+        if len(self.calendar.batch_size) > 1:
+            return self.calendar.rounds_in(self._progress.epoch)
         count = self.source.count()
         if self.limit is None or count is None:
             return count
         return min(count, self.limit)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """The number of windows in an epoch; None if unknown, or if `plan` has it by epoch."""
-        if self.plan is not None and self.plan.varies:
-            return None
-        count = self.batches_per_epoch
-        return None if count is None else -(-count // self.accumulation)
 
     def begin(self, epoch: int = 0, position: int = 0, done: int = 0, until: int | None = 0) -> None:
         """Let workers begin with the batches that `windows` yields with the same arguments.
@@ -348,16 +325,14 @@ class Feed:
         self._begin(epoch, position, self.left(done), until, done)
 
     def _begin(self, epoch: int, position: int, limit: int | None, until: int | None, done: int = 0) -> None:
-        if self.plan is not None:
-            self.plan.begin(self._place(epoch, position, done))
+        self.calendar.begun = self._place(epoch, position, done)
         if limit is None or limit > 0:
             self.source.begin(epoch, position, limit, LookAhead(until, self.limit))
 
     def _place(self, epoch: int, position: int, done: int) -> Place:
-        """Return a position of an epoch as a place in the plan."""
-        progress, plan = self._progress, self.plan
-        assert plan is not None
-        if not plan.counts_samples:  # positions of such data are its own
+        """Return a position of an epoch as a place in the calendar."""
+        progress = self._progress
+        if not self.calendar.counts_samples:  # positions of such data are its own
             left = self.source.count(position) if self.source.exact else None
             position = done if left is None else (self.source.count() or 0) - left
         return Place(epoch, position, done, progress.steps + progress.skipped, progress.samples)
@@ -411,31 +386,26 @@ class Feed:
         Raises:
             DataError: The sizes of the windows were planned for that one.
         """
-        now = self._length_now()
-        if now == self._length:
+        now, calendar = self._length_now(), self.calendar
+        if now == calendar.length:
             return
         what = (
-            f"the {self.source.name} data has the length {now} in epoch {epoch} and had {self._length} before"
+            f"the {self.source.name} data has the length {now} in epoch {epoch} and had"
+            f" {calendar.length} before"
         )
-        if self.plan is not None:
+        if calendar.varies or calendar.lengths is not None:
             raise DataError(
                 f"{what}, and the stages of a batch size, of gradient_accumulation_steps or of a sequence"
                 " length are planned for that. Use one number instead of stages, or data of one length"
             )
+        self.calendar = self._make_calendar(calendar.batches, calendar.batch_size)
+        self.calendar.begun = calendar.begun
         if not self._length_told and self.source.shard.rank == 0:
             self._length_told = True
             _LOG.info(
                 f"{what}. Schedules, and intervals in parts of an epoch, stay as they were planned at the"
                 " start"
             )
-
-    def sizes(self, left: int) -> Iterator[tuple[int, bool]]:
-        """Return the micro-batches of each window of the `left` of an epoch, and whether it is the last."""
-        if self.plan is not None:
-            return self.plan.windows()
-        before = max(0, -(-left // self.accumulation) - 1)
-        rest = left - before * self.accumulation
-        return chain(repeat((self.accumulation, False), before), ((rest, True),))
 
     def snapshot(self) -> dict[str, Any]:
         """Return where the data goes on after the last window yielded; all processes must call it."""
@@ -484,7 +454,7 @@ class Feed:
             return
         number, checked = 0, -1
         counted: MicroBatch | None = None
-        is_plain, lengths = self._is_plain(), self._lengths()
+        is_plain, lengths = self._is_plain(), self.calendar.sequence_lengths()
         self._begun_at, self._waits_for = (epoch, position), 0
         try:
             for batch, advance, samples, *of_round in self._fetched(epoch, position):
@@ -550,10 +520,6 @@ class Feed:
                 " a single sample, pass DataLoader(data, batch_size=32)"
             )
 
-    def _lengths(self) -> Iterator[int]:
-        plan = self.plan
-        return iter(()) if plan is None else plan.lengths_from(self.source.exact)
-
     def _number(self, position: int, round_: int, is_placeholder: bool) -> int:
         """Return the number in its epoch of this process's batch in a round after a position."""
         if self.source.is_split:
@@ -574,8 +540,8 @@ class Feed:
         )
 
 
-def _check_unit(name: str, stages: Stages, plan: WindowPlan) -> None:
-    if stages.unit == "samples" and not plan.counts_samples:
+def _check_unit(name: str, stages: Stages, calendar: Calendar) -> None:
+    if stages.unit == "samples" and not calendar.counts_samples:
         raise ConfigError(
             f"{name}={stages!r} changes after samples, which needs training data that is a dataset with a"
             " length, read without a batch sampler of your own. Give the points in steps or epochs"

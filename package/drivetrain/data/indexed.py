@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.random_streams import ORDER, batch_stream, mix, mix_next, seed_host
 from drivetrain.data.fingerprint import Fingerprint
@@ -32,7 +33,6 @@ from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, r
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
 from drivetrain.data.sources import Fetched, Source, length_of
-from drivetrain.data.window_plan import WindowPlan
 from drivetrain.data.workers.ends import lacks_shared_memory
 from drivetrain.data.workers.pool import LookAhead, RequestedBatches, Workers
 
@@ -92,10 +92,10 @@ class IndexedSource(Source):
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = batch_size if isinstance(batch_size, int) and not ready else None
         self._batch_size: int = self.batch_size or 1
-        self._plan: WindowPlan | None = None  # of the batch sizes, if they change
+        self._calendar: Calendar | None = None  # of the batch sizes, if they change
         self._numbers: dict[int, int] = {}  # for a user's batch sampler: each batch's number by its start
         reads_all = ready or (every_sample and loader.batch_size is not None)
-        self._drop_last = bool(described.drop_last) and not reads_all
+        self.drop_last = bool(described.drop_last) and not reads_all
         self.knows_samples = not ready
         self._noted: tuple[str, int] | None = None
         self._epoch_length: int | None = None
@@ -168,9 +168,9 @@ class IndexedSource(Source):
             take = drawn(islice(self._order.replayed(self._order.sampler, epoch), position, None))
         else:
             order = self._order.indices(epoch)
-            if self._plan is None and self.shard.size == 1:
+            if self._calendar is None and self.shard.size == 1:
                 # Python's own iterators: a generator here would be one more call in every step.
-                end = len(order) - size + 1 if self._drop_last else len(order)
+                end = len(order) - size + 1 if self.drop_last else len(order)
                 starts = range(position, end, size)
                 ends = range(position + size, end + size, size)
                 return zip(starts, map(order.__getitem__, map(slice, starts, ends)), strict=True)
@@ -178,8 +178,8 @@ class IndexedSource(Source):
             def take(start: int, stop: int) -> Any:
                 return order[start:stop]
 
-        sizes = repeat(size) if self._plan is None else self._plan.batch_sizes(epoch)
-        return sliced(take, position, sizes, self._drop_last, self.shard)
+        sizes = repeat(size) if self._calendar is None else self._calendar.batch_sizes(epoch)
+        return sliced(take, position, sizes, self.drop_last, self.shard)
 
     def _note_order(self, batch: IndexBatch, whole: Any) -> None:
         """Note a round's indices, and have some of its samples fingerprinted with one of its batches."""
@@ -201,15 +201,14 @@ class IndexedSource(Source):
                 yield start + used, indices[used:] if used else indices
             start = end
 
-    def follow(self, plan: WindowPlan) -> None:
-        """Make batches of the sizes of a plan."""
-        self._plan = plan
+    def follow(self, calendar: Calendar) -> None:
+        """Make batches of the sizes of a calendar."""
+        self._calendar = calendar
 
     @property
     def samples_per_epoch(self) -> int | None:
         """The number of samples of an epoch that begins now."""
-        length = self._order.length() if self.batch_size is not None and self._batch_sampler is None else None
-        return length if length is None or not self._drop_last else length - length % self._batch_size
+        return self._order.length() if self.batch_size is not None and self._batch_sampler is None else None
 
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
         """Ask for the dataset's length, and let the workers, if any, make the batches that are read next."""
@@ -349,8 +348,8 @@ class IndexedSource(Source):
 
     def number(self, position: int) -> int:
         """Return a batch's number. A user's batch sampler must have been drawn that far."""
-        if self._plan is not None:
-            return self._plan.batches_before(position)
+        if self._calendar is not None:
+            return self._calendar.batches_before(position)
         return self._numbers.get(position, position // self._batch_size)
 
     def count(self, position: int = 0) -> int | None:
@@ -362,7 +361,7 @@ class IndexedSource(Source):
         if length is None:
             return None
         left = max(0, length - position)
-        batches = left // self._batch_size if self._drop_last else -(-left // self._batch_size)
+        batches = left // self._batch_size if self.drop_last else -(-left // self._batch_size)
         return rounds(batches, self.shard)
 
     def start(self, epoch: int, number: int) -> int:
@@ -392,8 +391,8 @@ class IndexedSource(Source):
         return {
             "kind": "a dataset",
             "the number of samples in its dataset": len(self._dataset),
-            "its batch size": self._batch_size if self._plan is None else repr(self._plan.batch_size),
-            "its drop_last": self._drop_last,
+            "its batch size": self._batch_size if self._calendar is None else repr(self._calendar.batch_size),
+            "its drop_last": self.drop_last,
             "the seed of its order": self._seed,
             "its sampler": type(getattr(described, "sampler", described)).__name__,
             "its number of samples in an epoch": self._order.length(),

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
+from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
@@ -28,7 +29,6 @@ from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.repeats import Repeats
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BadBatchSkipper
-from drivetrain.data.window_plan import WindowPlan
 from drivetrain.data.workers.ends import (
     WorkerEnded,
     how_ended,
@@ -61,6 +61,7 @@ class Source(ABC):
         ranks: The processes that read the data.
         seed: The seed of its order, and of what loading it draws; 0 if each process reads data of its own.
         batch_size: The number of samples of a whole batch of one process, if known.
+        drop_last: Whether samples that fill no batch are left out, if positions count samples.
         knows_samples: Whether the number of samples in a batch is known without a look at its tensors.
         is_split: Whether each process reads data of its own, rather than its part of common data.
         needs_evidence: Whether the next round must come with its `Evidence`.
@@ -77,6 +78,7 @@ class Source(ABC):
     ranks: Ranks = ALONE
     seed: int = 0
     batch_size: int | None = None
+    drop_last: bool = False
     knows_samples: bool = False
     is_split: bool = False
     needs_evidence: bool = False
@@ -86,7 +88,7 @@ class Source(ABC):
 
     @property
     def samples_per_epoch(self) -> int | None:
-        """The number of samples of an epoch, if positions count them and every batch is of `batch_size`."""
+        """The samples in an epoch's order, if positions count them and every batch is of `batch_size`."""
         return None
 
     def skip_bad_batches(self) -> None:
@@ -96,8 +98,8 @@ class Source(ABC):
             DataError: The data cannot be read on after such a batch.
         """
 
-    def follow(self, plan: WindowPlan) -> None:
-        """Make batches of the sizes of a plan; only for a source with `samples_per_epoch`."""
+    def follow(self, calendar: Calendar) -> None:
+        """Make batches of the sizes of a calendar; only for a source with `samples_per_epoch`."""
         raise NotImplementedError
 
     def waiting(self, epoch: int, number: int) -> str:

@@ -283,7 +283,7 @@ def _validate_at_end(run: Run) -> None:
     """
     if run.stop_reason is None or run.triggers.validate.every is None or not _ends_itself(run):
         return
-    if not run.validated or run.triggers.validate.is_due_by(_steps_at_end(run), run.progress):
+    if not run.validated or _is_put_off(run):
         validate(run)
 
 
@@ -293,14 +293,13 @@ def _ends_itself(run: Run) -> bool:
     return not spoiled and run.stop_reason not in (_LEFT, *run.stopping.signals)
 
 
-def _steps_at_end(run: Run) -> int:
-    """Return the steps of this epoch, skipped ones included, if the fit ends in it as planned; else 0."""
-    totals, progress, per_epoch = run.totals, run.progress, run.totals.per_epoch
-    reached = progress.epoch_batches and (progress.epoch, progress.epoch_batches) == totals.end
-    if not reached or totals.steps is None or per_epoch is None:
-        return 0
-    before = (per_epoch(epoch) if callable(per_epoch) else per_epoch for epoch in range(progress.epoch))
-    return totals.steps - sum(before)
+def _is_put_off(run: Run) -> bool:
+    """Return whether skipped steps have put off a validation until the end of a fit within an epoch."""
+    totals, progress = run.totals, run.progress
+    if not progress.epoch_batches or (progress.epoch, progress.epoch_batches) != totals.end:
+        return False
+    planned = (totals.steps or 0) - totals.calendar.windows_before(progress.epoch)
+    return run.triggers.validate.due(replace(progress, epoch_steps=planned), False)
 
 
 def _pass_boundary(run: Run) -> None:

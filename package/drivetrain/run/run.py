@@ -15,10 +15,10 @@ from drivetrain.checkpoint.format.tree import well_formed
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets
 from drivetrain.checkpoint.weights.frozen import FrozenParameters
 from drivetrain.checkpoint.weights.module_state import clean_names
+from drivetrain.core.calendar import Totals
 from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.random_streams import load_host_state, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
-from drivetrain.core.totals import Totals
 from drivetrain.core.types import Batch, CheckpointLogger, Logger
 from drivetrain.data import Feed
 from drivetrain.distributed.failure.named_places import named_place

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from drivetrain.core.intervals import Trigger
-from drivetrain.core.totals import Totals
+from drivetrain.core.calendar import Totals, Trigger
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.weighting import StepResult

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint.weights.module_state import clean_name, load_module_state
 from drivetrain.checkpoint.weights.rename import Rename
+from drivetrain.core.calendar import Totals
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import Elsewhere, missing
-from drivetrain.core.totals import Totals
 from drivetrain.core.types import Batch, StepOutput
 from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size, described

@@ -21,14 +21,14 @@ from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import load_module_state
+from drivetrain.core.calendar import Calendar, Totals, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import odd_kind
-from drivetrain.core.intervals import DelayedTrigger, Every, FirstStepTrigger, PerEpoch, Trigger, exact
+from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
-from drivetrain.core.totals import Totals
 from drivetrain.core.validation import duration
 from drivetrain.data import Feed, map_tensors
 from drivetrain.data.consistency import check_data
@@ -152,38 +152,21 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
         raise
 
 
-def _in_epochs(feed: Feed, max_epochs: float) -> tuple[int, tuple[int, int]] | None:
-    """Return the steps of so many epochs, and where they end: the epoch, and the micro-batches of it that
-    are trained on. None if the length of an epoch is unknown.
-    """
-    epochs, per_epoch, plan = math.ceil(max_epochs), feed.steps_per_epoch, feed.plan
-    whole = epochs, 0
-    if per_epoch is not None:
-        steps = math.ceil(exact(max_epochs) * per_epoch)
-        if steps == epochs * per_epoch:
-            return steps, whole
-        return steps, (epochs - 1, (steps - (epochs - 1) * per_epoch) * feed.accumulation)
-    if plan is None or not plan.knows_length:
-        return None
-    before, last = plan.windows_before(epochs - 1), plan.windows_in(epochs - 1)
-    steps = before + math.ceil((1 - epochs + exact(max_epochs)) * last)
-    return steps, whole if steps == before + last else (epochs - 1, plan.after(steps).rounds)
-
-
 def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals:
     """Return the length of a fit, as far as it is known."""
     if settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
         raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
-    max_epochs, plan = settings.max_epochs, feed.plan
+    max_epochs, calendar = settings.max_epochs, feed.calendar
     known = [] if settings.max_steps is None else [settings.max_steps]
     epochs = end = None
     if max_epochs is not None:
         epochs = math.ceil(max_epochs)
         end = epochs, 0
-        in_epochs = _in_epochs(feed, max_epochs)
-        if in_epochs is not None:
-            known.append(in_epochs[0])
-            end = in_epochs[1]
+        if calendar.length is not None:
+            known.append(steps := calendar.step_of(Every(max_epochs, "epochs")))
+            if steps < calendar.windows_before(epochs):
+                last = calendar.after(steps)
+                end = last.epoch, last.rounds
         elif max_epochs != epochs:
             raise ConfigError(
                 f"max_epochs={max_epochs} needs training data of known length. Give whole epochs,"
@@ -192,7 +175,7 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
     return Totals(
         steps=min(known) if known else None,
         epochs=epochs,
-        steps_per_epoch=feed.steps_per_epoch,
+        steps_per_epoch=calendar.steps_per_epoch,
         max_steps=settings.max_steps,
         max_seconds=duration("max_time", settings.max_time),
         max_epochs=max_epochs,
@@ -202,7 +185,7 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
         world_size=world_size,
         min_steps=settings.min_steps or 0,
         min_epochs=settings.min_epochs or 0,
-        steps_in=plan.windows_in if plan is not None and plan.varies and plan.knows_length else None,
+        calendar=calendar,
     )
 
 
@@ -211,26 +194,17 @@ def every(interval: Any) -> Every | None:
     return None if interval is None else Every(interval)
 
 
-def log_interval(settings: RunSettings, per_epoch: PerEpoch | None) -> Every | None:
-    """Return the interval of logging; "auto" is an epoch if that is known to be short."""
-    if settings.log_every != "auto":
-        return every(settings.log_every)
-    steps = per_epoch(0) if callable(per_epoch) else per_epoch
-    return Every("1 epoch") if steps is not None and steps < _LOGGED else Every(_LOGGED)
-
-
-def make_triggers(settings: RunSettings, steps_per_epoch: PerEpoch | None, validates: bool) -> Triggers:
-    """Return the triggers of logging and validation."""
+def make_triggers(settings: RunSettings, calendar: Calendar, validates: bool) -> Triggers:
+    """Return the triggers of logging and validation; "auto" logs every epoch that is known to be short."""
     validate_every, begins = every(settings.validate_every), every(settings.validate_from)
-    if not validates:
-        validate = Trigger(None)
-    elif begins is None:
-        validate = Trigger(validate_every, steps_per_epoch)
-    else:
-        validate = DelayedTrigger(validate_every, begins, steps_per_epoch)
-    kind = FirstStepTrigger if settings.log_first_step else Trigger
-    log = kind(log_interval(settings, steps_per_epoch), steps_per_epoch)
-    log.ends_epochs = settings.log_every == "auto"
+    validate = Trigger(validate_every, calendar, begins=begins) if validates else Trigger(None)
+    log_every, ends_epochs = settings.log_every, False
+    if log_every == "auto":
+        ends_epochs = calendar.length is None or calendar.windows_in(0) >= _LOGGED
+        log_every = _LOGGED if ends_epochs else "1 epoch"
+    log = Trigger(
+        every(log_every), calendar, first_step=bool(settings.log_first_step), ends_epochs=ends_epochs
+    )
     return Triggers(log, validate)
 
 
@@ -322,7 +296,7 @@ def _fit_run(
         settings, engine, task, validation_data, "validation", callbacks, changes, declared
     )
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
-    triggers = make_triggers(settings, totals.per_epoch, validates=bool(feeds))
+    triggers = make_triggers(settings, totals.calendar, validates=bool(feeds))
     size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
     check_strategy_settings(settings, engine.strategy, size)
     if resume is None and not may_start_again() and starts_early(callbacks):
@@ -430,10 +404,11 @@ def _validates_late(settings: RunSettings, totals: Totals) -> str | None:
         given = every(getattr(settings, name))
         if given is None or given.unit not in ("steps", "epochs"):
             continue
-        by_steps = given.unit == "steps" or totals.steps_per_epoch is not None
-        per = totals.steps_per_epoch if given.unit == "epochs" and by_steps else 1
-        length = totals.steps if by_steps else totals.epochs
-        if length is not None and given.amount * (per or 1) > length:
+        if given.unit == "epochs" and totals.calendar.length is None:
+            late = totals.epochs is not None and given.amount > totals.epochs
+        else:
+            late = totals.steps is not None and totals.calendar.step_of(given) > totals.steps
+        if late:
             return f"{name}={str(given)!r}"
     return None
 

@@ -17,9 +17,9 @@ from tests.support.refusals import assert_refused
 from tests.support.site import site_script
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
+from drivetrain.core.calendar import Totals
 from drivetrain.core.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
 from drivetrain.core.registry import is_installed
-from drivetrain.core.totals import Totals
 from drivetrain.task.optim.build import build_optimizer
 from drivetrain.task.task import known_fit
 

@@ -277,7 +277,7 @@ class ModuleHooks(ModuleState, Callback):
         self._is_watched = any(_may_watch(each) for each in run.callbacks if each is not self)
         feed = run.train_feed
         is_steady, batches, accumulation = False, None, 1
-        if feed is not None and feed.plan is None:
+        if feed is not None and not feed.calendar.varies:
             is_steady, batches, accumulation = True, feed.batches_per_epoch, feed.accumulation
         for each in self.schedules:
             if each.reduce_on_plateau:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain.core.calendar import Totals
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.totals import Totals
 from drivetrain.data.batch import map_tensors
 from drivetrain.integrations.lightning.kinds import has_hook, is_overridden
 from drivetrain.integrations.lightning.logs import Logs, NamedLogs

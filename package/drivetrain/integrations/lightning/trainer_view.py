@@ -183,9 +183,7 @@ class TrainerView(ProcessPart):
         run = self._state.run
         if run is not None and run.train_feed is not None:
             feed, progress = run.train_feed, run.progress
-            if feed.plan is None:
-                return feed.accumulation
-            stages, steps = feed.plan.batches, progress.steps + progress.skipped
+            stages, steps = feed.calendar.batches, progress.steps + progress.skipped
             done = {"steps": steps, "epochs": progress.epoch, "samples": progress.samples}
             return stages.at(done[stages.unit])
         return self._state.totals.gradient_accumulation_steps or 1

@@ -26,9 +26,9 @@ from transformers.trainer_utils import speed_metrics
 
 from drivetrain.callbacks.base import Callback as OwnCallback
 from drivetrain.checkpoint.saving.config import rankings
+from drivetrain.core.calendar import Totals
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.messages import logger
-from drivetrain.core.totals import Totals
 from drivetrain.core.types import Stateful
 from drivetrain.distributed.processes import local_rank
 from drivetrain.engine.placeholder import has_zero_weight

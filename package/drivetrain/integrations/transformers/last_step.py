@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.core.intervals import Every, Point
+from drivetrain.core.calendar import Point
+from drivetrain.core.intervals import Every
 from drivetrain.run.run import Run
 
 
@@ -35,4 +36,4 @@ class LastStep(Callback):
             run.validate()
 
     def _has_begun(self, run: Run) -> bool:
-        return self.begins is None or Point(self.begins, run.totals.per_epoch).reached(run.progress)
+        return self.begins is None or Point(self.begins, run.totals.calendar).reached(run.progress)

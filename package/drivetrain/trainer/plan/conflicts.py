@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,10 @@ from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.calendar import Totals
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.intervals import Every, exact
+from drivetrain.core.intervals import Every
 from drivetrain.core.stages import most
-from drivetrain.core.totals import Totals
 from drivetrain.run.messages import as_given
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings
@@ -34,9 +33,9 @@ _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt", "reduc
 
 
 def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Iterator[str]:
-    per_epoch, max_epochs, max_steps = totals.steps_per_epoch, settings.max_epochs, settings.max_steps
-    if per_epoch is not None and max_epochs is not None and max_steps is not None:
-        allowed = math.ceil(exact(max_epochs) * per_epoch)
+    calendar, max_epochs, max_steps = totals.calendar, settings.max_epochs, settings.max_steps
+    if calendar.length is not None and max_epochs is not None and max_steps is not None:
+        allowed = calendar.step_of(Every(max_epochs, "epochs"))
         if max_steps > allowed:
             yield (
                 f"max_steps={max_steps} is not reached: max_epochs={max_epochs} ends the run after "
@@ -45,7 +44,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Ite
         elif max_steps < allowed:
             yield (
                 f"max_epochs={max_epochs} is not reached: max_steps={max_steps} ends the run in its epoch "
-                f"{-(-max_steps // per_epoch)}. Give one of them"
+                f"{calendar.after(max_steps - 1).epoch + 1}. Give one of them"
             )
     accumulation = most(settings.gradient_accumulation_steps)
     if epoch.batches is not None and accumulation > epoch.batches:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.core.totals import Totals
+from drivetrain.core.calendar import Totals
 from drivetrain.engine.updater import OptimizerSpec, Updater, build_updaters, optimizer_specs
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Held

@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
+from drivetrain.core.calendar import Totals, Trigger
 from drivetrain.core.errors import shown
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.stages import at_start
-from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
 from drivetrain.engine.memory import as_memory
 from drivetrain.run.settings import RunSettings, stages_of
@@ -25,8 +25,7 @@ from drivetrain.task.without_trace import without_trace
 from drivetrain.trainer.assembly import (
     check_task,
     checked_fit_data,
-    every,
-    log_interval,
+    make_triggers,
     planned_totals,
     preparing,
     with_callbacks_of,
@@ -215,10 +214,10 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             process = _Process(settings, strategy, built, task, train_data)
         policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
         save_every = dict.fromkeys(each.interval for each in policies)
-        validate_every = every(settings.validate_every) if validates else None
-        validation = firings(validate_every, epoch, totals, begins=every(settings.validate_from))
-        resume_points = [firings(each, epoch, totals) for each in save_every] or [
-            firings(None, epoch, totals)
+        triggers = make_triggers(settings, totals.calendar, validates)
+        validation = firings(triggers.validate, epoch, totals)
+        resume_points = [
+            firings(Trigger(each, totals.calendar), epoch, totals) for each in save_every or (None,)
         ]
         parameters = [each for each in built.module.parameters() if not is_lazy(each)]
         plan = Plan(
@@ -232,13 +231,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             last_window=epoch.last_window,
             rates=built.rates(totals.steps),
             validation=validation,
-            logging=firings(
-                log_interval(settings, totals.per_epoch),
-                epoch,
-                totals,
-                first=settings.log_first_step,
-                ends_epochs=settings.log_every == "auto",
-            ),
+            logging=firings(triggers.log, epoch, totals),
             saving=and_at_the_end(resume_points[0], totals.steps) if policies else resume_points[0],
             device=str(strategy.device),
             strategy=str(strategy),
@@ -321,7 +314,7 @@ def _why_unknown(epoch: Epoch, totals: Totals) -> str:
         reasons.append("the training data has no length")
     elif not epoch.exact:
         reasons.append("the length is what the training data says of itself")
-    if totals.steps_in is not None:
+    if totals.calendar.varies and totals.calendar.length is not None:
         reasons.append("epochs have different numbers of steps")
     if totals.max_seconds is not None:
         reasons.append(f"max_time ends the run after {totals.max_seconds:g} seconds at the latest")
