@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from drivetrain import Callback, CheckpointConfig, CheckpointError, DataError, already_split, rank
+from drivetrain.core.stages import Stages
+from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.strategies.ddp import DDP
 
 SIZES = (4, 8, 6)
@@ -94,6 +96,15 @@ def test_the_length_of_the_data_is_asked_for_at_each_epoch_and_the_run_resumes_e
         after, resumed = fit(kind, **saved)
         assert resumed == straight
         assert [[*one, *other] for one, other in zip(before, after, strict=True)] == seen
+
+
+def test_one_length_of_sequences_holds_for_data_of_any_length() -> None:
+    data, lengths = Buffer(), []
+    feed = Feed(as_source(data, "training", 1, batch_size=2), Transfer(torch.device("cpu")))
+    feed.cut(Stages("SequenceLength", 3), lambda batch, length: lengths.append(length) or batch, "cut")
+    for epoch, data.count in enumerate(SIZES):
+        assert [window.last for window in feed.windows(epoch)][-1]
+    assert lengths == [3] * (sum(SIZES) // 2)
 
 
 def test_what_must_keep_its_length_is_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Stretch(NamedTuple):
         end: The place after the last.
         batches: The micro-batches of a window on each process, or their stages.
         batch_size: The samples of a micro-batch on each process, or their stages; 1 if positions are rounds.
-        length: The length of sequences; 0 if none is set.
+        length: The length of sequences.
     """
 
     start: Place
@@ -77,7 +77,7 @@ class Calendar:
         exact: Whether the length can be relied on; else an epoch is read until its data ends.
 
     Attributes:
-        lengths: The length of sequences; None if none is set.
+        lengths: The length of sequences, if a callback cuts them.
         begun: The place where the run goes on.
     """
 
@@ -95,7 +95,7 @@ class Calendar:
     ) -> None:
         self.batches = Stages("gradient_accumulation_steps", batches)
         self.batch_size = Stages("batch_size", batch_size)
-        self.lengths: Stages | None = None
+        self.lengths = Stages("lengths", 1)
         self.length = length
         self.counts_samples = counts_samples
         self._shards = shards if counts_samples else 1
@@ -219,7 +219,7 @@ class Calendar:
         while True:
             end = self._end_of(at)
             epochs = _ENDLESS
-            for stages in self._stages():
+            for stages in (self.batches, self.batch_size, self.lengths):
                 change = stages.next_start(_counted(stages, at))
                 if change is not None:
                     left, each = change - _counted(stages, at), _counted(stages, end) - _counted(stages, at)
@@ -243,12 +243,12 @@ class Calendar:
         while True:
             batches = self.batches.at(_counted(self.batches, at))
             size = self.batch_size.at(_counted(self.batch_size, at))
-            length = 0 if self.lengths is None else self.lengths.at(_counted(self.lengths, at))
+            length = self.lengths.at(_counted(self.lengths, at))
             left = self._left(at) if bounded else _ENDLESS
             if left <= 0:
                 return
             windows = -(-left // batches)
-            for stages in self._stages():
+            for stages in (self.batches, self.batch_size, self.lengths):
                 windows = min(windows, _until_change(stages, at, batches * size * self._shards))
             rounds = min(windows * batches, left)
             end = self._moved(at, windows, rounds, size, bounded)
@@ -262,12 +262,6 @@ class Calendar:
             samples, size = self.length - at.position, self.batch_size.at(_counted(self.batch_size, at))
             left = -(-(samples // size if self._drop_last else -(-samples // size)) // self._shards)
         return left if self._limit is None else min(left, self._limit - at.rounds)
-
-    def _stages(self) -> Iterator[Stages]:
-        yield self.batches
-        yield self.batch_size
-        if self.lengths is not None:
-            yield self.lengths
 
 
 def _counted(stages: Stages, at: Place) -> int:
@@ -407,26 +401,14 @@ class Trigger:
         self.ends_epochs = ends_epochs
         self.by_time = any(each is not None and each.seconds is not None for each in (every, begins))
         self._calendar = calendar or Calendar()
-        self._counter, self._amount, self._part = "steps", math.inf, Fraction(0)
-        self._steps, self._only_at_ends = 1, False  # when the counts need not be looked at
+        unit, amount = ("", math.inf) if every is None else (every.unit, every.seconds or every.amount)
+        self._counter, self._amount = COUNTS.get(unit, "seconds"), amount
+        self._part = Fraction(0) if every is None else _part_of_epoch(every, self._calendar)
+        # Between these steps, and within epochs, nothing is due, and the counts need not be looked at.
+        self._steps = int(amount) if unit == "steps" else 1
+        self._only_at_ends = unit == "epochs" and not self._part
         self._of_epoch = -1, 0, Fraction(1)
         self._done = self._last = 0
-        if every is not None:
-            self._counter = COUNTS.get(every.unit, "seconds")
-            self._amount = every.seconds or every.amount
-            self._steps = int(every.amount) if every.unit == "steps" else 1
-            self._only_at_ends = every.unit == "epochs"
-            if every.unit == "epochs" and every.amount != int(every.amount):
-                self._set_part(every)
-
-    def _set_part(self, every: Every) -> None:
-        if every.amount > 1 or self._calendar.length is None:
-            raise ConfigError(
-                f"an interval of {every} needs"
-                f" {'data of known length' if every.amount < 1 else 'whole epochs'}; give a number of steps"
-                " instead"
-            )
-        self._part, self._only_at_ends = exact(every.amount) or Fraction(1, 1_000_000), False
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
         """Return whether the interval ends with the last step.
@@ -460,3 +442,13 @@ class Trigger:
         """Begin at `progress`; intervals that ended before it are not due again."""
         self._done, self._last = self.passed(progress), progress.steps
         self._awaits_first = self.first_step and not progress.steps
+
+
+def _part_of_epoch(every: Every, calendar: Calendar) -> Fraction:
+    """Return the part of an epoch that an interval is; 0 for any other interval."""
+    if every.unit != "epochs" or every.amount == int(every.amount):
+        return Fraction(0)
+    if every.amount > 1 or calendar.length is None:
+        needed = "data of known length" if every.amount < 1 else "whole epochs"
+        raise ConfigError(f"an interval of {every} needs {needed}; give a number of steps instead")
+    return exact(every.amount) or Fraction(1, 1_000_000)

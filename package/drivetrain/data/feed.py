@@ -239,7 +239,7 @@ class Feed:
         self.calendar = self._make_calendar(accumulation, batch_sizes or size)
         _check_unit("gradient_accumulation_steps", self.calendar.batches, self.calendar)
         if batch_sizes is not None:
-            source.follow(self.calendar)
+            source.calendar = self.calendar
 
     @property
     def limit(self) -> int | None:
@@ -393,13 +393,13 @@ class Feed:
             f"the {self.source.name} data has the length {now} in epoch {epoch} and had"
             f" {calendar.length} before"
         )
-        if calendar.varies or calendar.lengths is not None:
+        if calendar.varies or len(calendar.lengths) > 1:
             raise DataError(
                 f"{what}, and the stages of a batch size, of gradient_accumulation_steps or of a sequence"
                 " length are planned for that. Use one number instead of stages, or data of one length"
             )
         self.calendar = self._make_calendar(calendar.batches, calendar.batch_size)
-        self.calendar.begun = calendar.begun
+        self.calendar.lengths, self.calendar.begun = calendar.lengths, calendar.begun
         if not self._length_told and self.source.shard.rank == 0:
             self._length_told = True
             _LOG.info(

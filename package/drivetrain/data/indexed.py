@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.random_streams import ORDER, batch_stream, mix, mix_next, seed_host
 from drivetrain.data.fingerprint import Fingerprint
@@ -92,7 +91,6 @@ class IndexedSource(Source):
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = batch_size if isinstance(batch_size, int) and not ready else None
         self._batch_size: int = self.batch_size or 1
-        self._calendar: Calendar | None = None  # of the batch sizes, if they change
         self._numbers: dict[int, int] = {}  # for a user's batch sampler: each batch's number by its start
         reads_all = ready or (every_sample and loader.batch_size is not None)
         self.drop_last = bool(described.drop_last) and not reads_all
@@ -168,7 +166,7 @@ class IndexedSource(Source):
             take = drawn(islice(self._order.replayed(self._order.sampler, epoch), position, None))
         else:
             order = self._order.indices(epoch)
-            if self._calendar is None and self.shard.size == 1:
+            if self.calendar is None and self.shard.size == 1:
                 # Python's own iterators: a generator here would be one more call in every step.
                 end = len(order) - size + 1 if self.drop_last else len(order)
                 starts = range(position, end, size)
@@ -178,7 +176,7 @@ class IndexedSource(Source):
             def take(start: int, stop: int) -> Any:
                 return order[start:stop]
 
-        sizes = repeat(size) if self._calendar is None else self._calendar.batch_sizes(epoch)
+        sizes = repeat(size) if self.calendar is None else self.calendar.batch_sizes(epoch)
         return sliced(take, position, sizes, self.drop_last, self.shard)
 
     def _note_order(self, batch: IndexBatch, whole: Any) -> None:
@@ -200,10 +198,6 @@ class IndexedSource(Source):
                 self._numbers[start + used] = number
                 yield start + used, indices[used:] if used else indices
             start = end
-
-    def follow(self, calendar: Calendar) -> None:
-        """Make batches of the sizes of a calendar."""
-        self._calendar = calendar
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -348,8 +342,8 @@ class IndexedSource(Source):
 
     def number(self, position: int) -> int:
         """Return a batch's number. A user's batch sampler must have been drawn that far."""
-        if self._calendar is not None:
-            return self._calendar.batches_before(position)
+        if self.calendar is not None:
+            return self.calendar.batches_before(position)
         return self._numbers.get(position, position // self._batch_size)
 
     def count(self, position: int = 0) -> int | None:
@@ -391,7 +385,7 @@ class IndexedSource(Source):
         return {
             "kind": "a dataset",
             "the number of samples in its dataset": len(self._dataset),
-            "its batch size": self._batch_size if self._calendar is None else repr(self._calendar.batch_size),
+            "its batch size": self._batch_size if self.calendar is None else repr(self.calendar.batch_size),
             "its drop_last": self.drop_last,
             "the seed of its order": self._seed,
             "its sampler": type(getattr(described, "sampler", described)).__name__,

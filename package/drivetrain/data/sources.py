@@ -68,6 +68,7 @@ class Source(ABC):
         skipper: Replaces a batch that cannot be made by `BAD`; None raises.
         dataset: The user's dataset, if there is one.
         made_ahead: Whether worker processes make the batches, ahead of the steps that use them.
+        calendar: The windows of the fit, if batch sizes change; only for a source with `samples_per_epoch`.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Source(ABC):
     skipper: BadBatchSkipper | None = None
     dataset: Any = None
     made_ahead: bool = False
+    calendar: Calendar | None = None
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -97,10 +99,6 @@ class Source(ABC):
         Raises:
             DataError: The data cannot be read on after such a batch.
         """
-
-    def follow(self, calendar: Calendar) -> None:
-        """Make batches of the sizes of a calendar; only for a source with `samples_per_epoch`."""
-        raise NotImplementedError
 
     def waiting(self, epoch: int, number: int) -> str:
         """Describe a batch that is waited for, and who makes it; any thread may call this."""
