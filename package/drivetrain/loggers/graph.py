@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigError
 from drivetrain.data import to_host
 
@@ -85,18 +85,4 @@ class _Traceable(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given: dict[Any, Any] = {**self._rest, **dict(zip(self._names, tensors, strict=True))}
         outputs = self.task(**given) if self._by_name else self.task(*(given[each] for each in sorted(given)))
-        return tuple(_tensors(outputs))
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        for each in outputs.values():
-            yield from _tensors(each)
-    elif isinstance(outputs, Sequence) and not isinstance(outputs, str):
-        for each in outputs:
-            yield from _tensors(each)
-    elif is_dataclass(outputs):
-        for each in fields(outputs):
-            yield from _tensors(getattr(outputs, each.name))
+        return tuple(each for each in leaves(outputs) if isinstance(each, Tensor))
