@@ -14,7 +14,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import elements
 from drivetrain.core.errors import ConfigError, StrategyError, shown
 from drivetrain.core.messages import columns, logger, sized
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, count
 from drivetrain.strategies.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -127,8 +127,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, depth: int = 1, batch: Any = None) -> None:
-        _check_depth(depth)
-        self.depth = depth
+        self.depth = count("ModelSummary(depth=)", depth)
         self.batch = batch
         self.summary: Summary | None = None
 
@@ -195,7 +194,7 @@ def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
     Raises:
         ConfigError: A negative depth, or the forward cannot be followed without values.
     """
-    _check_depth(depth)
+    count("the depth of a summary", depth)
     if not isinstance(task, nn.Module):
         raise ConfigError(
             f"a summary needs a module, not {task!r}; give an object of the class, not the class"
@@ -220,13 +219,6 @@ def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
         sum(each.numel() * each.element_size() for each in buffers),
         batch is not None,
     )
-
-
-def _check_depth(depth: object) -> None:
-    if not isinstance(depth, int) or depth < 0:
-        raise ConfigError(
-            f"the model summary has depth={depth!r}; give 0 for the totals alone, or more for modules"
-        )
 
 
 def _row(
