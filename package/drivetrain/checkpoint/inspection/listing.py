@@ -8,12 +8,12 @@ sizes and times of files are read.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from drivetrain.checkpoint.format.asset_files import ASSETS
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.saving.index import Entry, entry_from_snapshot, read_undamaged_index
 from drivetrain.checkpoint.saving.io import UNFINISHED, DirectoryCheckpointIO, is_set_aside
@@ -146,18 +146,14 @@ def _look(files: FileSystem, path: str, name: str, entry: Entry | None) -> Liste
         return None
     try:
         with os_errors("read", path):
-            inside = _inside(files, path)
+            inside = [each for each, kind in files.entries(path).items() if kind == "file"]
     except CheckpointError as error:
         return replace(listed, condition="unreadable", trouble=str(error))
-    if files.renames:
-        size = sum(each[0] for each in inside.values()) + _bytes_of_assets(path)
-        saved_at = inside[MANIFEST][1] if MANIFEST in inside else None
-        listed = replace(listed, bytes=size, saved_at=saved_at)
     if is_set_aside(name):
-        return replace(listed, condition="set aside", trouble="was set aside as damaged")
+        return replace(_sized(files, listed), condition="set aside", trouble="was set aside as damaged")
     if MANIFEST not in inside:
         return _without_manifest(listed, inside, saving.trouble)
-    return _described_by_files(files, listed)
+    return _described_by_files(files, _sized(files, listed))
 
 
 def _without_manifest(listed: Listed, inside: Collection[str], unfinished: str) -> Listed | None:
@@ -171,31 +167,18 @@ def _without_manifest(listed: Listed, inside: Collection[str], unfinished: str) 
     return None if listed.entry is None else replace(listed, condition="gone", trouble="is empty")
 
 
-def _inside(files: FileSystem, path: str) -> dict[str, tuple[int, float]]:
-    """Return a checkpoint's regular files with sizes and times; in an object store, only their names."""
+def _sized(files: FileSystem, listed: Listed) -> Listed:
+    """Add the size of a checkpoint on a disk, which need not be complete, and the time of its manifest."""
     if not files.renames:
-        return {name: (0, 0.0) for name, kind in files.entries(path).items() if kind == "file"}
-    # One system call per file. `FileSystem` has no times, and would have to open each file.
-    inside: dict[str, tuple[int, float]] = {}
-    try:
-        with os.scandir(plain_path(path)) as found:
-            for each in found:
-                if each.is_file(follow_symlinks=False):
-                    status = each.stat(follow_symlinks=False)
-                    inside[each.name] = (status.st_size, status.st_mtime)
-    except FileNotFoundError:  # removed just now
-        return {}
-    return inside
-
-
-def _bytes_of_assets(path: str) -> int:
-    """Return the size of the files stored beside the weights, which need not be complete."""
-    found = 0
-    for parent, _, names in os.walk(os.path.join(plain_path(path), ASSETS)):
+        return listed
+    size, saved_at, top = 0, None, plain_path(listed.path)
+    for parent, _, names in os.walk(top):
         for name in names:
             with suppress(OSError):  # removed just now
-                found += os.lstat(os.path.join(parent, name)).st_size
-    return found
+                status = os.lstat(os.path.join(parent, name))
+                size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+                saved_at = status.st_mtime if (parent, name) == (top, MANIFEST) else saved_at
+    return replace(listed, bytes=size, saved_at=saved_at)
 
 
 def _described_by_files(files: FileSystem, listed: Listed) -> Listed | None:
