@@ -73,7 +73,8 @@ def dump_assets(records: Mapping[str, FileRecord]) -> Json:
 
 def load_assets(value: Json, what: str) -> dict[str, FileRecord]:
     """Parse the result of `dump_assets`."""
-    from drivetrain.checkpoint.format.records import as_object, load_file
+    from drivetrain.checkpoint.format.records import load_file
+    from drivetrain.checkpoint.format.strict_json import as_object
 
     records = {}
     for name, each in as_object(value, what).items():

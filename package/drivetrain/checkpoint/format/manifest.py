@@ -27,9 +27,6 @@ from drivetrain.checkpoint.format.records import (
     TENSORS,
     FileRecord,
     TensorRecord,
-    as_object,
-    as_text,
-    check_keys,
     dump_file,
     dump_tensors,
     file_name,
@@ -37,7 +34,7 @@ from drivetrain.checkpoint.format.records import (
     load_tensors,
     read_numbers,
 )
-from drivetrain.checkpoint.format.strict_json import seal, unseal
+from drivetrain.checkpoint.format.strict_json import as_object, as_record, as_text, seal, unseal
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.types import Json
@@ -52,6 +49,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PART_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
 
 _NUMBERED = re.compile(r"(.+)-(\d{5,7})-of-\d{5,7}" + re.escape(TENSORS))
+
+_FIELDS = {"saved_by": dict, "progress": dict, "metrics": dict, "processes": int, "files": dict}
+_FIELDS |= {"layouts": list, "tensors": dict}
+"""What a manifest has beside its version."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -152,15 +153,12 @@ class Manifest:
             DamagedCheckpointError: A key is missing or unknown, a type is wrong, a name leads out of the
                 directory, or the cuts of a tensor are impossible.
         """
-        fields = dict(as_object(value, what))
-        version = check_version(fields.pop("format_version", None), what)
-        check_keys(
-            fields, {"saved_by", "progress", "metrics", "processes", "files", "layouts", "tensors"}, what
-        )
-        saved_by = as_object(fields["saved_by"], f"{what}: saved_by")
+        given = dict(as_object(value, what))
+        version = check_version(given.pop("format_version", None), what)
+        fields = as_record(given, _FIELDS, what)
         files = {
             check_file_name(name, what): load_file(name, record, f"{what}: files: {name!r}")
-            for name, record in as_object(fields["files"], f"{what}: files").items()
+            for name, record in fields["files"].items()
         }
         processes = read_numbers([fields["processes"]], f"{what}: processes")[0]
         if not processes:
@@ -179,9 +177,9 @@ class Manifest:
         return cls(
             files=files,
             tensors=tensors,
-            progress=as_object(fields["progress"], f"{what}: progress"),
+            progress=fields["progress"],
             metrics=load_metrics(fields["metrics"], f"{what}: metrics"),
-            saved_by={name: as_text(text, f"{what}: saved_by") for name, text in saved_by.items()},
+            saved_by={name: as_text(text, f"{what}: saved_by") for name, text in fields["saved_by"].items()},
             processes=processes,
             format_version=version,
         )

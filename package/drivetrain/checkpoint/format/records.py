@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
 
+from drivetrain.checkpoint.format.strict_json import as_object, as_record, as_text
 from drivetrain.checkpoint.format.tensors import DTYPES, Hashes, read_sizes
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.types import Json
@@ -293,8 +294,8 @@ def load_file(name: str, value: Json, what: str) -> FileRecord:
     content = _content(name, fields.pop("content"), f"{what}: content") if "content" in fields else None
     if name.endswith(TENSORS) and _hash_key(name) not in fields:
         return FileRecord(size, hashes=load_hashes(fields, what), content=content)
-    check_keys(fields, {_hash_key(name)}, what)
-    return FileRecord(size, _hash(fields[_hash_key(name)], what), content=content)
+    digest = as_record(fields, {_hash_key(name): str}, what)[_hash_key(name)]
+    return FileRecord(size, _hash(digest, what), content=content)
 
 
 def _hash_key(file: str) -> str:
@@ -307,10 +308,8 @@ def dump_hashes(hashes: Hashes) -> dict[str, Json]:
 
 
 def load_hashes(value: Json, what: str) -> Hashes:
-    fields = as_object(value, what)
-    check_keys(fields, {"header_xxh3_128", "tensors_xxh3_128"}, what)
-    named = as_object(fields["tensors_xxh3_128"], what)
-    tensors = {name: _hash(each, what) for name, each in named.items()}
+    fields = as_record(value, {"header_xxh3_128": str, "tensors_xxh3_128": dict}, what)
+    tensors = {name: _hash(each, what) for name, each in fields["tensors_xxh3_128"].items()}
     return Hashes(_hash(fields["header_xxh3_128"], what), tensors)
 
 
@@ -335,11 +334,9 @@ def dump_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> tuple[list
 
 
 def load_tensors(
-    layouts: Json, tensors: Json, processes: int, what: str
+    layouts: list[Json], tensors: dict[str, Json], processes: int, what: str
 ) -> dict[str, dict[str, TensorRecord]]:
     """Parse the result of `dump_tensors`."""
-    if not isinstance(layouts, list):
-        raise DamagedCheckpointError(f"{what}: layouts is not a list")
     known = [_layout(each, processes, f"{what}: layout {number}") for number, each in enumerate(layouts)]
     if sum(each.count for each in known) > MAX_PIECES:
         raise DamagedCheckpointError(f"{what}: the layouts have more than {MAX_PIECES} pieces together")
@@ -349,7 +346,7 @@ def load_tensors(
             name: _record(value, known, lasts, processes, f"{what}: tensors: {group!r}: {name!r}")
             for name, value in as_object(records, f"{what}: tensors: {group!r}").items()
         }
-        for group, records in as_object(tensors, f"{what}: tensors").items()
+        for group, records in tensors.items()
     }
 
 
@@ -367,16 +364,13 @@ def _record(value: Json, known: list[Layout], lasts: list[int], processes: int, 
 
 
 def _layout(value: Json, processes: int, what: str) -> Layout:
-    fields = as_object(value, what)
-    check_keys(fields, {"dtype", "shape", "grid"}, what)
-    shape = read_sizes(fields["shape"], f"{what}: shape")
-    dtype = as_text(fields["dtype"], what)
+    fields = as_record(value, {"dtype": str, "shape": list, "grid": list}, what)
+    dtype, shape = fields["dtype"], read_sizes(fields["shape"], f"{what}: shape")
     if dtype not in DTYPES:
         raise DamagedCheckpointError(f"{what}: the dtype {dtype[:40]!r} is unknown")
-    divided = fields["grid"]
-    if not isinstance(divided, list) or len(divided) != len(shape):
+    if len(fields["grid"]) != len(shape):
         raise DamagedCheckpointError(f"{what}: the cuts are not one list per dimension")
-    grid = tuple(_grid(each, f"{what}: grid") for each in divided)
+    grid = tuple(_grid(each, f"{what}: grid") for each in fields["grid"])
     if math.prod(parts for cuts in grid for parts, _ in cuts) > processes:
         raise DamagedCheckpointError(f"{what} has more pieces than the {processes} processes that saved it")
     return Layout(dtype, shape, grid)
@@ -406,26 +400,3 @@ def read_numbers(value: Json, what: str) -> tuple[int, ...]:
     if numbers and not (min(numbers) >= 0 and max(numbers) <= MAX_PROCESSES):
         raise DamagedCheckpointError(f"{what} has a number that is not from 0 to {MAX_PROCESSES}")
     return numbers
-
-
-def as_object(value: Json, what: str) -> dict[str, Json]:
-    """Return a value that must be a JSON object."""
-    if not isinstance(value, dict):
-        raise DamagedCheckpointError(f"{what} is a {type(value).__name__}, not an object")
-    return value
-
-
-def check_keys(fields: Mapping[str, Json], expected: set[str], what: str) -> None:
-    """Check that an object has exactly the expected keys."""
-    if set(fields) != expected:
-        wrong = ", ".join(repr(name[:40]) for name in sorted(set(fields) ^ expected)[:8])
-        raise DamagedCheckpointError(
-            f"{what} must have exactly {', '.join(sorted(expected))}; at fault: {wrong}"
-        )
-
-
-def as_text(value: Json, what: str) -> str:
-    """Return a value that must be a text."""
-    if not isinstance(value, str):
-        raise DamagedCheckpointError(f"{what} is a {type(value).__name__}, not a text")
-    return value

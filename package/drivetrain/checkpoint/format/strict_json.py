@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import xxhash
 
@@ -95,6 +97,48 @@ def _finite(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
         raise ValueError(f"the number {digits[:40]} is infinite")
+    return value
+
+
+def as_object(value: Json, what: str) -> dict[str, Json]:
+    """Return a value that must be a JSON object."""
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"{what} is a {type(value).__name__}, not an object")
+    return value
+
+
+_KINDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number, at least 0",
+    float: "a number, at least 0",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def as_record(value: Json, kinds: Mapping[str, type], what: str) -> dict[str, Any]:
+    """Return a JSON object that must have exactly these keys, each with a value of its kind.
+
+    Numbers must be at least 0; a whole one may stand for a float.
+    """
+    fields: dict[str, Any] = as_object(value, what)
+    if fields.keys() != kinds.keys():
+        wrong = ", ".join(repr(name[:40]) for name in sorted(fields.keys() ^ kinds.keys())[:8])
+        raise DamagedCheckpointError(
+            f"{what} must have exactly {', '.join(sorted(kinds))}; at fault: {wrong}"
+        )
+    for name, kind in kinds.items():
+        found = fields[name]
+        is_right = type(found) is kind or (kind is float and type(found) is int)
+        if not is_right or (kind in (int, float) and found < 0):
+            raise DamagedCheckpointError(f"{what}: {name} is {str(found)[:40]!r}, not {_KINDS[kind]}")
+    return fields
+
+
+def as_text(value: Json, what: str) -> str:
+    """Return a value that must be a text."""
+    if not isinstance(value, str):
+        raise DamagedCheckpointError(f"{what} is a {type(value).__name__}, not a text")
     return value
 
 

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from drivetrain.checkpoint.format.strict_json import MAX_JSON_BYTES, dump_json, parse_json
+from drivetrain.checkpoint.format.strict_json import MAX_JSON_BYTES, as_record, dump_json, parse_json
 from drivetrain.checkpoint.storage.files import CHUNK, Bytes, HashedReader
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
@@ -60,6 +60,7 @@ _ALIKE = {
 
 _MAX_DIMENSIONS = 64
 _METADATA = "__metadata__"
+_FIELDS = {"dtype": str, "shape": list, "data_offsets": list}
 
 WRITER: dict[str, Json] = {"written_by": "drivetrain"}
 """What the metadata of drivetrain's files have, so that an export replaces its own files alone."""
@@ -300,13 +301,12 @@ def read_header(reader: HashedReader, digest: str | None = None) -> list[TensorS
 
 
 def _span(name: str, entry: Json, what: str) -> TensorSpan:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise DamagedCheckpointError(f"{what}: {name!r} must have dtype, shape and data_offsets")
-    dtype = entry["dtype"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    fields = as_record(entry, _FIELDS, f"{what}: {name!r}")
+    dtype = fields["dtype"]
+    if dtype not in DTYPES:
         raise DamagedCheckpointError(f"{what}: {name!r} has the unknown dtype {dtype!r}")
-    shape = read_sizes(entry["shape"], f"{what}: the shape of {name!r}")
-    offsets = read_sizes(entry["data_offsets"], f"{what}: the data_offsets of {name!r}")
+    shape = read_sizes(fields["shape"], f"{what}: the shape of {name!r}")
+    offsets = read_sizes(fields["data_offsets"], f"{what}: the data_offsets of {name!r}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
         raise DamagedCheckpointError(
             f"{what}: {name!r} has the bytes {list(offsets)}, which do not fit {dtype} of shape {list(shape)}"

@@ -14,13 +14,16 @@ from drivetrain.checkpoint.format.manifest import (
     dump_metrics,
     load_metrics,
 )
-from drivetrain.checkpoint.format.strict_json import seal, unseal
+from drivetrain.checkpoint.format.strict_json import as_object, as_record, as_text, seal, unseal
 from drivetrain.checkpoint.saving.config import CheckpointConfig, rankings
 from drivetrain.checkpoint.storage.files import HashedReader, write_atomically
 from drivetrain.checkpoint.storage.filesystem import LOCAL, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.core.types import Json
 
 INDEX = "index.json"
+
+_FIELDS = {"order": int, "step": int, "epoch": int, "metrics": dict, "resume": list, "best": dict}
+"""What an entry has beside its name."""
 
 PURPOSE = "checkpoint"
 """The object in a checkpoint with a copy of its entry, for rebuilding a lost index. The copy is from the
@@ -81,9 +84,7 @@ def read_index(directory: str, files: FileSystem = LOCAL) -> list[Entry] | None:
     with HashedReader(path, files) as reader:
         body = unseal(reader.read_json(), repr(path))
     check_version(body.pop("format_version", None), repr(path))
-    listed = body.get("checkpoints")
-    if not isinstance(listed, list):
-        raise DamagedCheckpointError(f"{path!r} has no list of checkpoints")
+    listed = as_record(body, {"checkpoints": list}, repr(path))["checkpoints"]
     entries = [_entry(value, path) for value in listed]
     if len({entry.name for entry in entries}) != len(entries):
         raise DamagedCheckpointError(f"{path!r} lists a checkpoint twice")
@@ -103,30 +104,20 @@ def read_undamaged_index(directory: str, files: FileSystem) -> tuple[list[Entry]
 
 def _entry(value: Json, path: str) -> Entry:
     what = f"{path!r}: an entry"
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise DamagedCheckpointError(f"{what} is not an object with a name")
-    name = str(value["name"])
+    fields = dict(as_object(value, what))
+    name = as_text(fields.pop("name", None), f"{what}: its name")
     if os.path.basename(name) != name or name.startswith(".") or "\\" in name or ":" in name or not name:
         raise DamagedCheckpointError(f"{what} has the name {name[:80]!r}, which leads out of the directory")
-    return _with_fields(name, value, f"{path!r}: the entry {name!r}")
+    return _with_fields(name, fields, f"{path!r}: the entry {name!r}")
 
 
-def _with_fields(name: str, fields: dict[str, Json], what: str) -> Entry:
-    resume, best = fields.get("resume"), fields.get("best")
-    if not isinstance(resume, list) or not all(isinstance(each, str) for each in resume):
-        raise DamagedCheckpointError(f"{what}: resume must be a list of intervals")
-    if not isinstance(best, dict) or not all(mode in ("min", "max", "") for mode in best.values()):
+def _with_fields(name: str, value: Json, what: str) -> Entry:
+    fields = as_record(value, _FIELDS, what)
+    resume = tuple(as_text(each, f"{what}: an interval") for each in fields["resume"])
+    if not all(mode in ("min", "max", "") for mode in fields["best"].values()):
         raise DamagedCheckpointError(f"{what}: best must have 'min', 'max' or '' for each metric")
-    counts = []
-    for key in ("order", "step", "epoch"):
-        value = fields.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise DamagedCheckpointError(f"{what}: {key} must be a whole number, at least 0")
-        counts.append(value)
-    order, step, epoch = counts
-    metrics = load_metrics(fields.get("metrics"), f"{what}: metrics")
-    directions = {by: str(mode) for by, mode in best.items()}
-    return Entry(name, order, step, epoch, metrics, tuple(map(str, resume)), directions)
+    metrics = load_metrics(fields["metrics"], f"{what}: metrics")
+    return Entry(name, **{**fields, "metrics": metrics, "resume": resume})
 
 
 def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:

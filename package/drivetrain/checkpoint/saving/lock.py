@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from types import NoneType
 
-from drivetrain.checkpoint.format.strict_json import parse_json
+from drivetrain.checkpoint.format.strict_json import as_record, parse_json
 from drivetrain.checkpoint.storage.files import HashedReader, delete_if_there, write_atomically, write_file
 from drivetrain.checkpoint.storage.filesystem import (
     SAVING,
@@ -55,6 +55,9 @@ _TRIES = 100
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 """Environment variables with a batch system's job number."""
+
+_FIELDS = {"host": str, "machine": str, "pid": int, "started": int, "job": str, "token": str}
+_FIELDS |= {"since": float, "renewed": float}
 
 _held: set[str] = set()
 """The tokens of the locks that this process holds."""
@@ -320,22 +323,12 @@ def _put(temporary: str, path: str) -> bool:
 
 def _owner(found: Json) -> Owner:
     """Return the owner in a lock file."""
-    if not isinstance(found, dict) or found.keys() != {each.name for each in fields(Owner)}:
-        raise DamagedCheckpointError("it has other fields")
-    owner = Owner(**found)  # type: ignore[arg-type]
-    for name in ("host", "machine", "job", "token"):
-        if not isinstance(found[name], str):
-            raise DamagedCheckpointError(f"{name} is not a text")
-    for name, kinds, bound in (
-        ("pid", int, _LARGEST_PID),
-        ("started", int, _LATEST),
-        ("since", (int, float), _LATEST),
-        ("renewed", (int, float), _LATEST),
-    ):
-        value: Any = found[name]
-        is_number = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < bound
-        if not is_number and not (name == "started" and value is None):
-            raise DamagedCheckpointError(f"{name} is {str(value)[:40]!r}")
+    kinds = _FIELDS
+    if isinstance(found, dict) and found.get("started") is None:
+        kinds = {**_FIELDS, "started": NoneType}
+    owner = Owner(**as_record(found, kinds, "the file"))
+    if owner.pid >= _LARGEST_PID or max(owner.started or 0, owner.since, owner.renewed) >= _LATEST:
+        raise DamagedCheckpointError("a number in it is too large")
     return owner
 
 

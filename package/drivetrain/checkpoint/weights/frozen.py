@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from drivetrain.checkpoint.format.records import as_object
+from drivetrain.checkpoint.format.strict_json import as_object
 from drivetrain.checkpoint.format.tensors import bytes_of, check_tensor, has_plain_bytes
 from drivetrain.checkpoint.weights.module_state import SHOWN, clean_name, module_state
 from drivetrain.core.errors import CheckpointError, ConfigError
