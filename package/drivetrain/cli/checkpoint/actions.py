@@ -1,9 +1,8 @@
-"""The actions of `drivetrain checkpoint`, such as list, show, verify, export, push and diff."""
+"""The actions of `drivetrain checkpoint`, such as list, show, verify, export and diff."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -215,25 +214,6 @@ def _check_free(output: str, may_be_several: bool) -> None:
         raise ConfigError(f"{path!r} exists; --force replaces it")
 
 
-def _push(parsed: argparse.Namespace) -> int:
-    hub = importlib.import_module("drivetrain.integrations.hub")
-    card = hub.CardData(
-        license=parsed.license,
-        tags=parsed.tags,
-        base_model=parsed.base_model or None,
-        datasets=parsed.datasets,
-    )
-    address = hub.push(
-        parsed.path,
-        parsed.repository,
-        revision=parsed.revision,
-        private=parsed.private,
-        checkpoint=parsed.checkpoint,
-        card=card,
-    )
-    return _print(parsed, {"repository": parsed.repository, "commit": address}, address)
-
-
 def _diff(parsed: argparse.Namespace) -> int:
     found = compare(resolve(parsed.first), resolve(parsed.second))
     if parsed.json:
@@ -273,7 +253,6 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "show": _show,
     "verify": _verify,
     "export": _export,
-    "push": _push,
     "diff": _diff,
     "import": _import,
 }

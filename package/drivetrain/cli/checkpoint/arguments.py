@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -18,18 +19,25 @@ _EPILOG = (
 )
 _ONE = "a checkpoint, or a run directory: its newest good checkpoint"
 
+_ELSEWHERE = {
+    "push": ("upload a checkpoint's model to the Hugging Face Hub", "drivetrain.integrations.hub.command")
+}
+"""Actions of integrations: the purpose, and the module with ABOUT, add_arguments(add) and run(parsed)."""
+
 
 def run(words: Sequence[str]) -> int:
     """Run `drivetrain checkpoint` with the words after it, and return the exit code."""
-    parsed = _parser().parse_args(words)
-    # Imported here, so that --help and a wrong command line do not wait for torch.
-    from drivetrain.cli.checkpoint.actions import ACTIONS
-
+    parsed = _parser(words).parse_args(words)
     with handled_by(_Plain(logging.WARNING)), any_text():
+        if parsed.action in _ELSEWHERE:
+            return int(importlib.import_module(_ELSEWHERE[parsed.action][1]).run(parsed))
+        # Imported here, so that --help and a wrong command line do not wait for torch.
+        from drivetrain.cli.checkpoint.actions import ACTIONS
+
         return ACTIONS[parsed.action](parsed)
 
 
-def _parser() -> Parser:
+def _parser(words: Sequence[str]) -> Parser:
     parser = Parser(
         prog="drivetrain checkpoint",
         description="List, show, verify, export, push, compare and import checkpoints.",
@@ -94,24 +102,11 @@ def _parser() -> Parser:
     add("--group", metavar="NAME", default="model", help="the group of tensors; default model")
     add("--force", action="store_true", help="replace existing files")
 
-    add = action(
-        "push",
-        "upload a checkpoint's model to the Hugging Face Hub",
-        "Uploads the weights, the files beside them, TensorBoard's files and a model card in one commit, and"
-        " prints its address. The token is that of HF_TOKEN, or of `hf auth login`. Needs the extra 'hub'.",
-    )
-    add("path", metavar="PATH", help=f"{_ONE}; on a local disk")
-    add("repository", metavar="REPOSITORY", help="such as organisation/name; made if missing")
-    add("--revision", metavar="BRANCH", help="the branch; made if missing")
-    add("--private", action="store_true", default=None, help="make a missing repository a private one")
-    add("--checkpoint", action="store_true", help="upload the whole checkpoint too, as last-checkpoint")
-    add("--license", metavar="NAME", help="the licence in the model card, such as apache-2.0")
-    for option, field, about in (
-        ("--tag", "tags", "a tag in the model card"),
-        ("--base-model", "base_model", "the repository of weights that training started from"),
-        ("--dataset", "datasets", "a data set on the Hub"),
-    ):
-        add(option, dest=field, metavar="NAME", action="append", default=[], help=f"{about}; may be repeated")
+    for name, (purpose, place) in _ELSEWHERE.items():
+        module = importlib.import_module(place) if words[:1] == [name] else None
+        add = action(name, purpose, "" if module is None else module.ABOUT)
+        if module is not None:
+            module.add_arguments(add)
 
     add = action(
         "diff",
