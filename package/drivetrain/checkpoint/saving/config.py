@@ -153,10 +153,6 @@ class CheckpointConfig:
             return self.mode
         return self.with_direction(direction_of(str(self.by))).mode
 
-    def is_better(self, value: float, other: float) -> bool:
-        """Return whether `value` is strictly better than `other`; False if it is NaN."""
-        return value < other if self.direction == "min" else value > other
-
 
 def _check_directory(directory: object) -> None:
     if directory is None:
