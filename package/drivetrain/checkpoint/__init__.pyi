@@ -25,8 +25,6 @@ from drivetrain.checkpoint.storage.filesystem import LocalFileSystem as LocalFil
 from drivetrain.checkpoint.storage.remote import RemoteFileSystem as RemoteFileSystem
 from drivetrain.checkpoint.storage.retries import Retry as Retry
 from drivetrain.checkpoint.weights.export import export_weights as export_weights
-from drivetrain.checkpoint.weights.importing import ImportedWeights as ImportedWeights
-from drivetrain.checkpoint.weights.importing import import_weights as import_weights
 from drivetrain.checkpoint.weights.load import load_weights as load_weights
 from drivetrain.checkpoint.weights.warm_start import LoadReport as LoadReport
 from drivetrain.checkpoint.weights.warm_start import load_weights_into as load_weights_into

@@ -26,7 +26,6 @@ from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import WeightFiles
 from drivetrain.checkpoint.weights.frozen import FROZEN
-from drivetrain.checkpoint.weights.importing import import_weights
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
 from drivetrain.checkpoint.weights.torch_files import PICKLES
 from drivetrain.cli.checkpoint.output import (
@@ -223,21 +222,6 @@ def _diff(parsed: argparse.Namespace) -> int:
     return _FINE if found.is_same else _NOT_FINE
 
 
-def _import(parsed: argparse.Namespace) -> int:
-    found = import_weights(parsed.source, parsed.output, rename=_rename(parsed))
-    return _print(parsed, found, str(found))
-
-
-def _rename(parsed: argparse.Namespace) -> dict[str, str]:
-    rename: dict[str, str] = {}
-    for given in parsed.rename or ():
-        pattern, sign, replacement = given.rpartition("=")  # a pattern may contain "=", a name cannot
-        if not sign or not pattern:
-            raise ConfigError(f"--rename takes PATTERN=NEW, such as '^=net.', not {given!r}")
-        rename[pattern] = replacement
-    return rename
-
-
 def _print(parsed: argparse.Namespace, found: Any, *lines: str) -> int:
     """Print JSON or lines, whichever is asked for."""
     if parsed.json:
@@ -254,6 +238,5 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "export": _export,
     "diff": _diff,
-    "import": _import,
 }
 """The function for each action; it returns the exit code."""

@@ -20,7 +20,11 @@ _EPILOG = (
 _ONE = "a checkpoint, or a run directory: its newest good checkpoint"
 
 _ELSEWHERE = {
-    "push": ("upload a checkpoint's model to the Hugging Face Hub", "drivetrain.integrations.hub.command")
+    "push": ("upload a checkpoint's model to the Hugging Face Hub", "drivetrain.integrations.hub.command"),
+    "import": (
+        "make a checkpoint of weights that another program saved",
+        "drivetrain.integrations.weight_files.command",
+    ),
 }
 """Actions of integrations: the purpose, and the module with ABOUT, add_arguments(add) and run(parsed)."""
 
@@ -102,12 +106,6 @@ def _parser(words: Sequence[str]) -> Parser:
     add("--group", metavar="NAME", default="model", help="the group of tensors; default model")
     add("--force", action="store_true", help="replace existing files")
 
-    for name, (purpose, place) in _ELSEWHERE.items():
-        module = importlib.import_module(place) if words[:1] == [name] else None
-        add = action(name, purpose, "" if module is None else module.ABOUT)
-        if module is not None:
-            module.add_arguments(add)
-
     add = action(
         "diff",
         "show the differences between two checkpoints; exit code 1 if there are any",
@@ -118,21 +116,11 @@ def _parser(words: Sequence[str]) -> Parser:
     add("second", metavar="B", help="another")
     add("--all", action="store_true", help="list every difference, not only the first ones")
 
-    add = action(
-        "import",
-        "make a checkpoint of weights that another program saved",
-        "Takes the weights of a Lightning or Composer checkpoint, or of a state dict, and Lightning's"
-        " hyper-parameters that are plain values. Runs no code from the file. Reads no optimizer states.",
-    )
-    add("source", metavar="FILE", help="the file, such as last.ckpt or model.pt; also an address")
-    add("output", metavar="OUTPUT", help="the checkpoint to write, a directory; also an address")
-    add(
-        "--rename",
-        metavar="PATTERN=NEW",
-        action="append",
-        help="turn the file's names into the task's: replace what matches the regular expression by NEW, such"
-        " as '^=net.'; may be repeated",
-    )
+    for name, (purpose, place) in _ELSEWHERE.items():
+        module = importlib.import_module(place) if words[:1] == [name] else None
+        add = action(name, purpose, "" if module is None else module.ABOUT)
+        if module is not None:
+            module.add_arguments(add)
     return parser
 
 
