@@ -52,7 +52,7 @@ _NUMBERED = re.compile(r"(.+)-(\d{5,7})-of-\d{5,7}" + re.escape(TENSORS))
 
 _FIELDS = {"saved_by": dict, "progress": dict, "metrics": dict, "processes": int, "files": dict}
 _FIELDS |= {"layouts": list, "tensors": dict}
-"""What a manifest has beside its version."""
+"""The fields of a manifest, without its version."""
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

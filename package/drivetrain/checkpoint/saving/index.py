@@ -23,7 +23,7 @@ from drivetrain.core.types import Json
 INDEX = "index.json"
 
 _FIELDS = {"order": int, "step": int, "epoch": int, "metrics": dict, "resume": list, "best": dict}
-"""What an entry has beside its name."""
+"""The fields of an entry, without its name."""
 
 PURPOSE = "checkpoint"
 """The object in a checkpoint with a copy of its entry, for rebuilding a lost index. The copy is from the

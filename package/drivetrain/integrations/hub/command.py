@@ -33,7 +33,7 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Upload, print the address of the commit, and return the exit code."""
-    from drivetrain.integrations.hub import CardData, push  # with torch, for which --help does not wait
+    from drivetrain.integrations.hub import CardData, push  # late: --help must not wait for torch
 
     card = CardData(
         license=parsed.license,

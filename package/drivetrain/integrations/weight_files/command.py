@@ -75,9 +75,8 @@ def import_weights(
         rename: The rule from source names to the task's, as for `task.load_weights`.
 
     Returns:
-        "path" of the new checkpoint; "origin", what was read and what was not; the number of "tensors"; the
-        names of the constructor's "arguments" that were stored, and of the "unstored" ones, which no file can
-        hold; and the names that `rename` "dropped".
+        The new checkpoint's "path", the number of its "tensors", and the "origin": what was read. Also lists
+        of names: the constructor's "arguments", the "unstored" ones that no file can hold, and the "dropped".
 
     Raises:
         CheckpointError: The source is not readable, or `path` exists.
