@@ -448,7 +448,7 @@ print((bare, fitted, {name.split(".")[0] for name in set(sys.modules) - before})
 UNASKED = {"callbacks.progress.progress_bar", "callbacks.summary", "checkpoint.saving.manager", "loggers.csv"}
 UNASKED |= {"checkpoint.storage.remote", "checkpoint.weights.warm_start", "distributed.group"}
 UNASKED |= {"engine.own_loop_checkpoint", "run.checkpoint", "trainer.checkpoints", "trainer.plan.plan"}
-UNASKED |= {"distributed.failure.hub", "strategies.ddp", "strategies.fsdp.strategy"}
+UNASKED |= {"distributed.failure.monitor", "strategies.ddp", "strategies.fsdp.strategy"}
 
 
 @pytest.mark.heavy("a new interpreter, which imports torch")

@@ -32,9 +32,11 @@ STOPPED = "kill(signal.SIGSTOP); time.sleep(600)"
 LEFT = "parent = Path(f'/proc/{os.getppid()}')\nif os.fork(): kill(signal.SIGKILL)\n"
 LEFT += "until(lambda: not parent.exists()); os._exit(0)"
 # Rank 1 goes on when rank 0 has left the channel, or has told of what was no cause.
-LAST = "note(lambda: channel._hub._peers[0].state == 'left') if rank == 0 else until(Path('noted').exists)"
+LAST = (
+    "note(lambda: channel._monitor._peers[0].state == 'left') if rank == 0 else until(Path('noted').exists)"
+)
 LATE = f"{LAST}\nif rank == 1: raise ValueError('late')"
-FIRST = "if rank == 0: note(lambda: channel._hub._aside); raise RuntimeError('gloo: connection reset')\n"
+FIRST = "if rank == 0: note(lambda: channel._monitor._aside); raise RuntimeError('gloo: connection reset')\n"
 FIRST += "until(Path('noted').exists); raise KeyError(5)"
 BOOM, DEBUG = "raise ValueError('boom')", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
@@ -98,7 +100,7 @@ def test_an_end_without_a_failure_is_silent() -> None:
     unwritten = 'assert not Path("run").exists(), "nothing is written without a failure"'
     cases: dict[str, Any] = {
         "rank 1 last": {"last": LAST},
-        "rank 0 last": {"last": "rank or until(lambda: channel._hub._peers[1].state == 'left')"},
+        "rank 0 last": {"last": "rank or until(lambda: channel._monitor._peers[1].state == 'left')"},
         "pause": {"act": "until(lambda: beats > 12)", "who": [1], "hang_timeout": 600.0, "after": unwritten},
         "rank 0 computes": {"who": [0], "act": BUSY, "silence": 0.1},
         "rank 1 computes": {"who": [1], "act": BUSY, "silence": 0.1},

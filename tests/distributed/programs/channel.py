@@ -47,10 +47,10 @@ def describe():
 
 def settle():
     if rank == 0:
-        hub = channel._hub
-        until(lambda: [each.where for each in hub._peers.values()] == ["step 7"] * 2)
-        ticks = hub._ticks
-        until(lambda: hub._ticks > ticks + 1)
+        monitor = channel._monitor
+        until(lambda: [each.where for each in monitor._peers.values()] == ["step 7"] * 2)
+        ticks = monitor._ticks
+        until(lambda: monitor._ticks > ticks + 1)
     else:
         until(lambda: beats > 4 and channel._rank_0_where == "step 7")
 

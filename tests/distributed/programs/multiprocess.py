@@ -22,7 +22,7 @@ def loop(rank, port, *others):
     engine.step(optimizer)
     if rank == 0:
         wait(others)
-        other = engine._channel._channel._hub._peers[1]
+        other = engine._channel._channel._monitor._peers[1]
         while other.state == "here":
             time.sleep(0.01)
         assert other.state == "left"

@@ -49,7 +49,7 @@ from drivetrain.distributed.stopping import Stopping
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from drivetrain.distributed.failure.hub import Hub
+    from drivetrain.distributed.failure.monitor import Monitor
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class FailureChannel:
         self._out = threading.Event()
         self._closed = threading.Event()
         self._reported: BaseException | None = None
-        self._hub: Hub | None = None
+        self._monitor: Monitor | None = None
         self._line: Line | LocalLine | None = None
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
         self._selector: selectors.BaseSelector
@@ -147,8 +147,8 @@ class FailureChannel:
         try:
             self._line = self._join()
         except BaseException:
-            if self._hub is not None:
-                self._hub.close()
+            if self._monitor is not None:
+                self._monitor.close()
             raise
         if (ranks := launched()) is not None:
             ranks.open_channel()
@@ -178,10 +178,10 @@ class FailureChannel:
         self._rank_0 = Silence(offer["machine"], offer["pid"], self._timing.silence)
         me = {"rank": self.rank, "machine": machine(), "pid": os.getpid()}
         hello = {**me, "stacks": self._stacks.open(offer["began"]), **self._state()}
-        if self._hub is not None:
+        if self._monitor is not None:
             line = LocalLine()
-            self._hub.add(line.other, hello)
-            self._selector = self._hub.selector
+            self._monitor.add(line.other, hello)
+            self._selector = self._monitor.selector
             return line
         connection = connect(
             self.rank, offer if token is None else {**offer, "token": token}, address, self._timing.silence
@@ -193,13 +193,15 @@ class FailureChannel:
 
     def _listen(self, address: str | None, is_local: bool, token: str | None) -> dict[str, Any]:
         """Begin to listen on rank 0; returns what the others need to know."""
-        from drivetrain.distributed.failure.hub import Hub
+        from drivetrain.distributed.failure.monitor import Monitor
 
         host = "127.0.0.1" if is_local else own_address(address or "") or ""
-        hub = self._hub = Hub(self.world_size, host, self._timing, self._hang_timeout, token=token)
-        offer = {"port": hub.port, "hosts": [host] if host else own_hosts(), "machine": machine()}
+        monitor = self._monitor = Monitor(
+            self.world_size, host, self._timing, self._hang_timeout, token=token
+        )
+        offer = {"port": monitor.port, "hosts": [host] if host else own_hosts(), "machine": machine()}
         if token is None:  # a store of a test's, or of a program's own group
-            offer["token"] = hub.token
+            offer["token"] = monitor.token
         return {**offer, "pid": os.getpid(), "began": now()}
 
     def follow(
@@ -208,8 +210,8 @@ class FailureChannel:
         """Report by another status from now on, as once the set-up of a run is done; see the constructor."""
         self._status, self._hang_timeout = status, hang_timeout
         self._stacks.directory = directory
-        if self._hub is not None:
-            self._hub.limit(hang_timeout)
+        if self._monitor is not None:
+            self._monitor.limit(hang_timeout)
         self._tell()
 
     def report(self, error: BaseException, besides: str = "") -> None:
@@ -250,12 +252,12 @@ class FailureChannel:
         """Say goodbye; on rank 0, wait for the others, whom its thread serves."""
         line.send(kind="bye", **self._state())
         self._wakeup.send()
-        if self._hub is None:
+        if self._monitor is None:
             return
-        deadline = time.monotonic() + self._timing.goodbye
-        while not (self._hub.finished.wait(0.02) or self._decided.is_set()) and time.monotonic() < deadline:
+        until = time.monotonic() + self._timing.goodbye
+        while not (self._monitor.finished.wait(0.02) or self._decided.is_set()) and time.monotonic() < until:
             pass
-        if self._hub.cause is not None:
+        if self._monitor.cause is not None:
             self._decided.wait(self._timing.grace)  # until the channel itself has received it too
 
     def _end_after(self, cause: Cause, error: BaseException | None) -> None:
@@ -290,13 +292,13 @@ class FailureChannel:
                 and time.monotonic() < until
             ):
                 time.sleep(0.02)
-        elif self._hub is not None:
-            self._wait_for(self._hub.finished, self._timing.last)
+        elif self._monitor is not None:
+            self._wait_for(self._monitor.finished, self._timing.last)
             wait_for(started.values(), until - time.monotonic())
 
     def _wait_for(self, event: threading.Event, seconds: float) -> bool:
         """Wait for an event; rank 0's thread serves the other ranks meanwhile."""
-        if self._hub is None or threading.current_thread() is not self._thread:
+        if self._monitor is None or threading.current_thread() is not self._thread:
             return event.wait(seconds)
         until = time.monotonic() + seconds
         while not event.is_set() and time.monotonic() < until:
@@ -344,10 +346,10 @@ class FailureChannel:
 
     def _run(self) -> None:
         self._serve()
-        if self._hub is not None:
-            while not (self._closed.is_set() or self._hub.is_over()):  # not all know of a failure yet
+        if self._monitor is not None:
+            while not (self._closed.is_set() or self._monitor.is_over()):  # not all know of a failure yet
                 self._try(self._turn)
-            self._hub.close()
+            self._monitor.close()
 
     def _serve(self) -> None:
         assert self._line is not None
@@ -375,8 +377,8 @@ class FailureChannel:
 
     def _turn(self) -> None:
         """Wait a moment for what arrives; on rank 0, serve the other ranks."""
-        if self._hub is not None:
-            self._hub.turn()
+        if self._monitor is not None:
+            self._monitor.turn()
             return
         for key, _ in self._selector.select(0.05):
             if key.data is not None:
@@ -408,7 +410,7 @@ class FailureChannel:
         self._rank_0.end()
         match message["kind"]:
             case "end":
-                line.close()  # so the hub knows that this was read
+                line.close()  # so the monitor knows that this was read
                 self.stopping.abandon(RankFailure("rank 0 has ended, and cannot say when to stop"))
                 return True
             case "cause":
@@ -462,7 +464,7 @@ class FailureChannel:
         if not cause.is_interrupt:
             with contextlib.suppress(Exception):  # the system may refuse a thread
                 calls = f"{where}\n{self._order.listed()}".rstrip()
-                self._stacks.begin(calls, self._reported, self._hub)
+                self._stacks.begin(calls, self._reported, self._monitor)
         if cause.kind == "hang" and self.rank in cause.stuck:
             with contextlib.suppress(Exception):
                 sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
@@ -473,7 +475,7 @@ class FailureChannel:
         """End this process unless its main thread soon leaves the context by itself."""
         if self._leaves_in_time(self._timing.grace) or self._closed.is_set():
             return
-        if self._hub is not None:
+        if self._monitor is not None:
             self._wait_for_exits()
             # The others' end breaks the collective that the main thread is in.
             if self._leaves_in_time(self._timing.freed):

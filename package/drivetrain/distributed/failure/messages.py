@@ -26,7 +26,7 @@ TOKEN_BYTES = 32
 """Length of the token in hexadecimal digits. A rank sends it first, with a newline."""
 
 _LONGEST = 1 << 20
-"""Maximum bytes of a line; the hub closes a connection that sends a longer one."""
+"""Maximum bytes of a line; the monitor closes a connection that sends a longer one."""
 
 _TEXT = 10_000
 """Maximum characters of a text in a message. Four of them fit into a line, whatever characters they have."""

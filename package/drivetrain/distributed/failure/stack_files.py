@@ -14,7 +14,7 @@ from drivetrain.distributed.failure.messages import at
 from drivetrain.distributed.failure.stacks import stacks
 
 if TYPE_CHECKING:
-    from drivetrain.distributed.failure.hub import Hub
+    from drivetrain.distributed.failure.monitor import Monitor
 
 _WRITING = 2.0
 """Seconds that a process waits for them at its end: the disk may be what hangs."""
@@ -59,7 +59,7 @@ class StackFiles:
         stacks.open()  # even without a directory: a loader's workers may start before it is known
         return stacks.signal, stacks.descriptor
 
-    def begin(self, where: str, error: BaseException | None, hub: Hub | None) -> None:
+    def begin(self, where: str, error: BaseException | None, monitor: Monitor | None) -> None:
         """Write the stacks in a thread of their own."""
         if self.directory is None or self._thread is not None:
             return
@@ -68,7 +68,7 @@ class StackFiles:
         # If the thread is quick, the frames are still those of this moment; waiting for it is not possible.
         self._thread = threading.Thread(
             target=self._write,
-            args=(directory, where, error, hub),
+            args=(directory, where, error, monitor),
             name="drivetrain-stacks",
             daemon=True,
         )
@@ -79,25 +79,27 @@ class StackFiles:
         if self._thread is not None:
             self._thread.join(_WRITING)
 
-    def _write(self, directory: Path, where: str, error: BaseException | None, hub: Hub | None) -> None:
+    def _write(
+        self, directory: Path, where: str, error: BaseException | None, monitor: Monitor | None
+    ) -> None:
         try:
             # Rank 0 may not have waited, and have begun the file; only this rank knows its error.
             stacks.write(_file(directory, self._rank), f"rank {self._rank}, {at(where)}", error)
-            if hub is not None:
-                self._write_others(directory, hub)
+            if monitor is not None:
+                self._write_others(directory, monitor)
         except OSError as failed:  # the disk may be why the run has failed
             with contextlib.suppress(Exception):
                 sys.stderr.write(f"drivetrain: the stacks of rank {self._rank} were not saved: {failed}\n")
 
-    def _write_others(self, directory: Path, hub: Hub) -> None:
+    def _write_others(self, directory: Path, monitor: Monitor) -> None:
         until = time.monotonic() + _OWN
         files = {rank: _file(directory, rank) for rank in range(1, self._size)}
         while not all(each.exists() for each in files.values()) and time.monotonic() < until:
             time.sleep(0.02)
         for rank, file in files.items():
-            had = hub.had.get(rank)  # taken before it was killed: its own file describes a later moment
+            had = monitor.had.get(rank)  # taken before it was killed: its own file describes a later moment
             if had is not None or not file.exists():
-                text = (hub.ask(rank) if had is None else had) or _UNASKED
+                text = (monitor.ask(rank) if had is None else had) or _UNASKED
                 title = f"rank {rank}, asked by rank 0 because it did not answer"
                 with open_file(file, "a" if had is None else "w", encoding="utf-8") as out:
                     out.write(f"{title}\n\n{text}\n")

@@ -24,7 +24,7 @@ _WRITING = 10.0
 """Seconds that writing the stacks may take."""
 
 
-class Stillness:
+class ProgressTimeout:
     """The time without any progress, in the caller's ticks, and its limit.
 
     Args:
@@ -84,7 +84,7 @@ class Watchdog:
         self._describe = describe
         self._directory = directory
         self._phase = phase
-        self._still = Stillness(timeout, failure_wire.TIMING.opaque)
+        self._limit = ProgressTimeout(timeout, failure_wire.TIMING.opaque)
         self._last: Hashable = None
         self._thread: Repeated | None = None
 
@@ -106,9 +106,9 @@ class Watchdog:
         """Look again after so many seconds; returns whether the time without progress is over the limit."""
         last, self._last = self._last, self._heartbeat()
         if self._last != last:
-            self._still.end()
+            self._limit.end()
             return False
-        return self._still.add(seconds, [self._phase() if self._still.is_suspicious else Phase.WORKS])
+        return self._limit.add(seconds, [self._phase() if self._limit.is_suspicious else Phase.WORKS])
 
     def _expire(self) -> None:
         # The run may hang on the very pipe or network disk that is written to: the exit does not wait for it.

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from drivetrain.core.errors import StrategyError, shown
 from drivetrain.distributed.failure.messages import Cause, shortened
-from drivetrain.distributed.launch.children import Child, end_with_parent, ending, parent_mark, started
+from drivetrain.distributed.launch.children import Child, end_with_parent, ending, started
 
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 """Fork saves the seconds that a spawned process takes to import torch, but is safe only on Linux."""
@@ -41,7 +41,6 @@ class Call:
         function: Takes no arguments. It is pickled if the process is spawned.
         rank: The number by which the cause of a failure names the process.
         method: "fork" or "spawn".
-        lasts: Whether this thread, if it is not the main one, ends only after that process.
 
     Attributes:
         child: The process.
@@ -60,7 +59,6 @@ class Call:
         rank: int = 0,
         *,
         method: str = _START_METHOD,
-        lasts: bool = False,
     ) -> None:
         if multiprocessing.current_process().daemon:
             raise StrategyError(
@@ -69,7 +67,7 @@ class Call:
             )
         context: Any = multiprocessing.get_context(method)
         self._pipe, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(function, rank, sender, parent_mark(lasts)))
+        process = context.Process(target=_answer, args=(function, rank, sender, os.getpid()))
         with warnings.catch_warnings(), without_garbage_collection(), sender:
             # Python warns of forking a process with threads. The fork uses no lock that they may hold.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
@@ -161,7 +159,7 @@ def resume_garbage_collection() -> None:
     gc.enable()
 
 
-def _answer(function: Callable[[], Any], rank: int, sender: Connection, mark: str) -> NoReturn:
+def _answer(function: Callable[[], Any], rank: int, sender: Connection, parent: int) -> NoReturn:
     # The process ends here, whatever happens: the rest of the program is for the original.
     code = 1
     try:
@@ -170,7 +168,7 @@ def _answer(function: Callable[[], Any], rank: int, sender: Connection, mark: st
         os.dup2(nothing, 0)
         os.close(nothing)
         started.clear()
-        end_with_parent(mark)
+        end_with_parent(parent)
         value = function()
         answer = pickle.dumps((time.monotonic(), value, None))
         code = 0

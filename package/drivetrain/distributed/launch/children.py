@@ -21,11 +21,11 @@ from drivetrain.distributed.interfaces import loopback_variables
 from drivetrain.distributed.threads import Repeated
 
 PARENT = "DRIVETRAIN_PARENT"
-"""An environment variable of a started process: its parent's pid, and "main" if a thread started it that
-lasts as long as the process, as a main thread does."""
+"""An environment variable of a rank that another rank has started: that one's pid."""
 
 LAUNCHER = "DRIVETRAIN_LAUNCHER"
-"""The same, in a process that `drivetrain launch` has started."""
+"""An environment variable of a process that `drivetrain launch` has started: its pid, and "main" if a
+thread started it that lasts as long as the process, as a main thread does."""
 
 FORWARDED = tuple(
     getattr(signal, name)
@@ -198,7 +198,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def parent_mark(lasts: bool = False) -> str:
-    """Return the value of `PARENT` for a process that is started now.
+    """Return the value of `LAUNCHER` for a process that is started now.
 
     Args:
         lasts: Whether this thread, if it is not the main one, ends only after that process.
@@ -207,13 +207,15 @@ def parent_mark(lasts: bool = False) -> str:
     return f"{os.getpid()} {'main' if is_main else 'thread'}"
 
 
-def end_with_parent(mark: str) -> None:
+def end_with_parent(parent: int) -> None:
     """End this process when its parent has died, however that ended.
 
-    Does nothing in a process that has only inherited the mark from its own parent. On Windows, where a
+    Does nothing in a process that has only inherited the number from its own parent. On Windows, where a
     process does not learn of its parent's end, only the failure channel does.
+
+    Args:
+        parent: Its pid.
     """
-    parent = int(mark.split()[0])
     if sys.platform == "win32":
         return
     if os.getppid() == parent:
@@ -225,18 +227,17 @@ def end_with_parent(mark: str) -> None:
 def _look_after(parent: int, last_words: float = 0.0) -> None:
     def look() -> None:
         if os.getppid() != parent:
-            if _open_channels:  # which report it
+            if _open_channels:
                 time.sleep(last_words)
             os._exit(1)
 
     Repeated(look, _LOOKING, "drivetrain-parent")
 
 
-def count_channel(change: int) -> int:
-    """Count the failure channels that are open in this process; returns their number."""
+def count_channel(change: int) -> None:
+    """Count the failure channels that are open in this process, and so report the end of its parent."""
     global _open_channels
     _open_channels += change
-    return _open_channels
 
 
 def end_with_launcher() -> None:

@@ -25,7 +25,6 @@ from drivetrain.distributed.launch.children import (
     end_with_parent,
     ending,
     environment_of,
-    parent_mark,
     started,
     threads_per_rank,
     wait_for,
@@ -78,7 +77,7 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
             _followed = True
             # Rank 0 waits for the end, which would otherwise begin with a garbage collection.
             atexit.register(gc.freeze)
-            end_with_parent(os.environ[PARENT])
+            end_with_parent(int(os.environ[PARENT]))
         return found
     if num_nodes > 1:
         raise StrategyError(
@@ -161,7 +160,7 @@ def _start(world_size: int) -> ProcessEnvironment:
     place = {**private_place(port), HOSTED: str(True)}
     try:
         for rank in range(1, world_size):
-            own = {**environment_of(rank, world_size, port, threads), **place, PARENT: parent_mark()}
+            own = {**environment_of(rank, world_size, port, threads), **place, PARENT: str(os.getpid())}
             # Only one process can read standard input, and that is this one.
             process = subprocess.Popen(
                 command, cwd=_DIRECTORY, env={**os.environ, **own}, stdin=subprocess.DEVNULL

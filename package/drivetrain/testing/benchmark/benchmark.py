@@ -187,7 +187,7 @@ def _in_process(function: Callable[[], Any], limit: float) -> tuple[Any, str]:
     # such as a main thread, would wait forever for threads that exist in its parent alone.
     with ThreadPoolExecutor(1) as thread:
         try:
-            call = thread.submit(Call, partial(_as_turn, function), lasts=True).result()
+            call = thread.submit(Call, partial(_as_turn, function)).result()
         except Exception as error:  # of pickling
             return None, f"{sys.platform} starts a new Python, which cannot import all of it: {error}"
         try:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.support.messages import warned
 
-from drivetrain.distributed.failure.hub import Hub
 from drivetrain.distributed.failure.messages import TIMING, Cause, Line, connect
+from drivetrain.distributed.failure.monitor import Monitor
 from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import PATIENCE, machine
 
@@ -26,21 +26,21 @@ def hello(rank: int) -> dict[str, Any]:
     return {"rank": rank, "machine": machine(), "pid": os.getpid(), "stacks": (0, -1)}
 
 
-class Job:  # a hub and what two ranks say to it, as their channels would
+class Job:  # a monitor and what two ranks say to it, as their channels would
     def __init__(self, limit: float | None = None) -> None:
         self.now, self.taken = 0.0, 0
         self.lines: list[Line] = []
-        self.hub = Hub(2, "127.0.0.1", TIMES, limit, clock=lambda: self.now)
-        take = self.hub._take
+        self.monitor = Monitor(2, "127.0.0.1", TIMES, limit, clock=lambda: self.now)
+        take = self.monitor._take
 
         def counted(peer: Any, message: dict[str, Any]) -> None:
             take(peer, message)
             self.taken += 1
 
-        self.hub._take = counted  # type: ignore[method-assign]
+        self.monitor._take = counted  # type: ignore[method-assign]
 
     def turn(self) -> None:
-        self.hub.turn()
+        self.monitor.turn()
 
     def until(self, holds: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 120
@@ -49,11 +49,11 @@ class Job:  # a hub and what two ranks say to it, as their channels would
             self.turn()
 
     def join(self, *ranks: int) -> None:
-        offer = {"port": self.hub.port, "token": self.hub.token, "hosts": [], "machine": machine()}
+        offer = {"port": self.monitor.port, "token": self.monitor.token, "hosts": [], "machine": machine()}
         for rank in ranks or range(2):
             self.lines.append(connect(rank, offer, None, 60.0))
             self.lines[rank].send(kind="hello", **{**STATE, **hello(rank)})
-        self.until(lambda: len(self.hub._peers) == len(self.lines))
+        self.until(lambda: len(self.monitor._peers) == len(self.lines))
 
     def say(self, rank: int, kind: str = "beat", **state: object) -> None:
         taken = self.taken
@@ -69,7 +69,7 @@ class Job:  # a hub and what two ranks say to it, as their channels would
     def tick(self, count: int, *states: dict[str, Any]) -> None:  # before each, every rank says how it is
         for _ in range(count):
             for rank, state in enumerate(states):
-                if self.hub.cause is None:
+                if self.monitor.cause is None:
                     self.say(rank, **state)
             self.now += 1.001 * TICK
             self.turn()
@@ -86,7 +86,7 @@ class Job:  # a hub and what two ranks say to it, as their channels would
         return False
 
     def names_the_right_cause(self) -> None:
-        assert self.hub.cause is None
+        assert self.monitor.cause is None
         self.say(1, "cause", cause=Cause("error", 1, "step 7", "ValueError: boom").to_json())
         told = Cause.from_json(self.hears(0, "cause")["cause"])
         assert str(told) == "rank 1 failed first, at step 7: ValueError: boom"
@@ -94,11 +94,11 @@ class Job:  # a hub and what two ranks say to it, as their channels would
     def close(self) -> None:
         for each in self.lines:
             each.close()
-        self.hub.close()
+        self.monitor.close()
 
 
 @pytest.fixture
-def alone() -> Iterator[Job]:  # a hub that no rank has joined yet
+def alone() -> Iterator[Job]:  # a monitor that no rank has joined yet
     job = Job()
     yield job
     job.close()
@@ -113,11 +113,11 @@ def job(alone: Job) -> Job:
 def test_a_rank_that_joins_after_the_failure_of_another_is_told_of_it(alone: Job) -> None:
     alone.join(0)
     alone.say(0, "cause", cause=Cause("error", 0, "step 0", "ConfigError: no").to_json())
-    assert not alone.hub.is_over()
+    assert not alone.monitor.is_over()
     alone.join(1)
     assert Cause.from_json(alone.hears(1, "cause")["cause"]).what == "ConfigError: no"
     alone.say(1, "bye")
-    assert alone.hub.is_over()
+    assert alone.monitor.is_over()
 
 
 @contextlib.contextmanager
@@ -132,9 +132,9 @@ def joined(limit: float | None = None) -> Iterator[Job]:
 
 @contextlib.contextmanager
 def stranger(job: Job, content: bytes = b"") -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", job.hub.port), 60) as found:
+    with socket.create_connection(("127.0.0.1", job.monitor.port), 60) as found:
         found.setblocking(False)
-        with contextlib.suppress(ConnectionError):  # the hub may close it in the middle
+        with contextlib.suppress(ConnectionError):  # the monitor may close it in the middle
             while content:
                 with contextlib.suppress(BlockingIOError):
                     content = content[found.send(content) :]
@@ -162,13 +162,13 @@ def test_many_silent_strangers_keep_no_rank_out(alone: Job) -> None:
         for _ in range(200):
             stack.enter_context(stranger(alone))
             alone.turn()
-        assert len(alone.hub._unknown) < 100, "the oldest have been dropped, before their time"
+        assert len(alone.monitor._unknown) < 100, "the oldest have been dropped, before their time"
         alone.join()
         alone.names_the_right_cause()
 
 
 def test_a_connection_that_knows_the_token_can_end_only_itself(job: Job) -> None:
-    token = f"{job.hub.token}\n".encode()
+    token = f"{job.monitor.token}\n".encode()
     wrong = [b"7\n", b"{}\n", b'{"rank": 1}\n', b"\xff\n", b"x" * (2 << 20), b'{"rank": 9}\n', b"", HELLO]
     for content in (DEEP, *wrong):
         with stranger(job, token + content) as connection:
@@ -178,11 +178,11 @@ def test_a_connection_that_knows_the_token_can_end_only_itself(job: Job) -> None
 
 def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(job: Job) -> None:
     job.lines[1].socket.sendall(DEEP)
-    job.until(lambda: job.hub.cause)
-    assert job.hub.cause is not None
-    assert (job.hub.cause.kind, job.hub.cause.rank) == ("lost", 1)
-    assert "its line to rank 0 broke (RecursionError" in str(job.hub.cause)
-    assert "killed" not in str(job.hub.cause)
+    job.until(lambda: job.monitor.cause)
+    assert job.monitor.cause is not None
+    assert (job.monitor.cause.kind, job.monitor.cause.rank) == ("lost", 1)
+    assert "its line to rank 0 broke (RecursionError" in str(job.monitor.cause)
+    assert "killed" not in str(job.monitor.cause)
 
 
 def test_a_rank_that_joins_after_a_failure_is_told_its_cause(alone: Job) -> None:
@@ -209,9 +209,9 @@ def test_a_consequence_without_a_cause_is_reported_after_a_while() -> None:
                 job.say(1, "bye", where="step 6")
             job.say(0, "cause", cause=LOST)
             job.tick(3)
-            assert job.hub.cause is None
+            assert job.monitor.cause is None
             job.tick(2)
-            told = str(job.hub.cause)
+            told = str(job.monitor.cause)
             if left:
                 place = "last heard of at step 6: it had ended when rank 0, at step 7, waited for it"
                 assert told.startswith(f"rank 1 failed first, {place}")
@@ -221,7 +221,9 @@ def test_a_consequence_without_a_cause_is_reported_after_a_while() -> None:
 
 def test_a_rank_that_does_not_join_is_named(alone: Job) -> None:
     alone.tick(5 * PATIENCE)
-    assert str(alone.hub.cause) == "rank 0 failed first: it has not joined the failure channel within 0.6 s"
+    assert (
+        str(alone.monitor.cause) == "rank 0 failed first: it has not joined the failure channel within 0.6 s"
+    )
 
 
 WAITS = {"phase": Phase.WAITS, "place": "barrier (train.py:9)"}
@@ -238,11 +240,11 @@ def test_a_hang_names_the_rank_that_is_behind() -> None:
     ):
         with joined(LIMIT) as job:
             job.tick(4, first, second)
-            assert job.hub.cause is None
+            assert job.monitor.cause is None
             job.tick(2, first, second)
-            assert job.hub.cause is not None
-            assert str(job.hub.cause) == f"no progress for 0.05 s; {told}"
-            assert (job.hub.cause.kind, job.hub.cause.rank) == ("hang", behind)
+            assert job.monitor.cause is not None
+            assert str(job.monitor.cause) == f"no progress for 0.05 s; {told}"
+            assert (job.monitor.cause.kind, job.monitor.cause.rank) == ("hang", behind)
 
 
 def test_in_a_set_up_the_rank_that_the_others_wait_for_is_named_and_nothing_ends() -> None:
@@ -250,7 +252,7 @@ def test_in_a_set_up_the_rank_that_the_others_wait_for_is_named_and_nothing_ends
     late = r"no progress for 0.12 s; rank 1 is behind, in the set-up; rank 0 waits in barrier"
     with joined(None) as job, warned(late) as told:
         job.tick(30, waits, {"where": "in the set-up"})
-        assert job.hub.cause is None
+        assert job.monitor.cause is None
     assert len(told) == 1
     for first, second in ((waits, waits), ({**waits, "progress": 1}, {"progress": 1})):
         with joined(None) as job:
@@ -260,9 +262,9 @@ def test_in_a_set_up_the_rank_that_the_others_wait_for_is_named_and_nothing_ends
 def test_once_the_set_up_of_rank_0_is_done_a_rank_that_hangs_in_its_own_is_named(job: Job) -> None:
     waits = {"where": "in the set-up of the run"}
     job.tick(3, HOOK, waits)
-    job.hub.limit(LIMIT)
+    job.monitor.limit(LIMIT)
     job.tick(6, HOOK, waits)
-    assert "rank 1 is behind, in the set-up of the run; rank 0 is in training" in str(job.hub.cause)
+    assert "rank 1 is behind, in the set-up of the run; rank 0 is in training" in str(job.monitor.cause)
 
 
 def test_progress_of_any_rank_counts_against_a_hang() -> None:
@@ -270,13 +272,13 @@ def test_progress_of_any_rank_counts_against_a_hang() -> None:
         with joined(LIMIT) as job:
             for number in range(6):
                 job.tick(4, {}, {name: number})
-            assert job.hub.cause is None, str(job.hub.cause)
+            assert job.monitor.cause is None, str(job.monitor.cause)
 
 
 def test_a_phase_without_signs_has_more_time() -> None:
     saves = {"phase": Phase.OPAQUE, "where": "in a save"}
     with joined(LIMIT) as job:
         job.tick(14, saves, WAITS)
-        assert job.hub.cause is None
+        assert job.monitor.cause is None
         job.tick(2, saves, WAITS)
-        assert "rank 0 is behind, in a save; rank 1 waits" in str(job.hub.cause)
+        assert "rank 0 is behind, in a save; rank 1 waits" in str(job.monitor.cause)

@@ -18,7 +18,7 @@ from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Lo
 from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence, is_of_job
 from drivetrain.distributed.failure.stacks import asked
-from drivetrain.distributed.failure.watchdog import Stillness
+from drivetrain.distributed.failure.watchdog import ProgressTimeout
 from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started, wait_for
 from drivetrain.distributed.sockets import closed_in_forks
@@ -67,7 +67,7 @@ class _Peer:
     state: str = "here"  # then "left" after a goodbye, or "gone"
 
 
-class Hub:
+class Monitor:
     """Receives from all ranks, in the thread of rank 0's channel, which calls `turn`.
 
     It reads nothing else from a connection before the token, and whatever a connection sends, it can end only
@@ -120,7 +120,7 @@ class Hub:
     def limit(self, hang_timeout: float | None) -> None:
         """Set how long no rank may make progress; None sets no limit."""
         self._hang_timeout = hang_timeout
-        self._stillness = None if hang_timeout is None else Stillness(hang_timeout, self._timing.opaque)
+        self._limit = None if hang_timeout is None else ProgressTimeout(hang_timeout, self._timing.opaque)
 
     def turn(self) -> None:
         """Wait a moment for what arrives, read it, and check what is due."""
@@ -142,7 +142,7 @@ class Hub:
             self.finished.set()
 
     def close(self) -> None:
-        """Close the hub; without a failure, the ranks that are still connected learn that it is none."""
+        """Close the monitor; without a failure, the ranks that are still connected learn that it is none."""
         try:
             if self.cause is None:
                 self._end_all()
@@ -269,8 +269,8 @@ class Hub:
         if signs != peer.signs:
             peer.progress, peer.signs = message["progress"], signs
             self._still = 0
-            if self._stillness is not None:
-                self._stillness.end()
+            if self._limit is not None:
+                self._limit.end()
         if message["kind"] == "bye":
             peer.state = "left"
             self._poll.leave(peer.rank, int(message["passed"]))
@@ -329,11 +329,11 @@ class Hub:
         """Return a hang over the limit; without a limit, warn of one."""
         if len(self._peers) < self._world_size or not here:
             return None
-        if self._stillness is None:
+        if self._limit is None:
             if self._still == round(self._timing.late / self._tick) + _TOLD:
                 self._name_late(here)
             return None
-        is_hang = self._stillness.add(self._tick, [each.phase for each in here])
+        is_hang = self._limit.add(self._tick, [each.phase for each in here])
         return self._hang(here) if is_hang and self._still >= _TOLD else None
 
     def _name_late(self, here: list[_Peer]) -> None:
