@@ -226,6 +226,12 @@ def test_a_rank_that_does_not_join_is_named(alone: Job) -> None:
     )
 
 
+def test_where_rank_0_is_reaches_the_others_at_once(job: Job) -> None:
+    assert job.hears(1, "beat")["where"] == ""
+    job.say(0, where="in training, after step 0")
+    assert job.hears(1, "beat")["where"] == "in training, after step 0"
+
+
 WAITS = {"phase": Phase.WAITS, "place": "barrier (train.py:9)"}
 HOOK = {"progress": 7, "where": "in training, after step 3, in on_step_end of Acts"}
 BACKWARD = {"progress": 7, "where": "in training, after step 3, in the backward", **WAITS}

@@ -271,7 +271,9 @@ class Monitor:
             self._still = 0
             if self._limit is not None:
                 self._limit.end()
-        if message["kind"] == "bye":
+        if message["kind"] == "beat" and peer.rank == 0:
+            self._broadcast(**self._beat())
+        elif message["kind"] == "bye":
             peer.state = "left"
             self._poll.leave(peer.rank, int(message["passed"]))
         elif message["kind"] == "held":
@@ -290,8 +292,7 @@ class Monitor:
             self._broadcast(kind="meet", **decision)
 
     def _look(self) -> None:
-        """Once per tick, send a beat of rank 0, and check for ranks that are lost or make no progress."""
-        self._broadcast(**self._beat())
+        """Once per tick, check for ranks that are lost or make no progress."""
         self._ticks += 1
         self._still += 1
         now = self._clock()
@@ -345,8 +346,7 @@ class Monitor:
             _LOG.warning(f"no progress for {seconds:g} s; {_places(behind, are_behind=True)}; {others}")
 
     def _beat(self) -> dict[str, Any]:
-        where = self._peers[0].where if 0 in self._peers else ""
-        return {"kind": "beat", "where": where}
+        return {"kind": "beat", "where": self._peers[0].where}  # it was the first to join
 
     def _sorted(self) -> list[_Peer]:
         return sorted(self._peers.values(), key=lambda each: each.rank)
