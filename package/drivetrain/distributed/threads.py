@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 
-class Repeated:
+class Periodic:
     """Calls a function again and again in a daemon thread, with a pause before each call, until `stop`."""
 
     def __init__(self, act: Callable[[], object], pause: float, name: str) -> None:

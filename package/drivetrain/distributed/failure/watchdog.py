@@ -15,7 +15,7 @@ from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.last_words import end_workers, record, write_now
 from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.stacks import stacks
-from drivetrain.distributed.threads import Repeated
+from drivetrain.distributed.threads import Periodic
 
 EXIT_HANG = 75
 """The exit code of a process that was killed because it hung; `EX_TEMPFAIL` of sysexits.h: try again."""
@@ -86,12 +86,12 @@ class Watchdog:
         self._phase = phase
         self._limit = ProgressTimeout(timeout, failure_wire.TIMING.opaque)
         self._last: Hashable = None
-        self._thread: Repeated | None = None
+        self._thread: Periodic | None = None
 
     def __enter__(self) -> Watchdog:
         tick = self._timeout / 10
         self._last = self._heartbeat()
-        self._thread = Repeated(lambda: self._watch(tick), tick, "drivetrain-watchdog")
+        self._thread = Periodic(lambda: self._watch(tick), tick, "drivetrain-watchdog")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from drivetrain.distributed.failure.silence import is_gone
 from drivetrain.distributed.interfaces import loopback_variables
-from drivetrain.distributed.threads import Repeated
+from drivetrain.distributed.threads import Periodic
 
 PARENT = "DRIVETRAIN_PARENT"
 """An environment variable of a rank that another rank has started: that one's pid."""
@@ -231,7 +231,7 @@ def _look_after(parent: int, last_words: float = 0.0) -> None:
                 time.sleep(last_words)
             os._exit(1)
 
-    Repeated(look, _LOOKING, "drivetrain-parent")
+    Periodic(look, _LOOKING, "drivetrain-parent")
 
 
 def count_channel(change: int) -> None:

@@ -37,7 +37,7 @@ from drivetrain.distributed.launch.meeting import (
     private_place,
     remove_place,
 )
-from drivetrain.distributed.threads import Repeated
+from drivetrain.distributed.threads import Periodic
 
 _DIRECTORY = str(Path.cwd())
 """The program's first working directory; its command is run again there."""
@@ -218,8 +218,8 @@ class _Launched:
         if not (self._channels or self._failure_told):
             self._watch = self._watching()
 
-    def _watching(self) -> Repeated:
-        return Repeated(self._look, _LOOKING, "drivetrain-ranks")
+    def _watching(self) -> Periodic:
+        return Periodic(self._look, _LOOKING, "drivetrain-ranks")
 
     def _look(self) -> None:
         """Give up some seconds after a rank has failed."""
