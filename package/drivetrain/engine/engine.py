@@ -31,7 +31,6 @@ from drivetrain.distributed.launch.programs import join_job
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine.evaluation_precision import stored_in
 from drivetrain.engine.generator_step import advance, generator_step
-from drivetrain.engine.joint import JointOptimizer, check_joint, joint_updater
 from drivetrain.engine.memory import MemoryConfig, MemoryInUse
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import MetricBuffer, Row, refuse_nonfinite
@@ -39,7 +38,16 @@ from drivetrain.engine.own_loop import EngineData, prepare_module
 from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.skip import StepGate
 from drivetrain.engine.splitting import MicroBatches
-from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
+from drivetrain.engine.updater import (
+    DEFAULT,
+    JointOptimizer,
+    Updater,
+    build_updaters,
+    check_joint,
+    configured_specs,
+    is_interleaved,
+    joint_updater,
+)
 from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision

@@ -8,6 +8,7 @@ up to the gradient of the whole. Composer's automatic micro-batching does the sa
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
 from drivetrain.core.random_streams import HostDraws, generator_state, load_generator_state, shielded
+from drivetrain.core.types import Batch
 from drivetrain.core.validation import count
 from drivetrain.data import Everywhere, MicroBatch, batch_size
 from drivetrain.data.counting import Count
@@ -27,7 +29,6 @@ from drivetrain.engine.memory_advice import memory_advice
 from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.engine.split_batch import split_batch
-from drivetrain.engine.split_micro_batch import weighted_parts
 from drivetrain.engine.weighting import StepResult, Weighted, weigh
 from drivetrain.task.attributes import generators_of
 from drivetrain.task.output import read_output
@@ -38,6 +39,9 @@ _LOG = logger(__name__)
 T = TypeVar("T")
 
 AUTO = "auto"
+
+_WEIGHT_TOLERANCE = 0.01
+"""The relative difference allowed between the parts' weights and the whole's: 16-bit sums are that coarse."""
 
 _NOT_EVEN_ONE = "drivetrain: not even a micro-batch of one sample fits"
 
@@ -184,7 +188,7 @@ class MicroBatches:
             return [micro_batch]
         whole = max(batch_size(batch) or 0, self._split[1] if self._split else 0)  # a part may be split again
         self._split = batch_size(batches[0]) or 0, whole
-        return weighted_parts(micro_batch, batches, hosts, weigh)
+        return _weighted_parts(micro_batch, batches, hosts, weigh)
 
     def _shared_parts(self, micro_batch: MicroBatch, factor: float | Tensor | None) -> Weighted:
         if micro_batch.is_placeholder or has_zero_weight(micro_batch):
@@ -268,3 +272,51 @@ def _refuse_whole(batch: Any, size: int, error: Exception, what_helps: str) -> N
         split_batch(batch, size)
     except DataError as reason:
         raise DataError(f"out of memory, and {reason}; {what_helps}") from error
+
+
+def _weighted_parts(
+    micro_batch: MicroBatch, batches: Sequence[Batch], hosts: Sequence[Batch], weigh: Count | None
+) -> list[MicroBatch]:
+    """Return the parts of a micro-batch with their weights.
+
+    Args:
+        hosts: The parts as the data gave them, or None for each. They are weighed like the whole; in a 16-bit
+            copy a sum of weights may be rounded, or infinite.
+        weigh: Returns a part's loss weight; None uses its number of samples.
+    """
+    samples = [batch_size(each) or 0 for each in batches]
+    weights: Sequence[float] = samples
+    if weigh is not None:
+        given = [weigh(part if host is None else host) for part, host in zip(batches, hosts, strict=True)]
+        weights = _checked(_numbers(given), samples, micro_batch)
+    return [
+        micro_batch._replace(batch=batch, weight=weight, samples=number, tokens=0, host=kept)
+        for batch, weight, number, kept in zip(batches, weights, samples, hosts, strict=True)
+    ]
+
+
+def _numbers(weights: Sequence[Any]) -> list[float]:
+    """Return the weights on the host; waits for them, because parts of weight zero are left out."""
+    if any(isinstance(each, Tensor) for each in weights):
+        numbers: list[float] = torch.stack([torch.as_tensor(each).reshape(()) for each in weights]).tolist()
+        return numbers
+    return [float(each) for each in weights]
+
+
+def _checked(weights: Sequence[float], samples: Sequence[int], micro_batch: MicroBatch) -> Sequence[float]:
+    for weight, number in zip(weights, samples, strict=True):
+        if not 0 <= weight < math.inf:
+            raise DataError(
+                f"loss_weight gave {weight} for a part of {number} of a batch's {sum(samples)} samples; a"
+                " weight is a number of samples or tokens, 0 or more"
+            )
+    whole, parts = micro_batch.weight, sum(weights)
+    if isinstance(whole, Tensor) or micro_batch.is_placeholder:  # on an accelerator, or of another batch
+        return weights
+    if abs(parts - whole) > _WEIGHT_TOLERANCE * max(parts, whole):
+        raise DataError(
+            f"loss_weight gave {whole:g} for a batch of {sum(samples)} samples and {parts:g} for its"
+            f" {len(weights)} parts together. Where batches are run in parts it must be a sum over samples,"
+            " such as their number of tokens"
+        )
+    return weights

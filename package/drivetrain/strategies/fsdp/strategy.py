@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.launch.environment import detect
@@ -21,6 +21,7 @@ from drivetrain.distributed.tensors import (
     average_gradients,
     broadcast_buffers,
     broadcast_module,
+    held_here,
     largest_of_all,
 )
 from drivetrain.strategies.base import (
@@ -34,7 +35,6 @@ from drivetrain.strategies.base import (
     has_collectives,
 )
 from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
-from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.held import held_shards
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
@@ -363,7 +363,44 @@ class FSDP(Strategy):
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded gradient."""
-        return clip_by_global_norm(parameters, max_norm, self.device, self.world_size)
+        return _clip_by_global_norm(parameters, max_norm, self.device, self.world_size)
+
+
+def _clip_by_global_norm(
+    parameters: Sequence[Tensor], max_norm: float, device: torch.device, world_size: int
+) -> Tensor:
+    """Clip by the norm of the whole gradient, and return that norm (0-d, the same on all processes).
+
+    Parameters may be sharded over different meshes, or replicated; torch's own clipping only takes parameters
+    of one mesh. A part that n processes hold is counted as 1/n by each, so one sum over all processes is
+    enough.
+
+    Args:
+        parameters: The parameters; those without a gradient are skipped.
+        max_norm: The largest norm.
+        device: The device that processes exchange tensors on.
+        world_size: The number of processes.
+    """
+    grouped: dict[tuple[torch.device, float], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            held = held_here(gradient, world_size)
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            grouped.setdefault((local.device, held), []).append(local.detach())
+    dtypes = {each.dtype for gradients in grouped.values() for each in gradients}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    square = torch.zeros((), dtype=wide, device=device)
+    for (_, held), gradients in grouped.items():
+        norms = torch._foreach_norm(gradients, 2, dtype=wide)
+        square += (torch.stack(list(norms)).square().sum() * held).to(device)
+    if world_size > 1:
+        distributed.all_reduce(square)
+    norm = square.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's formula, without a host sync
+    for (where, _), gradients in grouped.items():
+        torch._foreach_mul_(gradients, factor.to(where))
+    return norm
 
 
 def _check_parts(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[str]) -> None:
