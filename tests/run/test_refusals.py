@@ -227,7 +227,7 @@ def test_limits_and_preemption_options_that_cannot_be_are_refused() -> None:
         "misspelt signal": (preempts(requeue="SIGTREM"), "'SIGTERM'"),
         "signal in both": (preempts(stop=["TERM"]), "SIGTERM is in both requeue and stop"),
         "a text": (preempts(deadline="soon"), "'2 minutes'", "'auto'"),
-        "misspelt option": (lambda: Trainer(preemption={"dead_line": 3}), "no option 'dead_line'"),
+        "misspelt option": (lambda: Trainer(preemption={"dead_line": 3}), "no argument 'dead_line'"),
     }
     assert_refused(ConfigError, table)
 

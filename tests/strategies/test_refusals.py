@@ -195,7 +195,7 @@ def test_compile_refusals() -> None:
         ConfigError,
         {
             "word": (of("yes"), "compile", "True or False"),
-            "option": (of({"scop": "task"}), "no option 'scop'", "'scope'"),
+            "option": (of({"scop": "task"}), "no argument 'scop'", "'scope'"),
             "scope": (of({"scope": "block"}), "unknown scope", "'blocks'"),
             "backend": (of({"backend": "aot_eger"}), "unknown backend", "'aot_eager'"),
             "both": (of({"options": {}, "mode": "default"}), "mode or options, not both"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.validation import by_name, check_names, count, flag
+from drivetrain.core.validation import by_name, count, flag
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.transforms.compile import CompileConfig, as_compile
 from drivetrain.strategies.transforms.offload import Offload, within
@@ -55,7 +55,6 @@ def as_memory(spec: Mapping[str, Any] | MemoryConfig | None) -> MemoryConfig:
         return spec or NOTHING
     if not isinstance(spec, Mapping):
         raise ConfigError(f"memory is a MemoryConfig, a mapping of its options, or None, not {spec!r}")
-    check_names("memory", spec, [each.name for each in fields(MemoryConfig)])
     return MemoryConfig(**spec)
 
 

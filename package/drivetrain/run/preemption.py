@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError, Preempted, RankFailure
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import by_name, check_names, duration, one_of
+from drivetrain.core.validation import by_name, duration, one_of
 from drivetrain.distributed.processes import rank
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ def as_preemption(spec: object) -> PreemptionConfig | None:
         raise ConfigError(
             f"preemption is True, False, a PreemptionConfig or a mapping of its options, not {spec!r}"
         )
-    check_names("preemption", spec, [each.name for each in fields(PreemptionConfig)])
     return PreemptionConfig(**spec)
 
 

@@ -100,7 +100,7 @@ def test_option_and_configuration_refusals() -> None:
         "other": (of(stage=1, config={"zero_optimization": {"stage": 2}}), "stage=1) differs", "has 2"),
         "tensors": (file(tensor_parallel={"autotp_size": 2}), "FSDPConfig(tensor_parallel"),
         "mixed up": (zero(round_robin_gradients=True), "be mixed up in checkpoints"),
-        "device": (zero(stage=3, offload_param={"device": "gpu"}), "on 'gpu': only 'cpu' is"),
+        "device": (zero(stage=3, offload_param={"device": "gpu"}), "must be None or 'cpu', not 'gpu'"),
         "old name": (file(bfloat16={"enabled": True}), "'bfloat16', which is called 'bf16' today"),
         "spelling": (file(zero_optimisation={"stage": 3}), "Did you mean 'zero_optimization'"),
         "master": (file(bf16={"bf16_master_weights_and_grads": True}), "which keeps no float32"),

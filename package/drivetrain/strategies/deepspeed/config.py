@@ -52,11 +52,6 @@ class DeepSpeedConfig:
             ConfigError: An option is invalid or contradicts the configuration; says what is allowed.
         """
         check_options(self, ("timeout",), ("gather_at_end",))
-        for name in ("offload_optimizer", "offload_parameters"):
-            if getattr(self, name) not in (None, "cpu"):
-                raise ConfigError(
-                    f"DeepSpeedConfig({name}=...) must be None or 'cpu', not {getattr(self, name)!r}"
-                )
         given = read(self.config)
         object.__setattr__(self, "config", given)
         zero = given.get("zero_optimization", {})
@@ -83,8 +78,8 @@ class DeepSpeedConfig:
         for name in ("offload_optimizer", "offload_parameters"):
             if getattr(self, name) not in (None, "cpu"):
                 raise ConfigError(
-                    f"DeepSpeed's configuration has {name} on {getattr(self, name)!r}: only 'cpu' is"
-                    " supported, because checkpoints cannot contain state on other devices"
+                    f"DeepSpeed's {name} must be None or 'cpu', not {getattr(self, name)!r}: checkpoints"
+                    " cannot contain state on other devices"
                 )
         if self.offload_parameters and self.stage != 3:
             raise ConfigError(f"offload_parameters needs stage=3, not stage={self.stage}")

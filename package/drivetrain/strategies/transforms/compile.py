@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +109,6 @@ def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig 
     if isinstance(spec, CompileConfig):
         return spec
     if isinstance(spec, Mapping):
-        names = [each.name for each in fields(CompileConfig)]
-        check_names("compile", spec, [*names, "disable"])
         config = CompileConfig(**{name: value for name, value in spec.items() if name != "disable"})
         return None if spec.get("disable") else config
     if isinstance(spec, str):
