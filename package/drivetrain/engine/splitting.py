@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ from drivetrain.task.output import read_output
 from drivetrain.task.task import measure_of
 
 _LOG = logger(__name__)
-
-T = TypeVar("T")
 
 AUTO = "auto"
 
@@ -107,9 +105,7 @@ class MicroBatches:
         draws, states = HostDraws(), [generator_state(each) for each in self._generators]
         if self.searches:
             self._buffers.keep(engine.task)
-        rows, seen, total, learns = self._until_it_fits(
-            lambda: self._accumulate(micro_batches), self._shrink_training, lambda: self._undo(draws, states)
-        )
+        rows, seen, total, learns = self._until_it_fits(micro_batches, draws, states)
         self._attempted, self._split = [], None
         applied, norm = False, None
         if learns:
@@ -150,26 +146,20 @@ class MicroBatches:
         return rows, seen, total, bool(pairs)
 
     def _until_it_fits(
-        self, attempt: Callable[[], T], shrink: Callable[[Exception], None], undo: Callable[[], None]
-    ) -> T:
-        """Run an attempt, and repeat it with a smaller size as long as memory runs out.
-
-        Args:
-            attempt: Returns the result.
-            shrink: Takes the error and lowers the size, or raises if that is impossible.
-            undo: Called before the next attempt, when the memory of the last one is free.
-        """
+        self, micro_batches: Sequence[MicroBatch], draws: HostDraws, states: Sequence[Any]
+    ) -> tuple[list[Row], list[Any], Everywhere | None, bool]:
+        """Return the result of `_accumulate`, repeated with smaller parts as long as memory runs out."""
         while True:
             try:
-                return attempt()
+                return self._accumulate(micro_batches)
             except Exception as error:
                 lacks = isinstance(error, _RepeatStep) or is_out_of_memory(error)
                 if not (self.searches and lacks):
                     self._add_parts_note(error)
                     raise
-                shrink(error)
+                self._shrink(error)
                 clear_frames(error)
-            undo()
+            self._undo(draws, states)  # now that the memory of the attempt is free
             free_caches()
 
     def _parts(self, micro_batch: MicroBatch, size: int | None, weigh: Count | None) -> list[MicroBatch]:
@@ -207,7 +197,7 @@ class MicroBatches:
         """A part of a placeholder, for a rank that has nothing to learn from; see `Placeholders`."""
         return self._parts(micro_batch, self.size, self._weigh)[0]._replace(weight=0.0, is_placeholder=True)
 
-    def _shrink_training(self, error: Exception) -> None:
+    def _shrink(self, error: Exception) -> None:
         """Lower the size on all ranks after an error, or raise it."""
         failed = not isinstance(error, _RepeatStep)
         if failed:

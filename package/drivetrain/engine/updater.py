@@ -424,18 +424,17 @@ def build_updaters(
 def made_by(
     factory: Callable[[list[nn.Parameter]], Any], module: nn.Module, weight_updates: WeightUpdates
 ) -> tuple[Optimizer, TorchSchedule | None]:
-    """Call a user's factory with a module's trained parameters; see `from_factory`."""
+    """Call a user's factory with a module's trained parameters, and check the result."""
     with weight_updates.building(module) as finish:
-        made, scheduler = from_factory(factory, [each for each in module.parameters() if each.requires_grad])
+        made, scheduler = _checked(
+            factory([each for each in module.parameters() if each.requires_grad]), factory
+        )
         check_sparse(made, module)
         return finish(made), scheduler
 
 
-def from_factory(
-    factory: Callable[[list[nn.Parameter]], Any], parameters: Sequence[nn.Parameter]
-) -> tuple[Optimizer, TorchSchedule | None]:
-    """Call a user's factory with parameters, and check the result."""
-    made = factory(list(parameters))
+def _checked(made: Any, factory: Callable[..., Any]) -> tuple[Optimizer, TorchSchedule | None]:
+    """Return the optimizer and the schedule that a user's factory has made."""
     scheduler = None
     if isinstance(made, tuple) and len(made) == 2:
         made, scheduler = made

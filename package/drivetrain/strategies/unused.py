@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.distributed.call_order import CallOrder
@@ -150,7 +148,6 @@ class UsedParameters:
     Make it before DeepSpeed's engine, whose hooks begin the exchange of a gradient.
 
     Args:
-        optimizers: The optimizers.
         order: The calls of the ranks.
         stage: ZeRO's stage. From 1 on, DeepSpeed matches gradients by their order alone.
         in_order: Whether it exchanges each gradient as it comes; otherwise all at the step.
@@ -159,10 +156,8 @@ class UsedParameters:
         whole: Parameters of modules that DeepSpeed reduces as a whole, whatever a step uses of them.
     """
 
-    def __init__(
-        self, task: nn.Module, optimizers: Collection[Optimizer], order: CallOrder, stage: int, in_order: bool
-    ) -> None:
-        self._optimizers, self._order, self._stage, self._in_order = optimizers, order, stage, in_order
+    def __init__(self, task: nn.Module, order: CallOrder, stage: int, in_order: bool) -> None:
+        self._order, self._stage, self._in_order = order, stage, in_order
         self._names: dict[Tensor, str] = {}
         self._used: set[Tensor] = set()
         self.whole: set[Tensor] = set()
@@ -190,32 +185,16 @@ class UsedParameters:
 
     def check(self) -> None:
         """Check that all parameters have got a gradient, and begin with the next step."""
-        for each, name in self._names.items() if self._stage else ():
-            if each not in self._used and each not in self.whole:
-                self._order.note(f"has no gradient of {name!r}")
-        check_all_used(self._names, self._used, self._optimizers, self._stage)
+        unused = [name for each, name in self._names.items() if each not in self._used | self.whole]
+        for name in unused if self._stage else ():
+            self._order.note(f"has no gradient of {name!r}")
+        if unused:
+            more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
+            raise ConfigError(
+                f"this step used {len(self._names) - len(unused)} of {len(self._names)} trainable"
+                f" parameters; these got no gradient: {', '.join(unused[:8])}{more}."
+                f" {_STAGE_3 if self._stage == 3 else _AT_ZERO}. Freeze them or use them; or use strategy"
+                " 'fsdp', or 'ddp' with DDPConfig(find_unused_parameters=True)"
+            )
         # DeepSpeed completes the gradients of its leaf modules, whose experts a later step may leave out.
         self._used &= self.whole
-
-
-def check_all_used(
-    names: Mapping[Tensor, str], used: Collection[Tensor], optimizers: Collection[Optimizer], stage: int = 0
-) -> None:
-    """Check that a step of DeepSpeed's has used all parameters, unless a gradient of zero changes nothing."""
-    unused = [name for each, name in names.items() if each not in used]
-    if unused and not (stage < 3 and all(map(_is_idle_at_zero, optimizers))):
-        more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
-        raise ConfigError(
-            f"this step used {len(names) - len(unused)} of {len(names)} trainable"
-            f" parameters; these got no gradient: {', '.join(unused[:8])}{more}."
-            f" {_STAGE_3 if stage == 3 else _AT_ZERO}. Freeze them or use them; or use strategy 'fsdp', or"
-            " 'ddp' with DDPConfig(find_unused_parameters=True); or, below stage 3, train by 'sgd' without"
-            " momentum and weight decay"
-        )
-
-
-def _is_idle_at_zero(optimizer: Optimizer) -> bool:
-    """Return whether a gradient of zero changes neither a weight nor the optimizer's state."""
-    return isinstance(optimizer, torch.optim.SGD) and not any(
-        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
-    )

@@ -218,7 +218,7 @@ class DeepSpeed(Strategy):
         if optimizers:
             stage, order = self.config.stage or 0, self.ranks.order
             in_order = stage > 1 and bool(settings.get("managed_gradient_accumulation", True))
-            self._used = UsedParameters(task, optimizers.values(), order, stage, in_order)
+            self._used = UsedParameters(task, order, stage, in_order)
         with quiet(), translated_errors():
             self._engine, zero, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=settings, dist_init_required=False
