@@ -214,12 +214,7 @@ def _compute(task: nn.Module, names: Collection[str]) -> None:
 
 def place(module: nn.Module, device: torch.device) -> None:
     """Move the parameters and buffers that have values to a device."""
-    if not on_meta(module):
-        module.to(device)
-        return
-    for each in (*module.parameters(), *module.buffers()):
-        if not each.is_meta:
-            each.data = each.data.to(device)
+    module._apply(lambda each: each if each.is_meta else each.to(device))  # type: ignore[no-untyped-call]
 
 
 def read_each(task: nn.Module, device: torch.device) -> Iterator[nn.Parameter]:

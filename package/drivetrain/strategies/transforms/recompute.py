@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -164,7 +163,8 @@ class RecomputingCall:
         self.module = module
         self.options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._more: Contexts = _none if contexts is None else contexts
-        self._buffers: list[_Buffers] | None = None
+        self._tables: list[dict[str, Tensor | None]] | None = None
+        self._always_written: dict[int, bool] = {}
         self.run: Callable[..., Any] = _run_checkpointed
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and its import is slow
             _register_with_compiler()
@@ -179,11 +179,11 @@ class RecomputingCall:
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward that starts now, and of its recomputation."""
-        if self._buffers is None:
-            self._buffers = [_Buffers(each) for each in self.module.modules()]
-        found = _ForwardState(self._buffers)
+        if self._tables is None:
+            self._tables = [each._buffers for each in self.module.modules()]
+        before = _StateBefore(self._tables, self._always_written)
         forward, again = self._more()
-        return found.first(forward), _ReusableContext(partial(found.again, again))
+        return before.kept_if_changed(forward), _ReusableContext(partial(before.restored, again))
 
 
 def _run(again: RecomputingCall, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -244,38 +244,78 @@ def _none() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return nullcontext(), nullcontext()
 
 
-class _ForwardState:
-    """The state at the start of a forward: the host's random generators, and the values of the buffers.
+class _StateBefore:
+    """The state at the start of a block's forward: the host's random generators, and its modules' buffers.
 
     State that the forward did not change is freed when the forward ends.
+
+    Args:
+        tables: The buffers of each module.
+        always_written: By the id of a table, whether each forward counts as one that writes to it.
     """
 
-    def __init__(self, buffers: list[_Buffers]) -> None:
+    def __init__(self, tables: Iterable[dict[str, Tensor | None]], always_written: dict[int, bool]) -> None:
+        self._always_written = always_written
         self._draws: HostDraws | None = HostDraws()
-        copied: dict[int, Tensor] = {}
-        self._values = [(each, each.values(copied)) for each in buffers if each.now]
+        self._tables = [
+            (table, dict(table), {name: _writes(each) for name, each in table.items()})
+            for table in tables
+            if table
+        ]
+        # Each tensor is copied once; the tables keep the tensors, so that no id is used again.
+        tensors = (each for _, buffers, _ in self._tables for each in buffers.values() if each is not None)
+        self._copies = {id(each): each.detach().clone() for each in tensors}
 
     @contextmanager
-    def first(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    def kept_if_changed(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
         """Run the forward in the block, then drop the state that it did not change."""
         with inner:
             yield
         if self._draws is not None and self._draws.if_moved() is None:
             self._draws = None
-        self._values = [(each, values) for each, values in self._values if each.are_written(values)]
+        self._tables = [each for each in self._tables if self._is_written(*each)]
+        kept = {id(each) for _, buffers, _ in self._tables for each in buffers.values()}
+        self._copies = {key: copy for key, copy in self._copies.items() if key in kept}
+
+    def _is_written(
+        self, now: dict[str, Tensor | None], before: dict[str, Tensor | None], writes: Mapping[str, int]
+    ) -> bool:
+        """Return whether the forward has written to a table or to a buffer in it.
+
+        torch does not count the writes of every kernel, nor those through `.data`. So the first forward's
+        values are compared, and a buffer that differs counts as written by every forward. Later forwards are
+        not compared: on a GPU that is a host sync.
+        """
+        if id(now) not in self._always_written:
+            pairs = ((now.get(name), self._copies.get(id(each))) for name, each in before.items())
+            self._always_written[id(now)] = any(_differs(*each) for each in pairs)
+        return (
+            self._always_written[id(now)]
+            or now.keys() != before.keys()
+            or any(now[name] is not each or _writes(each) != writes[name] for name, each in before.items())
+        )
 
     @contextmanager
-    def again(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """Run the recomputation in the block, with the state from before the forward."""
+    def restored(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Run the recomputation in the block, with the state from before the forward.
+
+        The buffers are copies, so that writes reach no graph and no user.
+        """
         with ExitStack() as stack:
             if self._draws is not None:
                 stack.enter_context(shielded())
                 self._draws.restore()
-            copied: dict[int, Tensor] = {}
-            for each, values in self._values:
-                stack.enter_context(each.replaced(values, copied))
+            copies = {key: copy.clone() for key, copy in self._copies.items()}
+            for table, buffers, _ in self._tables:
+                stack.callback(_refill, table, dict(table))
+                _refill(table, {name: copies.get(id(each)) for name, each in buffers.items()})
             stack.enter_context(inner)
             yield
+
+
+def _refill(table: dict[str, Tensor | None], buffers: Mapping[str, Tensor | None]) -> None:
+    table.clear()
+    table.update(buffers)
 
 
 class _ReusableContext:
@@ -291,70 +331,6 @@ class _ReusableContext:
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A buffer before a forward: the tensor, torch's count of writes to it, and a copy."""
-
-    buffer: Tensor | None
-    writes: int
-    copy: Tensor | None
-
-
-class _Buffers:
-    """The buffers of one module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.now = module._buffers
-        self._compared = False
-        self._always = False
-
-    def values(self, copied: dict[int, Tensor]) -> dict[str, _Value]:
-        """Return the current values; each tensor is copied once."""
-        return {
-            name: _Value(each, _writes(each), None if each is None else _copy(each, copied))
-            for name, each in self.now.items()
-        }
-
-    def are_written(self, values: Mapping[str, _Value]) -> bool:
-        """Return whether a forward that started with these values has written to them.
-
-        torch does not count the writes of every kernel, nor those through `.data`. So the first forward's
-        values are compared, and a buffer that differs counts as written by every forward. Later forwards are
-        not compared: on a GPU that is a host sync.
-        """
-        if not self._compared:
-            self._compared = True
-            self._always = any(_differs(self.now.get(name), each.copy) for name, each in values.items())
-        return (
-            self._always
-            or self.now.keys() != values.keys()
-            or any(
-                self.now[name] is not each.buffer or _writes(each.buffer) != each.writes
-                for name, each in values.items()
-            )
-        )
-
-    @contextmanager
-    def replaced(self, values: Mapping[str, _Value], copied: dict[int, Tensor]) -> Iterator[None]:
-        """Run the block with copies of the values as buffers, so that writes reach no graph and no user."""
-        own = dict(self.now)
-        self.now.clear()
-        for name, each in values.items():
-            self.now[name] = None if each.copy is None else _copy(each.copy, copied)
-        try:
-            yield
-        finally:
-            self.now.clear()
-            self.now.update(own)
-
-
-def _copy(tensor: Tensor, copied: dict[int, Tensor]) -> Tensor:
-    """Return a copy; the same copy for the same tensor."""
-    if id(tensor) not in copied:
-        copied[id(tensor)] = tensor.detach().clone()
-    return copied[id(tensor)]
 
 
 def _writes(tensor: Tensor | None) -> int:
