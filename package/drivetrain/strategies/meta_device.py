@@ -16,7 +16,7 @@ from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.stored_rows import StoredWeights, forget_weights, stored_weights
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.ranks import Ranks
-from drivetrain.strategies.wrapping import tie, uses_of_parameters
+from drivetrain.strategies.wrapping import apply_tied
 from drivetrain.task.model_info import ModelInfo, info_of
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -248,17 +248,13 @@ def allocate(model: nn.Module, device: torch.device, of_shards: torch.device) ->
         device: The device of buffers, and of parameters that are not sharded.
         of_shards: The device of shards.
     """
-    uses = uses_of_parameters(model)
 
     def with_memory(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         return torch.empty_like(tensor, device=of_shards if is_sharded(tensor) else device)
 
-    # As `to_empty` does, which would drop the values of tensors that have some.
-    model._apply(with_memory)  # type: ignore[no-untyped-call]
-    for each in uses:  # torch makes a parameter for each use
-        tie(each)
+    apply_tied(model, with_memory)  # `to_empty` would drop the values of tensors that have some
 
 
 def read_stored(model: nn.Module, task: nn.Module, device: torch.device, of_shards: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.task.blocks import is_called, repeated_blocks, separate
@@ -68,6 +68,17 @@ def tie(uses: Sequence[Use]) -> None:
     (first, name), *others = uses
     for module, other in others:
         setattr(module, other, getattr(first, name))
+
+
+def apply_tied(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function to the tensors of a module as torch's `_apply` does, and keep tied parameters tied.
+
+    Where torch cannot change a parameter in place, it makes one for each use.
+    """
+    uses = uses_of_parameters(module)
+    module._apply(function)  # type: ignore[no-untyped-call]
+    for each in uses:
+        tie(each)
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:

@@ -198,7 +198,10 @@ class _Session:
                 for each in self._shared:
                     each.clear()
                 with environment():
-                    _set(_processes(variables(config, os.environ), member))
+                    wanted = _processes(variables(config, os.environ), member)
+                    for name in os.environ.keys() - wanted.keys():
+                        del os.environ[name]
+                    os.environ.update(wanted)
                     self.accelerator = _made(config, mixed_precision, member)
         except BaseException:
             self._restore()
@@ -256,11 +259,3 @@ def _processes(found: dict[str, str], member: Member) -> dict[str, str]:
     # accelerate would set the number of threads permanently if it were not given.
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     return {**threads, **found, **dict(zip(names, map(str, numbers), strict=True))}
-
-
-def _set(wanted: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(wanted):
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value

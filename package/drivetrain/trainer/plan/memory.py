@@ -25,7 +25,7 @@ from drivetrain.strategies.base import Held, Strategy
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.recompute import Recomputation, checkpoint_blocks
-from drivetrain.strategies.wrapping import batch_norms
+from drivetrain.strategies.wrapping import apply_tied, batch_norms
 from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
@@ -92,8 +92,8 @@ def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batc
 
     def measure(copy: Any) -> StepMemory:
         with mode:
-            _make_fake(copy, _CPU, None if held is None else held.forward_dtype)
-            fake = tree_map(lambda each: _fake(each, _CPU), batch)
+            _make_fake(copy, None if held is None else held.forward_dtype)
+            fake = tree_map(_fake, batch)
         watch = MemoryWatch(copy, (), torch.device("meta"), fake)
         again = _recompute(settings, strategy, copy, watch)
         with mode, watch:
@@ -147,30 +147,22 @@ def _size(values: Iterable[Any]) -> int:
     return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
 
-def _fake(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def _fake(value: Any, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(value, Tensor):
         return value
     dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device)
+    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_CPU)
 
 
-def _make_fake(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+def _make_fake(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Replace the tensors of a copied module, on the meta device, by fake ones."""
-    made: dict[int, Tensor] = {}
-    norms = {id(inner) for each in batch_norms(module) for inner in each.modules()}
-    for each in module.modules():
-        wanted = None if id(each) in norms else dtype
-        for tensors, is_parameter in ((each._parameters, True), (each._buffers, False)):
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if id(old) not in made:
-                    new = _fake(old, device, wanted if is_parameter else None)
-                    if is_parameter:
-                        new = nn.Parameter(new, old.requires_grad)
-                        new.__dict__.update(old.__dict__)
-                    made[id(old)] = new
-                tensors[name] = made[id(old)]  # type: ignore[assignment]
+    norms = {id(each) for norm in batch_norms(module) for each in norm.parameters()}
+
+    def fake(tensor: Tensor) -> Any:
+        is_cast = isinstance(tensor, nn.Parameter) and id(tensor) not in norms
+        return _fake(tensor, dtype if is_cast else None)
+
+    apply_tied(module, fake)
 
 
 def _recompute(
