@@ -95,18 +95,13 @@ class AllReduce(Strategy):
         self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Add the gradient of `factor` times the loss; average after the window's last backward."""
-        root = None if factor is None else torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
-        loss.backward(root, inputs=inputs)
+        super().backward(loss, factor, inputs)
         if inputs is None and self._last:
             self.synchronize(self._parameters)
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over all processes."""
         average_gradients(parameters, self.world_size)
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm, which is the same in every process."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def optimizer_step(self, optimizer) -> bool:
         """Make the step, then copy rank 0's buffers."""
