@@ -11,10 +11,11 @@ from torch import nn
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.calendar import Point, Totals
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, globs
+from drivetrain.strategies.base import check_supported
 from drivetrain.task.optim.groups import matches_part, named_parameters, names_matching
 
 if TYPE_CHECKING:
@@ -95,12 +96,12 @@ class Freeze(Callback):
         """
         check_only_one(Freeze, trainer, "undo one another. Give one, with a mapping of patterns to points")
         point = next((each for each in self.until.values() if each is not None), None)
-        if point is not None and (reason := strategy.refuses("unfreezing")):
-            raise StrategyError(
-                f"Freeze(..., until='{point}') with strategy {strategy.name!r}: {reason}."
-                " Use strategy 'ddp' or 'fsdp'; or a fit with until=None, and a second one that starts from"
+        if point is not None:
+            instead = (
+                "Use strategy 'ddp' or 'fsdp'; or a fit with until=None, and a second one that starts from"
                 " its weights (task.load_weights) without Freeze"
             )
+            check_supported(strategy, "unfreezing", f"Freeze(..., until='{point}')", instead)
 
     # The fit.
 

@@ -15,6 +15,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import steps_or_epochs
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, count, flag, number, one_of
+from drivetrain.strategies.base import check_supported
 from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
 from drivetrain.task.without_trace import without_trace
 
@@ -109,11 +110,8 @@ class WeightAverage(Callback):
                 "WeightAverage with evaluation_precision: both replace the weights of an evaluation. Leave"
                 " one out, or give WeightAverage(evaluate=False)"
             )
-        if reason := strategy.refuses("averages"):
-            raise StrategyError(
-                f"WeightAverage with strategy {strategy.name!r}: {reason}. Use 'ddp' or 'fsdp',"
-                " or leave the callback out"
-            )
+        instead = "Use 'ddp' or 'fsdp', or leave the callback out"
+        check_supported(strategy, "averages", "WeightAverage", instead)
 
     # The hooks.
 

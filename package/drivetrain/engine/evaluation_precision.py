@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import check_supported
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.select import check_precision
@@ -26,10 +27,7 @@ def check_evaluation_precision(spec: str | int | Precision | None, strategy: Str
             f"{asked} stores no weights in a dtype of its own. Use 'bf16-true', '16-true' or '64', or None to"
             " evaluate in the precision of training"
         )
-    if reason := strategy.refuses("evaluation_precision"):
-        raise StrategyError(
-            f"{asked} with strategy {strategy.name!r}: {reason}. Leave it out, or use one device or 'ddp'"
-        )
+    check_supported(strategy, "evaluation_precision", asked, "Leave it out, or use one device or 'ddp'")
     check_precision(strategy, precision, "evaluation_precision={!r}")
     return precision
 

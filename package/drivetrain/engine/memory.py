@@ -11,6 +11,7 @@ from torch import nn
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.validation import by_name, count, flag
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import check_supported
 from drivetrain.strategies.transforms.compile import CompileConfig, as_compile
 from drivetrain.strategies.transforms.offload import Offload, within
 from drivetrain.strategies.transforms.recompute import Recomputation, RecomputeOption, as_recompute_option
@@ -65,9 +66,9 @@ def check_memory(
 ) -> None:
     """Check that the strategy and compilation allow the options."""
     again, offload = config.activation_checkpointing, config.offload_activations
-    if (again or offload) and (reason := strategy.refuses("recomputation")):
+    if again or offload:
         name = "activation_checkpointing" if again else "offload_activations"
-        raise StrategyError(f"MemoryConfig({name}=...) with strategy {strategy.name!r}: {reason}")
+        check_supported(strategy, "recomputation", f"MemoryConfig({name}=...)", "Use another, such as 'ddp'")
     if offload and strategy.sharded:
         raise StrategyError(
             f"offload_activations with strategy {strategy.name!r}: gathered parameters would be offloaded"

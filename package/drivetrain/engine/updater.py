@@ -14,10 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
-from drivetrain.core.errors import CheckpointError, ConfigError, StrategyError
+from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import check_no_class
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import check_supported
 from drivetrain.strategies.optimizer_step import step as make_step
 from drivetrain.task.optim.build import (
     apply_factor,
@@ -359,18 +360,14 @@ def configured_specs(
     task: TaskModule, strategy: Strategy, total_steps: int | None
 ) -> dict[str, OptimizerSpec]:
     """Return the optimizers of a task, or those that the strategy's own configuration chooses, by name."""
-    if is_interleaved(task) and (reason := strategy.refuses("generators")):
-        raise StrategyError(
-            f"{type(task).__name__}.training_step is a generator, which strategy {strategy.name!r}"
-            f" cannot run: {reason}. Use 'ddp' or 'fsdp'"
-        )
+    kind, instead = type(task).__name__, "Use 'ddp' or 'fsdp'"
+    if is_interleaved(task):
+        check_supported(strategy, "generators", f"{kind}.training_step, a generator,", instead)
     configured = strategy.configured_optimizer(task, total_steps)
     specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)
-    if len(specs) > 1 and (reason := strategy.refuses("generators")):
-        raise StrategyError(
-            f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))}), which"
-            f" strategy {strategy.name!r} cannot run: {reason}. Use 'ddp' or 'fsdp'"
-        )
+    if len(specs) > 1:
+        several = f"{kind}, which has {len(specs)} optimizers ({', '.join(map(repr, specs))}),"
+        check_supported(strategy, "generators", several, instead)
     return specs
 
 

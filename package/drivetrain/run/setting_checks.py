@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError, nearest
+from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.registry import is_installed
@@ -18,6 +18,7 @@ from drivetrain.core.stages import stages_or_number
 from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
 from drivetrain.run.hooks import Hooks
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import check_supported
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """A check of an argument, by its name and value; returns the value to keep."""
@@ -212,11 +213,7 @@ def check_on_nonfinite(choice: object, strategy: Strategy) -> None:
 
 
 def check_skipping(asked: str, strategy: Strategy) -> None:
-    if reason := strategy.refuses("skipping"):
-        raise StrategyError(
-            f"{asked} with strategy {strategy.name!r}: {reason}. Use on_nonfinite='stop', or"
-            " strategy 'ddp' or 'fsdp'"
-        )
+    check_supported(strategy, "skipping", asked, "Use on_nonfinite='stop', or strategy 'ddp' or 'fsdp'")
 
 
 def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
@@ -226,8 +223,5 @@ def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
         raise ConfigError(f"micro_batch must be 'auto', a number of samples, or None, not {spec!r}")
     if not isinstance(spec, str):
         count("micro_batch", spec, at_least=1)
-    if reason := strategy.refuses("micro_batch"):
-        raise StrategyError(
-            f"micro_batch={spec!r} with strategy {strategy.name!r}: {reason}. Use a smaller"
-            " batch with gradient_accumulation_steps"
-        )
+    instead = "Use a smaller batch with gradient_accumulation_steps"
+    check_supported(strategy, "micro_batch", f"micro_batch={spec!r}", instead)

@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import Assets
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every, Interval
 from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Logger
@@ -23,6 +23,7 @@ from drivetrain.loggers.base import check_loggers
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
 from drivetrain.run.setting_checks import CHECKS, check_micro_batch, check_on_nonfinite
 from drivetrain.strategies import SharedSettings, Strategy, StrategyConfig, select_precision, select_strategy
+from drivetrain.strategies.base import check_supported
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import CompileConfig, as_compile, check_compile, makes_graphs
@@ -171,11 +172,9 @@ def _check_together(settings: RunSettings) -> None:
 
 
 def _check_value_clipping(max_grad_value: float | None, strategy: Strategy) -> None:
-    if max_grad_value is not None and (reason := strategy.refuses("value_clipping")):
-        raise StrategyError(
-            f"max_grad_value with strategy {strategy.name!r}: {reason}. Use"
-            " max_grad_norm, or strategy 'ddp' or 'fsdp'"
-        )
+    if max_grad_value is not None:
+        instead = "Use max_grad_norm, or strategy 'ddp' or 'fsdp'"
+        check_supported(strategy, "value_clipping", "max_grad_value", instead)
 
 
 def check_stages(settings: RunSettings) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.errors import StrategyError
 from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import check_names
 from drivetrain.distributed.failure.named_places import named_place
@@ -73,6 +74,20 @@ def refusal(strategy: Strategy | type[Strategy], feature: str) -> str:
     kind = strategy if isinstance(strategy, type) else type(strategy)
     tables = (vars(each).get("refusals", {}) for each in (strategy, *kind.__mro__))
     return next((each[feature] for each in tables if feature in each), REFUSED[feature])
+
+
+def check_supported(strategy: Strategy, feature: str, what: str, instead: str) -> None:
+    """Check that a strategy supports a feature of `REFUSED`.
+
+    Args:
+        what: What needs the feature, such as the name of an argument.
+        instead: What to do, for the message.
+
+    Raises:
+        StrategyError: It does not; the message has the strategy's reason.
+    """
+    if reason := strategy.refuses(feature):
+        raise StrategyError(f"{what} with strategy {strategy.name!r}: {reason}. {instead}")
 
 
 class StrategyConfig(Protocol):

@@ -12,7 +12,7 @@ import torch
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
-from drivetrain.strategies.base import Strategy, Support
+from drivetrain.strategies.base import Strategy, Support, check_supported
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
@@ -222,13 +222,9 @@ def _make(
     made = _check_available(choice.name, hardware)
     strategy: Strategy = made(choice.config, device=choice.device_kind, world_size=choice.world_size)
     if choice.gpus is not None:
-        if reason := strategy.refuses("choice_of_gpus"):
-            shown = ",".join(map(str, choice.gpus))
-            raise StrategyError(
-                f"devices={list(choice.gpus)} with strategy {strategy.name!r}: {reason}."
-                f" Set CUDA_VISIBLE_DEVICES={shown} before the program starts, and give"
-                f" devices={len(choice.gpus)}"
-            )
+        shown, number = ",".join(map(str, choice.gpus)), len(choice.gpus)
+        instead = f"Set CUDA_VISIBLE_DEVICES={shown} before the program starts, and give devices={number}"
+        check_supported(strategy, "choice_of_gpus", f"devices={list(choice.gpus)}", instead)
         strategy.gpus = choice.gpus
     return strategy
 

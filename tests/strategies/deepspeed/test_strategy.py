@@ -196,7 +196,11 @@ def _refused() -> None:
     unused = "got no gradient: spare.weight, spare.bias"
     sgd = OptimizerConfig("sgd", lr=0.1)
     cases: dict[str, Any] = {
-        "generator": (of(Duel(), 2, [duels()[0]]), "generator", "'deepspeed' cannot run", "engine has one"),
+        "generator": (
+            of(Duel(), 2, [duels()[0]]),
+            "Duel.training_step, a generator, with strategy 'deepspeed'",
+            "engine has one",
+        ),
         "unused in stage 3": (of(extended(spare=nn.Linear(2, 2)), 3), unused, "of an earlier step"),
         "orthogonal": (of(extended(OptimizerConfig("muon", lr=0.1)), 2), "Muon works on whole matrices. Use"),
         **{

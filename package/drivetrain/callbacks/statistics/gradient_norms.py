@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.statistics.log_points import may_be_logged
 from drivetrain.checkpoint.weights.module_state import parameter_names
-from drivetrain.core.errors import StrategyError
 from drivetrain.core.validation import by_name, flag
+from drivetrain.strategies.base import check_supported
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -52,12 +52,9 @@ class GradientNorms(Callback):
         Raises:
             StrategyError: They are not.
         """
-        reason = strategy.refuses("value_clipping") or strategy.refuses("local_parts")
-        if reason:
-            raise StrategyError(
-                f"GradientNorms with strategy {strategy.name!r}: {reason}. Use another one, such as 'ddp' or"
-                " 'fsdp', or leave the callback out"
-            )
+        for feature in ("value_clipping", "local_parts"):
+            instead = "Use another one, such as 'ddp' or 'fsdp', or leave the callback out"
+            check_supported(strategy, feature, "GradientNorms", instead)
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the trained parameters and their layers."""

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.callbacks.statistics.log_points import LoggingCallback, LogPoints
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import by_name, count, flag, globs
 from drivetrain.loggers.base import check_kind_taken
 from drivetrain.loggers.media import BinCounts, Histogram
+from drivetrain.strategies.base import check_supported
 from drivetrain.task.optim.groups import select_parameters
 
 if TYPE_CHECKING:
@@ -83,16 +84,11 @@ class WeightHistograms(LoggingCallback):
         """
         if trainer.dry_run in (None, "overfit"):  # a trial that writes nothing has no loggers
             check_kind_taken(trainer.loggers, "histogram", "WeightHistograms")
-        if reason := strategy.refuses("local_parts"):
-            raise StrategyError(
-                f"WeightHistograms with strategy {strategy.name!r}: {reason}. Use another"
-                " strategy, or leave the callback out"
-            )
-        if self.gradients and (reason := strategy.refuses("value_clipping")):
-            raise StrategyError(
-                f"WeightHistograms(gradients=True) with strategy {strategy.name!r}:"
-                f" {reason}. Use strategy 'ddp' or 'fsdp', or gradients=False"
-            )
+        instead = "Use another strategy, or leave the callback out"
+        check_supported(strategy, "local_parts", "WeightHistograms", instead)
+        if self.gradients:
+            instead = "Use strategy 'ddp' or 'fsdp', or gradients=False"
+            check_supported(strategy, "value_clipping", "WeightHistograms(gradients=True)", instead)
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the parameters.

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.validation import by_name, check_names, flag, one_of
 from drivetrain.data.batch import map_tensors
+from drivetrain.strategies.base import Strategy, check_supported
 from drivetrain.task.blocks import is_called, repeated_blocks
 from drivetrain.task.forward import read_forward
 from drivetrain.task.task import TaskModule
-
-if TYPE_CHECKING:
-    from drivetrain.strategies.base import Strategy
 
 SCOPES = ("blocks", "task", "step")
 """The values of `CompileConfig.scope`."""
@@ -122,18 +120,14 @@ def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig 
 def check_compile(spec: bool | Mapping[str, Any] | CompileConfig, strategy: Strategy) -> CompileConfig | None:
     """Return the result of `as_compile`, checked against the strategy."""
     config = as_compile(spec)
-    if (
-        config is not None
-        and strategy.sharded
-        and config.scope != "blocks"
-        and not strategy.refuses("compile")
-    ):
+    if config is None:
+        return None
+    check_supported(strategy, "compile", f"compile={spec!r}", "Use compile=False")
+    if strategy.sharded and config.scope != "blocks":
         raise StrategyError(
             f"compile scope {config.scope!r} with strategy {strategy.name!r}: it gathers parameters before"
             " each block, in the middle of the code that would be compiled as one. Use scope='blocks'"
         )
-    if config is not None and (reason := strategy.refuses("compile")):
-        raise StrategyError(f"compile={spec!r} with strategy {strategy.name!r}: {reason}. Use compile=False")
     return config
 
 
