@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +51,23 @@ from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.unused import UsedParameters, note_forwards
 from drivetrain.strategies.wrapping import units
 from drivetrain.task.task import StepModule, TaskModule
+
+
+@dataclass
+class _Preparation:
+    """What the parts of `DeepSpeed.prepare` pass on.
+
+    Attributes:
+        deepspeed: The package.
+        settings: DeepSpeed's configuration.
+        stored: The dtype that each parameter has in checkpoints.
+        exact: The values of trained parameters that DeepSpeed would round: whole, or this process's shards.
+    """
+
+    deepspeed: Any
+    settings: dict[str, Any]
+    stored: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
+    exact: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
 
 class DeepSpeed(Strategy):
@@ -194,22 +212,16 @@ class DeepSpeed(Strategy):
         check_dimensions(task, otherwise="" if self.config.stage else ", or use strategy 'ddp'")
         if self.config.stage:
             check_flat(task, self.config.stage, precision)
-        deepspeed = library(self.device.type)
-        connect(deepspeed)
+        prepared = _Preparation(library(self.device.type), settings)
+        connect(prepared.deepspeed)
         self._before = ModulesBeforeZero(module)
-        stored, exact = self._placed(module, deepspeed, settings, precision)
+        self._place(module, precision, prepared)
         optimizers = self._optimizers(module, make_optimizers)  # raises if nothing is trained
-        self._start_engine(module, optimizers, deepspeed, settings, stored, exact)
+        self._start_engine(module, optimizers, prepared)
         return Prepared(self._engine, optimizers)
 
     def _start_engine(
-        self,
-        module: StepModule,
-        optimizers: dict[str, Optimizer],
-        deepspeed: Any,
-        settings: dict[str, Any],
-        stored: dict[nn.Parameter, torch.dtype],
-        exact: dict[nn.Parameter, Tensor],
+        self, module: StepModule, optimizers: dict[str, Optimizer], prepared: _Preparation
     ) -> None:
         """Start DeepSpeed's engine, with the order of its calls and the state of its optimizer."""
         task = module.task
@@ -217,16 +229,16 @@ class DeepSpeed(Strategy):
         members = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
         if optimizers:
             stage, order = self.config.stage or 0, self.ranks.order
-            in_order = stage > 1 and bool(settings.get("managed_gradient_accumulation", True))
+            in_order = stage > 1 and bool(prepared.settings.get("managed_gradient_accumulation", True))
             self._used = UsedParameters(task, order, stage, in_order)
         with quiet(), translated_errors():
-            self._engine, zero, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=settings, dist_init_required=False
+            self._engine, zero, *_ = prepared.deepspeed.initialize(
+                model=module, optimizer=optimizer, config=prepared.settings, dist_init_required=False
             )
         self._zero = None if self._plain else zero
         if self._zero is not None:
-            self._state = ZeroState(task, zero, optimizer, members, stored)
-            self._state.put(exact)  # DeepSpeed has started from rounded values
+            self._state = ZeroState(task, zero, optimizer, members, prepared.stored)
+            self._state.put(prepared.exact)  # DeepSpeed has started from rounded values
         if self.sharded:
             self._watch_forwards(task)
         self._norms = WideNorms(module)
@@ -246,27 +258,22 @@ class DeepSpeed(Strategy):
             settings["managed_gradient_accumulation"] = False
         return settings
 
-    def _placed(
-        self, module: StepModule, deepspeed: Any, settings: dict[str, Any], precision: Precision
-    ) -> tuple[dict[nn.Parameter, torch.dtype], dict[nn.Parameter, Tensor]]:
-        """Place the weights on the device, the same on all ranks; return their dtypes, and exact values that
-        DeepSpeed would round.
-        """
+    def _place(self, module: StepModule, precision: Precision, prepared: _Preparation) -> None:
+        """Place the weights on the device, the same on all ranks; note dtypes and values in `prepared`."""
         task = module.task
-        stored: dict[nn.Parameter, torch.dtype] = {}
-        exact: dict[nn.Parameter, Tensor] = {}
         received = self.sharded and starts_from_rank_0(module, task, self.ranks)
         if received or on_meta(module):
-            self._materialize(module, deepspeed, settings, precision, stored, exact, received)
+            self._materialize(module, precision, prepared, received)
         else:
             read_stored(module, task, self.device, self.device)
         module.to(self.device)
         broadcast_module(module, self.world_size)
-        if not stored:
-            stored = {each: each.dtype for each in task.parameters()}
+        if not prepared.stored:
+            prepared.stored |= {each: each.dtype for each in task.parameters()}
             if precision.compute_dtype is not None:
-                exact = {each: each.detach().clone() for each in stored if each.requires_grad}
-        return stored, exact
+                prepared.exact |= {
+                    each: each.detach().clone() for each in prepared.stored if each.requires_grad
+                }
 
     def _watch_forwards(self, task: nn.Module) -> None:
         """Note the order of the modules whose weights stage 3 gathers, once DeepSpeed has hooked them."""
@@ -297,14 +304,7 @@ class DeepSpeed(Strategy):
         return optimizers
 
     def _materialize(
-        self,
-        module: StepModule,
-        deepspeed: Any,
-        settings: dict[str, Any],
-        precision: Precision,
-        stored: dict[nn.Parameter, torch.dtype],
-        exact: dict[nn.Parameter, Tensor],
-        received: bool,
+        self, module: StepModule, precision: Precision, prepared: _Preparation, received: bool
     ) -> None:
         """Initialise a task on the meta device block by block, and shard each block at once.
 
@@ -312,12 +312,6 @@ class DeepSpeed(Strategy):
         and gives all processes those of rank 0.
 
         Args:
-            module: The step module.
-            deepspeed: The package.
-            settings: DeepSpeed's configuration.
-            precision: The run's precision.
-            stored: Gets the dtypes that the parameters had.
-            exact: Gets this process's shards of the unrounded values, if values are rounded.
             received: Whether the values are those that rank 0 has.
         """
         dtype, task = precision.compute_dtype, module.task
@@ -330,13 +324,15 @@ class DeepSpeed(Strategy):
                 named = task.named_parameters(remove_duplicate=False)
                 stored_values.fill([(name, each) for name, each in named if each in new])
             for each in new:
-                stored[each] = each.dtype
+                prepared.stored[each] = each.dtype
                 if dtype is not None:
                     size = -(-each.numel() // self.world_size)
-                    exact[each] = each.detach().reshape(-1)[size * self.rank :][:size].clone()
+                    prepared.exact[each] = each.detach().reshape(-1)[size * self.rank :][:size].clone()
                     each.data = each.data.to(dtype)
             with quiet():
-                deepspeed.zero.Init(module=part, config_dict_or_path=settings, dtype=dtype or torch.float32)
+                prepared.deepspeed.zero.Init(
+                    module=part, config_dict_or_path=prepared.settings, dtype=dtype or torch.float32
+                )
 
         if deferred is None:
             blocks = units(task, "auto")
