@@ -303,8 +303,9 @@ def _signs() -> list[int]:
 
 
 def _status(run: Run) -> Status:
-    def progress() -> int:  # never falls, so that it shows who is behind
-        return (run.progress.micro_batches + run.milestones) * 1_000_000 + run.evaluation.batch
+    def progress() -> int | None:  # never falls, so that it shows who is behind
+        made = run.progress.micro_batches + run.milestones
+        return made * 1_000_000 + run.evaluation.batch if run.milestones else None
 
     return Status(lambda: _place(run), progress, _signs, lambda: run.is_suspended)
 

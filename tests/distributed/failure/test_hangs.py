@@ -16,7 +16,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.checkpoint.saving.background import Background
 from drivetrain.checkpoint.storage import filesystem
-from drivetrain.distributed.failure.place import Phase, phase_of_thread
+from drivetrain.distributed.failure.place import Phase, called_in_thread, phase_of_thread
 from drivetrain.run import session
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -88,6 +88,26 @@ def test_every_batch_of_an_evaluation_and_every_report_is_progress() -> None:
     quiet(max_steps=2, callbacks=[LambdaCallback(on_fit_end=validates)]).fit(Notes(), pairs(), pairs(8))
     assert len(signs) == 4 + 3 + 2
     assert len({tuple(each) for each in signs}) == len(signs)
+
+
+def test_before_the_first_step_the_user_s_function_is_the_place_and_a_rank_has_no_progress() -> None:
+    main = threading.get_ident()
+    places: list[str] = []
+    progress: list[Any] = []
+
+    class Hangs(Regression):
+        def configure_optimizers(self) -> Any:
+            places.append(seen(lambda: called_in_thread(main)))
+            return super().configure_optimizers()
+
+    def note(run: Any) -> None:
+        progress.append(session._status(run).progress())
+
+    noting = LambdaCallback(on_fit_start=note, on_step_end=note)
+    quiet(max_steps=1, callbacks=[noting]).fit(Hangs(), pairs())
+    assert places[0] == "in configure_optimizers of Hangs"
+    assert progress[0] is None
+    assert progress[1] is not None
 
 
 def test_the_body_of_a_loop_has_no_limit() -> None:

@@ -253,12 +253,16 @@ def test_a_hang_names_the_rank_that_is_behind() -> None:
             assert (job.monitor.cause.kind, job.monitor.cause.rank) == ("hang", behind)
 
 
-def test_in_a_set_up_the_rank_that_the_others_wait_for_is_named_and_nothing_ends() -> None:
+@pytest.mark.parametrize("limit", [None, 100 * TICK])
+def test_until_the_first_step_the_rank_that_the_others_wait_for_is_named_and_nothing_ends(
+    limit: float | None,
+) -> None:
     waits = {**WAITS, "where": "in the set-up of the run"}
     late = r"no progress for 0.12 s; rank 1 is behind, in the set-up; rank 0 waits in barrier"
-    with joined(None) as job, warned(late) as told:
+    with joined(limit) as job, warned(late) as told:
         job.tick(30, waits, {"where": "in the set-up"})
         assert job.monitor.cause is None
+        assert job.hears(1, "stacks")  # it shows them itself
     assert len(told) == 1
     for first, second in ((waits, waits), ({**waits, "progress": 1}, {"progress": 1})):
         with joined(None) as job:
@@ -282,9 +286,10 @@ def test_progress_of_any_rank_counts_against_a_hang() -> None:
 
 
 def test_a_phase_without_signs_has_more_time() -> None:
-    saves = {"phase": Phase.OPAQUE, "where": "in a save"}
+    saves = {"phase": Phase.OPAQUE, "where": "in a save", "progress": 7}
+    waits = {**WAITS, "progress": 7}
     with joined(LIMIT) as job:
-        job.tick(14, saves, WAITS)
+        job.tick(14, saves, waits)
         assert job.monitor.cause is None
-        job.tick(2, saves, WAITS)
+        job.tick(2, saves, waits)
         assert "rank 0 is behind, in a save; rank 1 waits" in str(job.monitor.cause)

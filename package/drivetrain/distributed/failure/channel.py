@@ -31,7 +31,13 @@ from drivetrain.distributed.failure.messages import (
     is_voluntary,
     own_hosts,
 )
-from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_thread
+from drivetrain.distributed.failure.place import (
+    Phase,
+    called_in_thread,
+    phase_of_thread,
+    place_of_error,
+    place_of_thread,
+)
 from drivetrain.distributed.failure.silence import DIED, Silence, machine
 from drivetrain.distributed.failure.stack_files import StackFiles, now
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
@@ -58,7 +64,8 @@ class Status:
 
     Attributes:
         describe: Says how far this rank is, such as "step 17" or "in training, after step 17".
-        progress: Returns a number that grows with every step and is the same on all ranks at the same place.
+        progress: Returns a number that grows with every step and is the same on all ranks at the same place;
+            None before the first step.
         signs: Other signs of progress: returns any JSON value that changes with it.
         is_outside: Returns whether this rank is in the body of the program's own loop.
     """
@@ -416,6 +423,8 @@ class FailureChannel:
             case "cause":
                 self._fail(Cause.from_json(message["cause"]))
                 return True
+            case "stacks":
+                self._show_stacks()
             case "hold":
                 line.send(kind="held", **{**self._state(), **self.stopping.hold(message["round"])})
             case "meet":
@@ -466,10 +475,13 @@ class FailureChannel:
                 calls = f"{where}\n{self._order.listed()}".rstrip()
                 self._stacks.begin(calls, self._reported, self._monitor)
         if cause.kind == "hang" and self.rank in cause.stuck:
-            with contextlib.suppress(Exception):
-                sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
-                sys.stderr.flush()
-                faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+            self._show_stacks()
+
+    def _show_stacks(self) -> None:
+        with contextlib.suppress(Exception):
+            sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
+            sys.stderr.flush()
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
     def _end_in_time(self, cause: Cause) -> None:
         """End this process unless its main thread soon leaves the context by itself."""
@@ -521,7 +533,7 @@ class FailureChannel:
             signs = [status.signs(), status.describe()]
             if self._is_still((progress, signs)):
                 phase, place = phase_of_thread(self._main)
-                doing = place_of_thread(self._main)
+                doing = place_of_thread(self._main) or ("" if progress else called_in_thread(self._main))
             if status.is_outside():
                 phase, place = Phase.OUTSIDE, ""
         return {
@@ -539,7 +551,7 @@ class FailureChannel:
         if signs != self._seen:
             self._seen, self._still_since = signs, now
         limit = self._timing.late if self._hang_timeout is None else self._hang_timeout / 2
-        return now - self._still_since >= limit
+        return now - self._still_since >= (limit if signs[0] else min(limit, self._timing.late))
 
     def _where(self, doing: str | None = None) -> str:
         """Return where this rank is, with its last call, for those who wonder why it waits or has gone."""

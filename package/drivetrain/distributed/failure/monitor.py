@@ -327,23 +327,25 @@ class Monitor:
         return None
 
     def _hang_of(self, here: list[_Peer]) -> Cause | None:
-        """Return a hang over the limit; without a limit, warn of one."""
+        """Return a hang over the limit; warn of one until the first step."""
         if len(self._peers) < self._world_size or not here:
             return None
+        if self._still == round(self._timing.late / self._tick) + _TOLD:
+            self._name_late(here)
         if self._limit is None:
-            if self._still == round(self._timing.late / self._tick) + _TOLD:
-                self._name_late(here)
             return None
         is_hang = self._limit.add(self._tick, [each.phase for each in here])
         return self._hang(here) if is_hang and self._still >= _TOLD else None
 
     def _name_late(self, here: list[_Peer]) -> None:
-        """Say in the set-up of a run, which does not count its progress, which ranks the others wait for."""
+        """Say until the first step, before which progress is None, which ranks the others wait for."""
         behind = self._late_ranks(here)
-        if behind and all(each.progress is None for each in here):
+        if behind and any(each.progress is None for each in here):
             others = _places([each for each in self._sorted() if each not in behind])
             seconds = self._still * self._tick
             _LOG.warning(f"no progress for {seconds:g} s; {_places(behind, are_behind=True)}; {others}")
+            for each in behind[:_SHOWN]:
+                each.line.send(kind="stacks")
 
     def _beat(self) -> dict[str, Any]:
         return {"kind": "beat", "where": self._peers[0].where}  # it was the first to join

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -39,6 +40,8 @@ _DEBUGGERS = (bdb.__file__, os.path.join(Path(torch.__file__).parents[1], "debug
 _NOT_THE_USERS = (
     _PACKAGE,
     _TORCH,
+    os.path.join(Path(os.__file__).parent, ""),
+    "<frozen ",
     *(os.path.join(Path(torch.__file__).parents[1], name, "") for name in ("deepspeed", "accelerate")),
 )
 
@@ -63,6 +66,17 @@ def place_of_thread(thread: int) -> str:
     Empty if the thread is in no named function.
     """
     return _innermost(each.f_code for each in _outward(sys._current_frames().get(thread)))
+
+
+def called_in_thread(thread: int) -> str:
+    """Return the user's function that the library has called, such as "in train_data of Digits", or ""."""
+    codes = [each.f_code for each in _outward(sys._current_frames().get(thread))]
+    called = (
+        _hook(code)
+        for code, caller in pairwise(codes)
+        if caller.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_NOT_THE_USERS)
+    )
+    return next(called, "")
 
 
 def phase_of_thread(thread: int) -> tuple[Phase, str]:
