@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.messages import heard
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain import OptimizerConfig, WeightAverage
 from drivetrain.callbacks.layers import layers_of
 from drivetrain.core.random_streams import generator_state
+from drivetrain.loggers import TensorBoardLogger
 from drivetrain.trainer.first_batch import first_batch
 
 
@@ -58,6 +60,10 @@ class Stateful(Regression):
         self.table, self.array = torch.zeros(3), np.zeros(3)
         add_generators(self)
         self.line.extra = [torch.Generator().manual_seed(2)]  # in a module of torch
+
+    def inputs(self, batch: Any) -> Any:
+        self.calls += 1
+        return super().inputs(batch)
 
     def forward(self, features: Tensor) -> Tensor:
         noise = draw(self) + torch.rand((), generator=self.line.extra[0])
@@ -124,23 +130,26 @@ def test_a_verb_that_does_not_train_leaves_the_task_its_data_and_the_process_as_
     assert (plain([task, data]), process()) == before
 
 
-def fitted(sanity: int | None = None, *callbacks: Any) -> tuple[Any, Stateful]:
+def fitted(*callbacks: Any, **options: Any) -> tuple[Any, Stateful]:
     """The state of a task and its data after a fit but the weights, and the task."""
     task, data = Stateful(spoils=False), Noisy()
-    trainer = quiet(max_epochs=1, batch_size=4, sanity_validation=sanity, callbacks=callbacks)
+    trainer = quiet(max_epochs=1, batch_size=4, callbacks=callbacks, **options)
     trainer.fit(task, data, data)
     found = {name: plain(each) for name, each in vars(task).items() if name != "_modules"}
     return (found, plain(task.line.extra), plain(data)), task
 
 
-def test_a_validation_before_training_leaves_no_trace() -> None:
-    (without, plain_task), (found, task) = fitted(), fitted(sanity=2)
+@pytest.mark.parametrize("option", ["sanity_validation", "graph"])
+def test_a_validation_before_training_and_a_graph_leave_no_trace(option: str, tmp_path: Path) -> None:
+    graph = {"loggers": TensorBoardLogger(tmp_path, graph=True), "log_every": 1}
+    with heard("Tracing failed sanity checks"):  # of a forward that draws
+        (without, plain_task), (found, task) = fitted(), fitted(**{"graph": graph}.get(option, {option: 2}))
     assert found == without
     assert all(map(torch.equal, task.state_dict().values(), plain_task.state_dict().values()))
 
 
 def test_the_pass_of_an_average_changes_the_statistics_of_norms_alone() -> None:
-    (without, plain_task), (found, task) = fitted(), fitted(None, WeightAverage("swa"))
+    (without, plain_task), (found, task) = fitted(), fitted(WeightAverage("swa"))
     assert found == without
     assert not torch.equal(task.norm.running_mean, plain_task.norm.running_mean)
 

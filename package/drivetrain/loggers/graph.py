@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import warnings
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigError
-from drivetrain.data import to_host
+from drivetrain.task.without_trace import without_trace
 
 _SAMPLES = 2
 """The samples that the model is traced with."""
@@ -41,8 +40,8 @@ def check_graph(run: Any) -> None:
 def trace_graph(run: Any) -> bytes:
     """Return the graph of the forward of a run's model, as the bytes of a `GraphDef`.
 
-    A copy of the model is traced on the host, in evaluation mode, with the first samples of the batch that
-    the run is being trained on.
+    The model is traced in evaluation mode, with the first samples of the batch that the run is being trained
+    on, and nothing of that stays in it.
 
     Args:
         run: The run, at the end of a step.
@@ -50,9 +49,8 @@ def trace_graph(run: Any) -> bytes:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from torch.utils.tensorboard import SummaryWriter
 
-    inputs = run.task.inputs(to_host(run.window.micro_batches[0].batch))
-    model = _Traceable(copy.deepcopy(run.task).cpu(), inputs)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, without_trace(run.task, device=run.engine.device):
+        model = _Traceable(run.task, run.task.inputs(run.window.micro_batches[0].batch))
         # torch warns of its own use of torch.jit, and prints an error before it raises it.
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")

@@ -49,8 +49,8 @@ class TensorBoardLogger:
         directory: The event file's directory; made at the first write. Default: the run directory.
         writer: A `SummaryWriter` of the program, instead of a directory. It gets everything and stays open;
             its directory's earlier files stay where they are. It is flushed at each log point.
-        graph: Whether the tab Graphs shows the operations of the model's forward. A copy of the model is
-            traced once on the host, at the first log point of training.
+        graph: Whether the tab Graphs shows the operations of the model's forward. The model is
+            traced once, at the first log point of training, which leaves no trace in it.
 
     Raises:
         ConfigError: Both a directory and a writer are given, or `writer` is no `SummaryWriter`. At the start

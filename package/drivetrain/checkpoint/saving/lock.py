@@ -252,7 +252,10 @@ class DirectoryLock:
         return found is not None and found.token == self._token
 
     def _link(self, own: Owner, stale: Owner | None) -> bool:
-        """Create the complete lock file in one step, on a disk; return whether that succeeded."""
+        """Create the complete lock file in one step, on a disk; return whether that succeeded.
+
+        `write_atomically` replaces what is there, which may be the lock that another job has just written.
+        """
         # The next job deletes a file of this name if this one is killed here.
         temporary = self._files.join(self.directory, f"{SAVING}{LOCK}-{secrets.token_hex(4)}")
         try:
