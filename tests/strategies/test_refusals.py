@@ -24,7 +24,7 @@ from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, ch
 from drivetrain.strategies.checks import check_gathering
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.deepspeed.strategy import check_flat
-from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.fsdp.strategy import FSDP, check_contiguous
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import XLA
@@ -119,6 +119,14 @@ def test_device_refusals() -> None:
     divided: Any = nn.Linear(8, 1, bias=False)
     divided.weight.ds_numel, divided.weight.data = 8, torch.empty(0)  # as DeepSpeed's zero.Init leaves it
     rows["gathered from zero.Init"] = (lambda: check_gathering(divided, 31), "Linear would be gathered")
+    strided = nn.Linear(4, 4)
+    strided.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
+    rows["strided"] = (
+        lambda: check_contiguous(strided, frozenset({"bias"})),
+        "shard the parameter 'weight'",
+        "(8, 1)",
+    )
+    check_contiguous(strided, frozenset({"weight"}))
     assert_refused(StrategyError, rows)
 
 

@@ -135,6 +135,8 @@ def test_refusals_of_optimizer_config():
     half = net(torch.bfloat16)
     finished = torch.optim.SGD(net().parameters())
     parts, expanded = nn.Linear(4, 6), nn.Linear(4, 6)
+    bare = nn.Linear(4, 6)
+    bare.none = nn.Parameter(torch.zeros(0, 3))
     parts.weight = nn.Parameter(torch.randn(6, 8)[:, :4])
     expanded.weight = nn.Parameter(torch.randn(4).expand(6, 4))
     cases = {
@@ -154,6 +156,7 @@ def test_refusals_of_optimizer_config():
         ),
         "fused over a part": (lambda: built("adamw", parts, fused=True), "strides (8, 1)", "fused at None"),
         "shared memory": (lambda: built("sgd", expanded), "shape (6, 4)", "elements that share memory"),
+        "no elements": (lambda: built("adafactor", bare), "shape (0, 3) has none ('none')", "'adamw'"),
         "a group's option": (config(groups=ParameterGroup("head.*", momentum=1)), "'head.*'"),
         "schedule": (config(schedule="cosin"), "'cosine'"),
         "of torch": (config(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=2)), "class StepLR"),

@@ -185,6 +185,7 @@ class FSDP(Strategy):
         plan = planned(task) if self.config.tensor_parallel > 1 else []
         _check(whole, plan)
         whole |= indivisible_names(task)
+        check_contiguous(task, whole)
         precision.convert_module(module)
         if self.config.gather_at_end:
             check_gathering(task)
@@ -435,6 +436,17 @@ def _check(whole: frozenset[str], plan: Sequence[Planned]) -> None:
                     f"{name!r} is both in FSDPConfig(ignored=...), which keeps it whole, and in the"
                     " parallel_plan, which splits it; remove it from one of them"
                 )
+
+
+def check_contiguous(task: nn.Module, whole: frozenset[str]) -> None:
+    """Check that torch can cut each sharded parameter into blocks of memory."""
+    for name, each in task.named_parameters():
+        if name not in whole and not each.is_contiguous():
+            raise StrategyError(
+                f"'fsdp' cannot shard the parameter {name!r}: with shape {tuple(each.shape)} and strides"
+                f" {each.stride()} it is not contiguous in memory. Copy its values with .contiguous(), keep"
+                f" it whole by FSDPConfig(ignored=({name!r},)), or use strategy 'ddp'"
+            )
 
 
 def _local_size(world_size: int, split: int, local: int | None = None) -> int:

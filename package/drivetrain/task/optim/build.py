@@ -93,13 +93,13 @@ def build_optimizer(
             f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     check_quantized(optimizer)
-    check_parameters(optimizer)
+    check_parameters(optimizer, module)
     check_sparse(optimizer, module)
     remember_base_rates(optimizer)
     return optimizer
 
 
-def check_parameters(optimizer: Optimizer) -> None:
+def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> None:
     """Check that torch can step an optimizer on its parameters, as they are sharded and lie in memory."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     parameters = [each for group in optimizer.param_groups for each in group["params"] if not is_lazy(each)]
@@ -109,6 +109,12 @@ def check_parameters(optimizer: Optimizer) -> None:
                 f"a parameter of shape {tuple(each.shape)} has elements that share memory, as expand() makes"
                 " them, and cannot be trained. Make the parameter of a copy, nn.Parameter(values.clone()), or"
                 " of the values before expand(), and expand it in forward"
+            )
+        if isinstance(optimizer, torch.optim.Adafactor) and not each.numel():
+            raise ConfigError(
+                f"the optimizer 'adafactor' divides by the number of elements, and a parameter of shape"
+                f" {tuple(each.shape)} has none{_named(each, module)}. Freeze it, or use another optimizer,"
+                " such as 'adamw'"
             )
         if fused and not _is_dense(each):
             raise _not_fused(f"a parameter of shape {tuple(each.shape)} has strides {each.stride()}")
@@ -146,6 +152,11 @@ def check_sparse(optimizer: Optimizer, module: nn.Module) -> None:
             " and all others dense ones. Use several in a mapping, each with its parameters=, or create"
             " embeddings with sparse=False"
         )
+
+
+def _named(parameter: Tensor, module: nn.Module | None) -> str:
+    named = () if module is None else module.named_parameters()
+    return next((f" ({name!r})" for name, each in named if each is parameter), "")
 
 
 def check_gradients(may_unfuse: bool, optimizer: Optimizer, *_: Any) -> None:
