@@ -75,7 +75,7 @@ _TRY = 3.0
 """Seconds that one attempt to connect may take."""
 
 _READ = 2 * _PAUSES[1]
-"""Seconds in which all others have checked the store of a process that ends."""
+"""Seconds for which a process that ends keeps its store, so that the others read the reason there."""
 
 
 def private_place(port: int) -> dict[str, str]:
@@ -208,7 +208,7 @@ class Meeting:
         """Check that no other process has this one's number.
 
         Raises:
-            StrategyError: One has. Those that wait at this store raise it too.
+            StrategyError: One has. All processes that wait at this store raise the error too.
         """
         found = store.compare_set(_HERE.format(self.number), "", self._own()).decode()
         host, _, pid = found.rpartition(" process ")
