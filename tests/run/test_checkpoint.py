@@ -159,6 +159,22 @@ def test_a_steps_loop_that_is_left_keeps_what_was_due_at_that_step(tmp_path: Pat
     assert validated == ["7", "14"]
 
 
+def test_a_schedule_ignores_the_validation_of_an_earlier_and_shorter_limit(tmp_path: Path) -> None:
+    options = {"patience": 0, "threshold": 0.5}
+
+    def train(steps: int, run_dir: Path) -> Regression:
+        task = Regression(
+            OptimizerConfig("sgd", lr=0.05, schedule="reduce_on_plateau", schedule_options=options)
+        )
+        trainer = quiet(max_steps=steps, checkpoint=True, run_dir=run_dir, validate_every="10 steps")
+        trainer.fit(task, pairs(), pairs(seed=1), resume="auto")
+        return task
+
+    with warned("validates only after its last step"):
+        train(6, tmp_path / "longer")
+    assert weights(train(14, tmp_path / "longer")) == weights(train(14, tmp_path / "straight"))
+
+
 class Stream:  # batches without an end, with a state of its own that outlives an epoch
     def __init__(self) -> None:
         self.drawn = 0

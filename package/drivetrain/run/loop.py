@@ -280,11 +280,14 @@ def _log_at_limit(run: Run) -> None:
 def _validate_at_end(run: Run) -> None:
     """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
     steps; not one that a signal or its caller ends.
+
+    One that was not due does not reach the schedules: a fit that goes on with a larger limit never made it.
     """
     if run.stop_reason is None or run.triggers.validate.every is None or not _ends_itself(run):
         return
-    if not run.validated or _is_put_off(run):
-        validate(run)
+    is_due = _is_put_off(run)
+    if is_due or not run.validated:
+        validate(run, counts=is_due)
 
 
 def _ends_itself(run: Run) -> bool:
@@ -334,13 +337,14 @@ def _agree_at_end(run: Run) -> None:
         validate(run)
 
 
-def validate(run: Run) -> None:
-    """Validate in the middle of training; values go to callbacks, loggers and metric-driven schedules."""
+def validate(run: Run, counts: bool = True) -> None:
+    """Validate in the middle of training, for callbacks, loggers and, if it `counts`, schedules."""
     with run.timed("evaluation"), shielded(), generators_kept(run.task):
         evaluator = run.evaluator
         values = evaluate(run, "validation", run.evaluation_feeds) if evaluator is None else evaluator()
     run.validated = True
-    _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.steps))
+    if counts:
+        _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.steps))
     run.log_point(values)
     run.nonfinite.judge_values({name: each for name, each in values.items() if run.names.is_loss(name)})
 
