@@ -52,6 +52,7 @@ def test_two_processes_with_one_number_are_named_and_one_that_has_ended_is_repla
 def test_two_processes_with_number_0_both_say_so(has_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the second has come to the same machine or has a store of its own on another."""
     monkeypatch.setattr(meeting, "LATE", 0.0)
+    monkeypatch.setattr(Meeting, "_choose_interface", lambda self: None)
     told: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
