@@ -18,7 +18,8 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
 from drivetrain import CheckpointConfig, LambdaCallback, rank
-from drivetrain.checkpoint import DirectoryCheckpointIO, pack, unpack
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.task.attribute_state import AttributeState
 
 Touch = Callable[[Any], Any]
 POLICY = CheckpointConfig(every="2 steps", by=None)
@@ -81,6 +82,12 @@ class Memory:
         self.count += 1
         self.rows.append(Row(value, self.count))
         return sum(each.value.sum().item() * each.number for each in self.rows)
+
+    def state_dict(self) -> Any:
+        return {"count": self.count, "rows": self.rows}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count, self.rows = state["count"], state["rows"]
 
 
 def count(task: Any) -> float:
@@ -271,6 +278,20 @@ def test_what_cannot_be_stored_is_named_once_at_a_save_and_at_the_resume(tmp_pat
     assert len([each for each in said if "does not bring back 'handle', 'scaled' of Task" in each]) == 1
 
 
+def lost_of_second() -> tuple[Any, Any]:
+    ranks = Ranks.of_job()
+    task = Task(keep(handle=None, count=0, same=0, big=torch.zeros(9)), count)
+    state = AttributeState(task, ranks=ranks)
+    task.handle, task.count, task.same = Handle() if ranks.rank else None, ranks.rank + 1, 5
+    return state.gather(), state.lost
+
+
+def test_what_one_rank_loses_is_named_and_equal_values_are_sent_by_the_first_alone() -> None:
+    (nodes, lost), (of_second, _) = on_two_ranks(lost_of_second)
+    assert (nodes, of_second) == ([{"count": 1, "same": 5}, {"count": 2}], [])
+    assert lost == {"handle": "tests.checkpoint.test_attributes.Handle on rank 1"}
+
+
 class Noisy(Regression):  # has an extra state, which sets an attribute
     def __init__(self) -> None:
         super().__init__()
@@ -287,26 +308,12 @@ class Noisy(Regression):  # has an extra state, which sets an attribute
         self.count = state
 
 
-def test_own_extra_states_come_after_attributes_and_older_generators_come_back(
-    tmp_path: Path,
-) -> None:
-    def train(name: str) -> Any:
-        trainer = quiet(max_steps=3, checkpoint=True, run_dir=tmp_path / f"from-{name}")
-        trainer.fit(task := Noisy(), pairs(), resume=str(tmp_path / name))
-        return task
-
-    quiet(max_steps=3, checkpoint=True, run_dir=tmp_path / "run").fit(first := Noisy(), pairs())
-    storage = DirectoryCheckpointIO()
-    saved = storage.load(str(tmp_path / "run" / "checkpoints" / "step-00000003"))
-    storage.save(str(tmp_path / "old"), saved)
-    task = train("old")
+def test_own_extra_states_come_after_attributes(tmp_path: Path) -> None:
+    trainer = quiet(max_steps=3, checkpoint=True, run_dir=tmp_path)
+    trainer.fit(first := Noisy(), pairs())
+    trainer.fit(task := Noisy(), pairs(), resume="auto")
     assert (first.count, task.count) == (3, 100)
-    state = {**unpack(saved.objects["state"], saved.tensors["state"]), "attributes": []}
-    state["generators"] = {"noise": first.noise.get_state()}
-    saved.objects["state"], saved.tensors["state"] = pack(state)
-    storage.save(str(tmp_path / "older"), saved)
-    for each in (task, train("older")):
-        assert torch.equal(each.noise.get_state(), first.noise.get_state())
+    assert torch.equal(task.noise.get_state(), first.noise.get_state())
 
 
 def test_validations_leave_generators_as_they_were(tmp_path: Path) -> None:

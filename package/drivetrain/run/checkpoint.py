@@ -17,14 +17,12 @@ from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state, parameter_names
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
-from drivetrain.core.random_streams import host_state, load_generator_state
+from drivetrain.core.random_streams import host_state
 from drivetrain.core.types import Json, Stateful
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
 from drivetrain.run.run import Run
-from drivetrain.task.attribute_state import merged
-from drivetrain.task.attributes import generators_of
 from drivetrain.task.model_info import info_of
 from drivetrain.task.optim.given import reordered_state
 from drivetrain.task.optim.state import TRAINED, order_of_groups, take_averages
@@ -46,7 +44,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
     engine.synchronize_buffers()
     # Every save compares the calls of the ranks with it.
     own = engine.data_ranks.all_gather(_own_state(run) if resumable else {})
-    attributes = _attributes(run) if resumable else []
+    attributes = run.attributes.gather() if resumable and run.attributes is not None else []
     groups: dict[str, dict[str, Tensor]] = {}
     tree: dict[str, Any] = {}
     with engine.checkpoint_layout() as taken:
@@ -86,14 +84,6 @@ def _state(run: Run, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _attributes(run: Run) -> list[dict[str, Any]]:
-    """Return, on rank 0, the attributes that have changed; of other ranks those that differ from its own."""
-    if run.attributes is None:
-        return []
-    of_ranks = run.engine.data_ranks.gather_first(run.attributes.state())
-    return [] if of_ranks is None else merged(of_ranks)
-
-
 def _without_frozen(run: Run, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Json]]:
     """Return the weights that the policy stores, and the object with the fingerprints of the others."""
     if run.frozen is None:
@@ -119,9 +109,9 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
         named = ", ".join(f"{name!r} ({kind})" for name, kind in lost.items())
         _LOG.warning(
             f"{LOST}: {named} of {type(run.task).__name__}. In a"
-            " resumed run it is as the program makes it. Keep tensors, numbers, generators or containers of"
-            " them in the attribute, give its class state_dict and load_state_dict, or keep it in a callback"
-            " that has both. 'drivetrain check-resume' finds out whether a step depends on it"
+            " resumed run it is as the program makes it. Make it a buffer, keep tensors, numbers, texts or"
+            " containers of them in the attribute, or give its class state_dict and load_state_dict."
+            " 'drivetrain check-resume' finds out whether a step depends on it"
         )
     return snapshot
 
@@ -409,10 +399,6 @@ def _restore_attributes(run: Run, tree: Any) -> None:
 def _restore_own(run: Run, mine: Sequence[Mapping[str, Any]]) -> None:
     """Restore what is this rank's own, from the states of one or more ranks."""
     run.host_streams = mine[0]["host_streams"]
-    if "generators" in mine[0]:  # of a checkpoint that stores no attributes
-        _restore_each(
-            generators_of(run.task), mine[0]["generators"], "random generator", load_generator_state
-        )
     run.engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), run.engine.device)
     run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
     metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]

@@ -25,8 +25,11 @@ _MANY = 1000
 _DEPTH = 4
 """The levels of containers and objects in an attribute to look at."""
 
-_opaque = {"deepspeed", "drivetrain", "torch", "torch_xla", "torchao", *sys.stdlib_module_names}
-"""Packages whose objects in attributes are not searched: they are no modules, and belong to a library."""
+_skipped = {"deepspeed", "drivetrain", "torch_xla", "torchao"}
+"""Packages whose objects in attributes are neither searched nor stored, modules too."""
+
+_OPAQUE = {"torch", *sys.stdlib_module_names}
+"""Packages whose objects in attributes are not searched for generators."""
 
 _SEARCHED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, types.SimpleNamespace)
 _NOT_SEARCHED = (DataLoader, Dataset, Sampler)
@@ -35,7 +38,7 @@ _NOT_SEARCHED = (DataLoader, Dataset, Sampler)
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, partial)
 """Classes of attributes' values that are no state."""
 
-OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams", "hparams"})
+OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "_hparams", "hparams"})
 """Attributes that torch and this package store in modules of any class."""
 
 PLAIN = (int, float, str, bytes, type(None))
@@ -50,30 +53,46 @@ def never_search(*packages: str) -> None:
 
     Such objects are configurations, or lead to a whole trainer of theirs.
     """
-    _opaque.update(packages)
+    _skipped.update(packages)
 
 
-def modules_of(
-    module: nn.Module, prefix: str = "", seen: set[nn.Module] | None = None
-) -> Iterator[tuple[str, Any]]:
-    """Yield modules with the prefix of their attributes' names, except metrics, which store themselves."""
-    seen = set() if seen is None else seen
-    if module in seen or _is_metric(module):
-        return
-    seen.add(module)
-    yield prefix, module
-    hidden = [(name, each) for name, each in vars(module).items() if isinstance(each, nn.Module)]
-    for name, child in (*module.named_children(), *hidden):
-        yield from modules_of(child, f"{prefix}{name}.", seen)
+def modules_of(task: nn.Module, besides: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield a task's modules, those in its attributes too, with the prefix of their attributes' names.
+
+    Args:
+        besides: Modules that are left out, and with them modules that contain no others.
+    """
+    left_out, seen = {id(each) for each in besides}, set[int]()
+
+    def search(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
+        children = [*module.named_children()]
+        is_left_out = children and all(id(each) in left_out for _, each in children)
+        if id(module) in seen or id(module) in left_out or is_left_out:
+            return
+        seen.add(id(module))
+        yield prefix, module
+        for name, value in vars(module).items():
+            if name not in OF_MODULES and not isinstance(value, PLAIN):
+                found = leaves(value, (nn.Module,))
+                children += [(".".join(map(str, (name, *place))), each) for place, each in found]
+        for name, child in children:
+            yield from search(child, f"{prefix}{name}.")
+
+    yield from search(task, "")
+
+
+def is_skipped(value: Any) -> bool:
+    """Return whether an object is neither searched nor stored: code, data, or an object of a library."""
+    package = type(value).__module__.partition(".")[0]
+    return isinstance(value, (*CODE, *_NOT_SEARCHED)) or package in _skipped
 
 
 def is_opaque(value: Any) -> bool:
-    """Return whether an object is not searched: it is code or data, or belongs to a library."""
-    if isinstance(value, (*CODE, *_NOT_SEARCHED)) or _is_metric(value):
+    """Return whether an object is not searched."""
+    if is_skipped(value) or _is_metric(value):
         return True
     package = type(value).__module__.partition(".")[0]
-    is_of_torch = package == "torch" and isinstance(value, nn.Module)
-    return package in _opaque and not is_of_torch and not isinstance(value, _SEARCHED)
+    return package in _OPAQUE and not isinstance(value, (nn.Module, *_SEARCHED))
 
 
 def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -29,7 +29,8 @@ def start_from(
         if isinstance(each, RunLogger):
             each.begin(run)
     if start.kind != "new" or (saver is not None and saver.policies[0].resumable):
-        run.attributes = AttributeState(run.task, run.engine.data_ranks.size)
+        declared = run.train_metrics, run.evaluation_metrics
+        run.attributes = AttributeState(run.task, declared, run.engine.data_ranks)
     found = None
     if start.kind != "new":
         from drivetrain.run.checkpoint import restore

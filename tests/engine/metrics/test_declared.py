@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from drivetrain import CheckpointError, ConfigError, EpochMetric, LambdaCallback
 from drivetrain.checkpoint import pack, unpack
 from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
+from drivetrain.task.attribute_state import AttributeState
 
 CPU = torch.device("cpu")
 CLASSES = 4
@@ -268,3 +269,20 @@ def test_batches_without_weight_are_in_no_metric_of_training() -> None:
     expected = [[2.0 + 3.0 + 5.0, 21.0]] * 2
     assert seen() == expected
     assert on_two_ranks(lambda: seen(strategy="ddp", devices=2)) == [expected] * 2
+
+
+class Plain(nn.Module):  # as torchmetrics' metrics are: their state is in attributes, and in no state dict
+    total = torch.zeros(())
+
+    def update(self, value: float) -> None:
+        self.total = self.total + value
+
+    compute = reset = update
+
+
+def test_metrics_in_attributes_are_saved_with_the_task_unless_it_declares_them() -> None:
+    first, second = (nn.ModuleDict({"mean": Plain(), "line": nn.Linear(1, 1)}) for _ in range(2))
+    state, without = AttributeState(first), AttributeState(first, [[first["mean"]], None])
+    first["mean"].update(3.0)
+    assert AttributeState(second).load(state.gather()[0], torch.device("cpu")) == []
+    assert (second["mean"].total, without.gather()) == (3, [{}])

@@ -107,6 +107,9 @@ class DeclaredMetrics:
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._metrics.values())
+
     def with_plot(self) -> dict[str, Any]:
         """Return the metrics that have a method `plot`, as torchmetrics' have."""
         plots = {name: getattr(each, "plot", None) for name, each in self._metrics.items()}
