@@ -4,8 +4,9 @@ import json
 import math
 import pickle
 import struct
-from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ VALUES: list[Any] = [
     None, True, -7, 1 << 80, 2.5, "é\udc80", b"\x00\xff", [1, (2, 3)], {"a": {1: "b"}}, {("g", "n"): 1},
     {"$tuple": 1}, OrderedDict(a=1), Counter("aab"), defaultdict(list, a=[1]), Converting(a=1),
     Point(1.0, [2]), Part("a", (1, 2)), {Color.RED: Part("b", ())}, Path("/tmp/a"), {1, 2}, frozenset("ab"),
-    1 + 2j, range(3),
+    1 + 2j, range(3), Decimal("1.10"), deque([1, (2,)], 3),
     torch.float16, torch.device("cpu"), torch.Size([2, 3]), np.float32(1.5), slice,
 ]  # fmt: skip
 

@@ -123,6 +123,8 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
         "evaluation of a loader": (fit(bare, pairs(), **big), "evaluation_batch_size=5", "batch_size=5"),
         "read once": (fit(pairs(), iter(list(pairs())), sanity_validation=2), "sanity_validation=2"),
     }
+    uneven = (torch.ones(3, 4), torch.ones(2))
+    table["uneven columns"] = (fit(uneven, batch_size=2), "different lengths: 3, 2", "tensors of one length")
     for name, value in (("batch_size", 16), ("num_workers", 2)):
         table[f"{name} of batches"] = (fit(list(pairs()), **{name: value}), f"{name}={value}", "ready")
         words = (f"{name}={value}", "is a DataLoader with", "DataLoader(")

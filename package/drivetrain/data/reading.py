@@ -369,6 +369,9 @@ def _refuse_for_batches(loader: Any, batch_size: int | None, num_workers: int, c
             continue
         what = ", which is read as ready batches"
         instead = f"Leave {name} out, or, if its items are samples, pass DataLoader(data, {name}={value})"
+        if type(loader) is tuple and all(map(_is_column, loader)) and len(loader) > 1:
+            what = f" of tensors of different lengths: {', '.join(str(len(each)) for each in loader)}"
+            instead = f"Give tensors of one length, or, if they are ready batches, leave {name} out"
         if is_loader:
             what = f" with {name}={own}"
             instead = f"Pass DataLoader(..., {name}={value}), or the dataset itself"

@@ -10,9 +10,10 @@ import dataclasses
 import json
 import struct
 import sys
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from decimal import Decimal
 from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
@@ -33,8 +34,10 @@ _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "number": (float, float, float),
     "integer": (int, int, int),
     "complex": (complex, lambda value: [value.real, value.imag], lambda content: complex(*content)),
+    "decimal": (Decimal, str, Decimal),
     "set": (set, list, set),
     "frozenset": (frozenset, list, frozenset),
+    "deque": (deque, lambda value: [[*value], value.maxlen], lambda content: deque(*content)),
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda content: range(*content)),
     "size": (torch.Size, list, torch.Size),
     "device": (torch.device, str, torch.device),
