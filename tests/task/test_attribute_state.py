@@ -1,8 +1,7 @@
 """What a file can do to a task's attributes, and what is not in it."""
 
 import argparse
-import re
-from collections import UserDict, defaultdict
+from collections import UserDict
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -89,15 +88,11 @@ def test_odd_attributes_neither_end_a_fit_nor_reach_what_others_hold(tmp_path: P
 NAMED: dict[str, tuple[Any, Any]] = {  # a value, and what changes it or takes its place
     "a namespace": (argparse.Namespace(), lambda value: setattr(value, "rate", 1)),
     "a date": (datetime(2020, 1, 1), datetime(2020, 1, 2)),
-    "a path": (Path("one"), Path("two")),
     "a dict of a class": (UserDict(), lambda value: value.update(rate=1)),
-    "two members of a flag": (re.A, re.A | re.I),
     "an object in an object": (Note("a", Note("b", 1)), lambda value: setattr(value.value, "value", 2)),  # type: ignore[arg-type]
     "a number beside an object": ([Note("a", 1), 1], lambda value: value.append(2)),
-    "a function of a dict": (defaultdict(lambda: 1), lambda value: value[1]),
     "dates of numpy": (np.array(["2020"], "M8[Y]"), lambda value: value.fill("2021")),
     "tensors as keys": ({torch.zeros(1): 0}, lambda value: value.update(dict.fromkeys(value, 1))),
-    "an iterator": (iter([1, 2]), next),
     "a module of the fit's own": ([], lambda value: value.append(nn.Linear(1, 1))),
     "over 60 MB of text": ("", "a" * (61 << 20)),
 }
@@ -108,9 +103,5 @@ def test_a_changed_value_that_no_checkpoint_holds_is_named(name: str) -> None:
     value, change = NAMED[name]
     state = AttributeState(task := Task(lambda task: setattr(task, "kept", value), count))
     assert (state.gather(), state.lost) == ([{}], {})
-    if callable(change):
-        change(value)
-    else:
-        task.kept = change
-    nodes = state.gather()[0]
-    assert ([*state.lost], "kept" in nodes) == (["kept"], False)
+    task.kept = (change(value), value)[1] if callable(change) else change
+    assert ("kept" in state.gather()[0], [*state.lost]) == (False, ["kept"])
