@@ -222,7 +222,8 @@ class _Walk:
                 # torch's weight_norm, spectral_norm and pruning compute the tensor in each forward.
                 is_computed = not {f"{key}_g", f"{key}_orig"}.isdisjoint(module._parameters)
                 is_elsewhere = isinstance(value, nn.Module) or self._is_skipped(value)
-                if not (key in OF_MODULES or is_computed or is_elsewhere):
+                is_of_torch = key in OF_MODULES or key.startswith("__")  # two underscores: fully_shard's
+                if not (is_of_torch or is_computed or is_elsewhere):
                     yield self._attribute(value, prefix + key)
 
     def _is_skipped(self, value: Any) -> bool:
