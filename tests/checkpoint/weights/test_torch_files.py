@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain import CheckpointError, ConfigError, TaskModule
 from drivetrain.checkpoint import DamagedCheckpointError, load_weights
-from drivetrain.integrations.weight_files.command import import_weights
+from drivetrain.integrations.weight_files.import_command import import_weights
 
 # Saved by Lightning 2.6.6 with its EMAWeightAveraging and the hyper-parameters {"lr": 0.1, "args": None}.
 LIGHTNING = Path(__file__).with_name("lightning_2_6_6.ckpt")

@@ -20,10 +20,13 @@ _EPILOG = (
 _ONE = "a checkpoint, or a run directory: its newest good checkpoint"
 
 _ELSEWHERE = {
-    "push": ("upload a checkpoint's model to the Hugging Face Hub", "drivetrain.integrations.hub.command"),
+    "push": (
+        "upload a checkpoint's model to the Hugging Face Hub",
+        "drivetrain.integrations.hub.push_command",
+    ),
     "import": (
         "make a checkpoint of weights that another program saved",
-        "drivetrain.integrations.weight_files.command",
+        "drivetrain.integrations.weight_files.import_command",
     ),
 }
 """Actions of integrations: the purpose, and the module with ABOUT, add_arguments(add) and run(parsed)."""
