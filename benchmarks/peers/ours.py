@@ -18,20 +18,20 @@ class Task(TaskModule):
 
     def __init__(self, job: Any) -> None:
         super().__init__()
-        self.net = job.net
-        self.job = job
+        self.net, self.plain = job.net, job.plain
+        self.loss_of, self.scalars, self.optimizer_of = job.loss, job.scalars, job.optimizer
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Any:
-        loss = self.job.loss(outputs, batch["label"])
-        if self.job.plain:
+        loss = self.loss_of(outputs, batch["label"])
+        if self.plain:
             return loss
-        return {"loss": loss, **self.job.scalars(outputs, batch["label"], loss)}
+        return {"loss": loss, **self.scalars(outputs, batch["label"], loss)}
 
     def configure_optimizers(self) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-        made: Callable[[Iterable[Any]], torch.optim.Optimizer] = self.job.optimizer
+        made: Callable[[Iterable[Any]], torch.optim.Optimizer] = self.optimizer_of
         return made
 
 

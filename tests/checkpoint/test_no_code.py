@@ -24,13 +24,14 @@ KNOWN = {
     "core/public.py": ["importlib", "pkgutil"],  # our own modules, by a fixed table
     "core/synonyms.py": ["importlib"],  # the data file beside it
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
+    "task/attribute_state.py": ["copyreg"],  # how pickle would take an object apart, for a digest of it
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
     # by `weights_only=True` alone; the error that it raises
     "checkpoint/weights/torch_files.py": ["pickle", "torch.load"],
     "distributed/launch/calls.py": ["pickle"],  # what a child sends through a pipe of its own
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
-    # One integration of ours, for the command `push`; and on request, for programs that read no other format.
-    "cli/checkpoint/actions.py": ["importlib", "torch.save"],
+    "cli/checkpoint/actions.py": ["torch.save"],  # on request, for programs that read no other format
+    "cli/checkpoint/arguments.py": ["importlib"],  # the modules of a fixed list of commands
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib"],  # what the user names on the command line
     # annotations in the code; YAML that the user names, by its safe loader
