@@ -121,7 +121,7 @@ def _dead(directory: str, fault: Fault, victim: int) -> Life:
     try:
         run_distributed(_die, directory, fault, victim, str(note))
     except RuntimeError as error:
-        if f"rank {victim} failed:\nit died with exit code {-signal.SIGKILL} and" not in str(error):
+        if f"rank {victim} failed:\nit was killed by SIGKILL" not in str(error):
             life.complaints.append(f"not the end that was planned: {error}")
     life.acknowledged, life.attempted = json.loads(note.read_text(encoding="utf-8"))
     return life

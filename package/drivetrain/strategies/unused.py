@@ -149,7 +149,7 @@ class UsedParameters:
 
     Args:
         order: The calls of the ranks.
-        stage: ZeRO's stage. From 1 on, DeepSpeed matches gradients by their order alone.
+        stage: ZeRO's stage; an error says what the stage would do to the others.
         in_order: Whether it exchanges each gradient as it comes; otherwise all at the step.
 
     Attributes:
@@ -186,8 +186,6 @@ class UsedParameters:
     def check(self) -> None:
         """Check that all parameters have got a gradient, and begin with the next step."""
         unused = [name for each, name in self._names.items() if each not in self._used | self.whole]
-        for name in unused if self._stage else ():
-            self._order.note(f"has no gradient of {name!r}")
         if unused:
             more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
             raise ConfigError(

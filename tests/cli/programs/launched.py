@@ -11,7 +11,7 @@ import torch
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import LambdaCallback, Trainer
-from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.launch.programs import ensure_ranks, join_job
 
 
@@ -44,7 +44,7 @@ elif what == "wait":
 else:
     environment = ensure_ranks(2)
     torch.distributed.init_process_group("gloo")
-    with FailureChannel(environment.rank, 2, describe=lambda: "step 3"):
+    with FailureChannel(environment.rank, 2, status=Status(lambda: "step 3")):
         if what == f"raise {environment.rank}":
             raise ValueError("boom")
         torch.distributed.barrier()

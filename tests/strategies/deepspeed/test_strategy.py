@@ -223,7 +223,7 @@ def test_deepspeed_refusals() -> None:
 
 def _different_parts() -> list[str]:
     steps = [([0, 1], [0, 2])] * 2
-    found = [refused(zero(stage)(2), steps, update=True) for stage in (1, 2, 3)]
+    found = [refused(zero(stage)(2), steps, update=True) for stage in (2, 3)]
     return [*found, refused(zero(3)(2), [([0], [1])], train=False)]
 
 
@@ -232,7 +232,6 @@ def test_deepspeed_refuses_ranks_that_run_different_parts() -> None:
     first, second = run_distributed(_different_parts)
     assert first == second
     assert first == [
-        "rank 0 has no gradient of 'blocks.2.0.weight'; rank 1 has no gradient of 'blocks.1.0.weight'",
         "rank 0 has the gradient of 'blocks.1.0.bias'; rank 1 has the gradient of 'blocks.2.0.bias'",
         "rank 0 runs 'blocks.1.0'; rank 1 runs 'blocks.2.0'",
         "rank 0 runs 'blocks.0.0'; rank 1 runs 'blocks.1.0'",
