@@ -126,7 +126,7 @@ def _from_meta(weights: str | None, precision: str) -> None:
             each.load_weights(weights)
         found.append(fitted(each, zero(3, config=DIVIDED)(2), 2, callbacks=[look], precision=precision))
         assert sizes == {0}, "every parameter is divided"
-    assert torch.equal(*found)
+    torch.testing.assert_close(*found, atol=1e-7, rtol=0.0)  # DeepSpeed's buffers may be aligned otherwise
 
 
 @pytest.mark.nightly

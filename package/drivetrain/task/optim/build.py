@@ -102,7 +102,7 @@ def build_optimizer(
 def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> None:
     """Check that torch can step an optimizer on its parameters, as they are sharded and lie in memory."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if not is_lazy(each)]
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if _has_values(each)]
     for each in parameters:
         if any(step == 0 and size > 1 for size, step in zip(each.shape, each.stride(), strict=True)):
             raise ConfigError(
@@ -125,6 +125,11 @@ def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> N
             " parameters: it computes what torch cannot compute of shards. Use strategy 'ddp', or"
             " under 'fsdp' another optimizer, such as 'adamw' or 'muon'"
         )
+
+
+def _has_values(parameter: Tensor) -> bool:
+    # One that ZeRO has sharded has only its shape here.
+    return not (is_lazy(parameter) or hasattr(parameter, "ds_shape"))
 
 
 def check_sparse(optimizer: Optimizer, module: nn.Module) -> None:
