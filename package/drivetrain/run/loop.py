@@ -281,7 +281,7 @@ def _validate_at_end(run: Run) -> None:
     """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
     steps; not one that a signal or its caller ends.
 
-    One that was not due does not reach the schedules: a fit that goes on with a larger limit never made it.
+    Schedules do not see a validation that was not due, since a fit with a larger limit never makes it.
     """
     if run.stop_reason is None or run.triggers.validate.every is None or not _ends_itself(run):
         return

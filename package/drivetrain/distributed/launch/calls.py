@@ -34,12 +34,12 @@ _LONGEST = 5_000
 class Call:
     """A call of a function in a new process, which ends with this one.
 
-    The process reads nothing from standard input and runs no exit handlers. What the function returns is
-    pickled; its tensors are copied.
+    The process reads nothing from standard input and runs no exit handlers. Its result is pickled, with
+    copies of the tensors.
 
     Args:
         function: Takes no arguments. It is pickled if the process is spawned.
-        rank: The number by which the cause of a failure names the process.
+        rank: The number of the process in the cause of a failure.
         method: "fork" or "spawn".
 
     Attributes:

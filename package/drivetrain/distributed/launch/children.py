@@ -79,8 +79,8 @@ class Guard:
     """A small process that kills ranks which outlive this process, on Linux; elsewhere it does nothing.
 
     A rank watches its parent in a thread, which cannot run while a call, such as a regular expression that
-    backtracks, keeps the interpreter's lock. Linux itself could kill the rank, but without the seconds in
-    which it reports that its parent has died. The program is `guard.py`.
+    backtracks, keeps the interpreter's lock. Linux itself could kill the rank, but at once, so that it could
+    not report the death of its parent first. The program is `guard.py`.
 
     Args:
         store: The file in which they meet. Its folder is removed if this process can no longer do that.

@@ -1,11 +1,11 @@
 """A program that kills ranks which outlive the process that has started them; it imports nothing of ours.
 
-It waits until that process, rank 0, has ended, gives the other ranks some seconds to report it, kills those
-that are left, and removes the folder in which they have met. It holds all of them by pidfd, so that it never
-signals another process that has got the same number.
+It waits until that process, rank 0, has ended, and gives the other ranks some seconds to report it. Then it
+kills those that are left, and removes the folder where they have met. It holds all of them by pidfd, so that
+it never signals another process that has got the same number.
 
-A rank that has failed stays a zombie until its parent has taken its exit code, for which the parent looks ten
-times a second. A parent that does not do so for `patience` seconds cannot run any thread, and is killed.
+A parent looks for exit codes ten times a second, and a rank that has failed stays a zombie until then. A
+parent that leaves one for `patience` seconds cannot run any thread, and is killed.
 """
 
 from __future__ import annotations

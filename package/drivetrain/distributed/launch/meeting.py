@@ -75,7 +75,7 @@ _TRY = 3.0
 """Seconds that one attempt to connect may take."""
 
 _READ = 2 * _PAUSES[1]
-"""Seconds for which a process that ends keeps its store, so that the others read the reason there."""
+"""Seconds that a process keeps its store before it ends, so that the others can read the reason."""
 
 
 def private_place(port: int) -> dict[str, str]:

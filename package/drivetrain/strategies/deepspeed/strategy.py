@@ -55,7 +55,7 @@ from drivetrain.task.task import StepModule, TaskModule
 
 @dataclass
 class _Preparation:
-    """What the parts of `DeepSpeed.prepare` pass on.
+    """The values that the parts of `DeepSpeed.prepare` pass on.
 
     Attributes:
         deepspeed: The package.

@@ -128,7 +128,7 @@ def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> N
 
 
 def _has_values(parameter: Tensor) -> bool:
-    # One that ZeRO has sharded has only its shape here.
+    # ZeRO leaves only the shapes of what it has sharded.
     return not (is_lazy(parameter) or hasattr(parameter, "ds_shape"))
 
 
