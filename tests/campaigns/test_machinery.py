@@ -16,15 +16,16 @@ from tests.campaigns.trials import Case, run_case
 from tests.support.fault_kinds import OPERATIONS
 from tests.support.faults import FaultyFileSystem, read_bytes, write_bytes
 from tests.support.memory import MemoryDisk, MemoryObjects
+from tests.support.storage import check_checkpoint_io, check_file_system
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import LambdaCallback
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.checkpoint.storage.filesystem import LOCAL
-from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 
 def test_a_faulty_file_system_is_sound_but_for_its_faults(tmp_path: Path) -> None:
+    check_file_system(LOCAL, str(tmp_path / "disk"))
     files = FaultyFileSystem(LOCAL)
     check_file_system(files, str(tmp_path / "files"))
     check_checkpoint_io(DirectoryCheckpointIO(files), str(tmp_path / "checkpoints"), os.path.join)

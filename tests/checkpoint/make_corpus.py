@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.support.storage import everything
 from tests.support.tasks import Regression, pairs, quiet
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -12,7 +13,6 @@ from drivetrain import CheckpointConfig
 from drivetrain.checkpoint import FORMAT_VERSION, DirectoryCheckpointIO, Snapshot, pack
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.testing.distributed import run_distributed
-from drivetrain.testing.storage import everything
 
 CORPUS = Path(__file__).parent / "corpus"
 

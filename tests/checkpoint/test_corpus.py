@@ -9,11 +9,11 @@ import pytest
 import torch
 from tests.checkpoint.make_corpus import CORPUS, grid, tree
 from tests.support.outcome import bits
+from tests.support.storage import everything
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
 from drivetrain.checkpoint import FORMAT_VERSION, DirectoryCheckpointIO, read_manifest, unpack, verify
-from drivetrain.testing.storage import everything
 
 VERSIONS = sorted(path.name for path in CORPUS.iterdir())
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from tests.support.tasks import Duel, duels
+from tests.testing.host_reads import HostReads, no_host_reads
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from drivetrain import Engine, OptimizerConfig, TaskModule, callbacks
-from drivetrain.testing import HostReads, no_host_reads
 
 STEPS = 4
 

@@ -2,17 +2,12 @@ from drivetrain.testing.benchmark.result import BenchmarkResult as BenchmarkResu
 from drivetrain.testing.benchmark.result import BenchmarkRow as BenchmarkRow
 from drivetrain.testing.benchmark.result import ValueRange as ValueRange
 from drivetrain.testing.distributed import run_distributed as run_distributed
-from drivetrain.testing.host_reads import HostReads as HostReads
-from drivetrain.testing.host_reads import no_host_reads as no_host_reads
 from drivetrain.testing.pytest_plugin import benchmark_task as benchmark_task
 from drivetrain.testing.resume.check import Check as Check
 from drivetrain.testing.resume.check import assert_resumable as assert_resumable
 from drivetrain.testing.resume.check import check_program as check_program
 from drivetrain.testing.resume.report import Difference as Difference
 from drivetrain.testing.resume.report import Report as Report
-from drivetrain.testing.storage import check_checkpoint_io as check_checkpoint_io
-from drivetrain.testing.storage import check_file_system as check_file_system
-from drivetrain.testing.storage import everything as everything
 from drivetrain.testing.strategies.check import CHECKS as CHECKS
 from drivetrain.testing.strategies.check import check_strategy as check_strategy
 from drivetrain.testing.strategies.job import Job as Job

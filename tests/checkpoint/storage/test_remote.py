@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from tests.support.faults import read_bytes
 from tests.support.outcome import weights
+from tests.support.storage import check_checkpoint_io, check_file_system
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
@@ -28,7 +29,6 @@ from drivetrain.checkpoint.storage.remote import RemoteFileSystem
 from drivetrain.checkpoint.storage.retries import Retry, as_os_error, is_transient
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError, MissingDependencyError
-from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 QUICK = Retry(tries=4, pause=0.001)
 MEMORY = RemoteFileSystem("memory", part=1000)

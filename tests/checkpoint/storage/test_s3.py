@@ -13,13 +13,13 @@ import pytest
 from tests.campaigns.checkpoints import run_campaign
 from tests.support import s3_server
 from tests.support.faults import read_bytes
+from tests.support.storage import check_checkpoint_io, check_file_system
 
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.checkpoint.storage.files import write_file
 from drivetrain.checkpoint.storage.remote import RemoteFileSystem
 from drivetrain.checkpoint.storage.retries import Retry
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 pytestmark = pytest.mark.landing  # the server and its client are large; test_remote.py has what is not S3's
 

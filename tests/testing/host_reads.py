@@ -59,23 +59,8 @@ _ON_THE_HOST = (
 class HostReads:
     """A context manager that notes each operation for which the host would wait for a GPU.
 
-    On a CPU it notes operations by their names: reads of values, results whose size depends on values, and
-    Python numbers that become tensors (of which those that stay on the host would not wait). On a CUDA device
-    it notes torch's own warnings (`torch.cuda.set_sync_debug_mode`). What drivetrain's data code does with
-    batches on the host is left out. It watches the thread that enters it.
-
-    On a CPU, `to("cpu")` is noted if the device is a string. It does not see: a copy to
-    `torch.device("cpu")`, or by `copy_`; what reads the memory of a storage (`pickle.dumps`, `torch.save`,
-    `untyped_storage()`, queues of `torch.multiprocessing`); waits without a tensor, such as
-    `torch.cuda.synchronize()`; other libraries' kernels; and the inside of compiled code. On a CUDA device
-    the copies are seen.
-
-    Args:
-        device: The device of the model.
-
-    Attributes:
-        reads: What was noted, in order: torch's name of the operation, the innermost line outside of torch,
-            and why it waits, as "_local_scalar_dense at train.py:12: a number is read ...".
+    On a CPU it knows operations by their names, on a CUDA device by torch's own warnings. It does not see a
+    copy by `copy_`, nor what reads the memory of a storage, and watches the thread that enters it.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
@@ -111,25 +96,7 @@ class HostReads:
 def no_host_reads(
     task: TaskModule, data: Any, *, steps: int = 4, allowed: float = 0, **options: Any
 ) -> list[str]:
-    """Check that a steady step of a fit makes the host wait for nothing that a GPU computes.
-
-    It trains for a few steps, and watches those after the first two, with `HostReads`. No log point falls
-    among them, where a run may wait; give `log_every` to have one. Nothing is written.
-
-    Args:
-        task: The task. Its weights are trained.
-        data: Training data, of at least two steps more than are watched; epochs may end in between.
-        steps: How many steps are watched.
-        allowed: How many waits each of them may have.
-        **options: Arguments of the Trainer, such as `precision="bf16-mixed"`. The default strategy is "cpu".
-
-    Returns:
-        The waits.
-
-    Raises:
-        AssertionError: There were more, or the fit ended too early. The message has each operation and its
-            line.
-    """
+    """Check that a steady step of a fit makes the host wait for nothing that a GPU computes."""
     quiet: dict[str, Any] = {"checkpoint": False, "loggers": (), "progress_bar": False, "strategy": "cpu"}
     seldom = {"log_every": "1_000_000_000 steps", "validate_every": None}
     limit = {} if options.keys() & {"max_epochs", "max_time"} else {"max_steps": _WARM + steps + 1}
@@ -151,11 +118,7 @@ def no_host_reads(
 
 
 class _CopyWatch(TorchFunctionMode):
-    """Shows methods that copy to the host.
-
-    Attributes:
-        fills: Whether a Python number is being assigned to elements.
-    """
+    """Shows methods that copy to the host."""
 
     def __init__(self, note: Note) -> None:
         super().__init__()

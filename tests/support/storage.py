@@ -1,4 +1,4 @@
-"""Conformance suites for a `FileSystem` and for a `CheckpointIO`."""
+"""What checkpoints need of a `FileSystem` and of a `CheckpointIO`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,7 @@ from drivetrain.core.errors import CheckpointError
 
 
 def check_file_system(files: FileSystem, directory: str) -> None:
-    """Check every operation of a file system in the way that checkpoints use it.
-
-    Args:
-        files: The file system to check.
-        directory: An empty or missing directory to write to. The files are left there.
-
-    Raises:
-        AssertionError: A behaviour differs. The message names it.
-    """
+    """Check every operation of a file system in the way that checkpoints use it."""
     base = files.absolute(directory)
     for check in (_paths, _files, _directories, _replacing, _moving):
         place = files.join(base, check.__name__.strip("_"))
@@ -115,16 +107,7 @@ def _moving(files: FileSystem, place: str) -> None:
 
 
 def check_checkpoint_io(io: CheckpointIO, directory: str, join: Callable[[str, str], str]) -> None:
-    """Check every method of a storage in the way that the checkpoint manager uses it.
-
-    Args:
-        io: The storage to check.
-        directory: An empty or missing directory to write to. The files are left there.
-        join: Joins a directory and a name, as `FileSystem.join` does.
-
-    Raises:
-        AssertionError: A behaviour differs. The message names it.
-    """
+    """Check every method of a storage in the way that the checkpoint manager uses it."""
     first, second = join(directory, "first"), join(directory, "second")
     _same(io.list(directory), [], "list of a missing directory is empty")
     _same(io.exists(first), False, "exists is False for a missing checkpoint")
