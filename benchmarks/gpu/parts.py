@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import CheckpointConfig, CompileConfig
-from drivetrain.strategies.precision.float8 import Float8
+from drivetrain.integrations.torchao.float8 import Float8
 from gpu.journal import Journal
 from gpu.profiles import ProfilingClock, summary
 from gpu.waits import without_waiting

@@ -30,6 +30,7 @@ from drivetrain.engine.engine import Engine as Engine
 from drivetrain.engine.memory import MemoryConfig as MemoryConfig
 from drivetrain.engine.metrics.epoch_metric import EpochMetric as EpochMetric
 from drivetrain.integrations.optuna.searching import search as search
+from drivetrain.integrations.torchao.float8 import Float8 as Float8
 from drivetrain.loggers import CSVLogger as CSVLogger
 from drivetrain.loggers import JSONLinesLogger as JSONLinesLogger
 from drivetrain.loggers import TensorBoardLogger as TensorBoardLogger
@@ -40,7 +41,6 @@ from drivetrain.strategies.ddp import DDPConfig as DDPConfig
 from drivetrain.strategies.deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
 from drivetrain.strategies.fsdp.config import FSDPConfig as FSDPConfig
 from drivetrain.strategies.precision.base import Precision as Precision
-from drivetrain.strategies.precision.float8 import Float8 as Float8
 from drivetrain.strategies.transforms.compile import CompileConfig as CompileConfig
 from drivetrain.strategies.xla.fsdp import XLAFSDPConfig as XLAFSDPConfig
 from drivetrain.strategies.xla.single import XLAConfig as XLAConfig

@@ -149,7 +149,7 @@ def test_parts_make_the_configurations_of_the_trainer(here, monkeypatch):
     assert found.strategy == DDPConfig(bucket_mb=50.0)
     assert (str(found.checkpoint.every), str(found.validate_every)) == ("5 steps", "7 steps")
     assert list(found.preemption.requeue) == ["SIGUSR1", "SIGUSR2"]
-    monkeypatch.setattr("drivetrain.strategies.precision.float8.is_installed", lambda package: True)
+    monkeypatch.setattr("drivetrain.integrations.torchao.float8.is_installed", lambda package: True)
     line = (
         f"{QUIET} --trainer.strategy cpu --trainer.precision fp8 --trainer.precision.emulate yes"
         " --trainer.precision.recipe rowwise --trainer.precision.leave_out lm_head,*.router"

@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 from drivetrain.engine import gpu_advice, memory_advice
 from drivetrain.engine.gpu_advice import advice
-from drivetrain.strategies.precision.float8 import Float8
+from drivetrain.integrations.torchao.float8 import Float8
 from drivetrain.strategies.precision.registry import as_precision
 
 

@@ -20,8 +20,6 @@ from drivetrain.strategies.hardware import Hardware as Hardware
 from drivetrain.strategies.precision.base import UPDATES as UPDATES
 from drivetrain.strategies.precision.base import Dtypes as Dtypes
 from drivetrain.strategies.precision.base import Precision as Precision
-from drivetrain.strategies.precision.float8 import RECIPES as RECIPES
-from drivetrain.strategies.precision.float8 import Float8 as Float8
 from drivetrain.strategies.precision.registry import PRECISIONS as PRECISIONS
 from drivetrain.strategies.precision.registry import as_precision as as_precision
 from drivetrain.strategies.precision.tf32 import TF32 as TF32

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import ConfigError, Engine, FSDPConfig, OptimizerConfig, TaskModule
 from drivetrain.checkpoint import load_weights
 from drivetrain.core.errors import MissingDependencyError
+from drivetrain.integrations.torchao.float8 import RECIPES, Float8
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
-from drivetrain.strategies.precision.float8 import RECIPES, Float8
 from drivetrain.strategies.precision.registry import as_precision
 
 pytest.importorskip("torchao")
@@ -144,7 +144,7 @@ def test_float8_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
             "name": (fit(leave_out="body.*"), "leave_out='body.*' names no linear layer"),
         },
     )
-    monkeypatch.setattr("drivetrain.strategies.precision.float8.is_installed", lambda package: False)
+    monkeypatch.setattr("drivetrain.integrations.torchao.float8.is_installed", lambda package: False)
     with pytest.raises(MissingDependencyError, match=r"'drivetrain\[torchao\]'"):
         quiet(precision="fp8")
 

@@ -49,7 +49,6 @@ from drivetrain.strategies.meta_device import (
     starts_from_rank_0,
 )
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.precision.float8 import Float8
 from drivetrain.strategies.sparse import refuse_sparse
 from drivetrain.strategies.transforms.recompute import checkpoint_blocks
 from drivetrain.strategies.unused import ShardOrder
@@ -142,8 +141,9 @@ class FSDP(Strategy):
 
     def supports(self, precision: Precision) -> Support:
         """Support all built-in precisions; bfloat16 needs a GPU with bfloat16."""
-        if isinstance(precision, Float8) and self.config.tensor_parallel > 1:
-            return Support(False, "tensor_parallel cannot split layers in float8; use 'bf16-mixed'")
+        if precision.converts_layers and self.config.tensor_parallel > 1:
+            why = f"tensor_parallel cannot split layers that {precision.name!r} replaces; use 'bf16-mixed'"
+            return Support(False, why)
         return has_bfloat16(self.device, precision)
 
     def setup(self) -> None:

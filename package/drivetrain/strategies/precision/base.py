@@ -109,6 +109,11 @@ class Precision:
         return self.param_dtype
 
     @property
+    def converts_layers(self) -> bool:
+        """Whether `convert_module` is the plug-in's own, which may replace the code of layers."""
+        return type(self).convert_module is not Precision.convert_module
+
+    @property
     def updates_of_weights(self) -> str:
         """`updates` if weights are stored in 16 bits, else "nearest", as plain optimizers round."""
         return self.updates if self.param_dtype in _16_BITS else "nearest"

@@ -27,7 +27,7 @@ PRECISIONS: Registry[Precision] = Registry(
         **_true("16-true", torch.float16),
         "64": Precision("64", torch.float64, torch.float64, torch.float64),
         "tf32": "drivetrain.strategies.precision.tf32:PRECISION",
-        "fp8": "drivetrain.strategies.precision.float8:PRECISION",
+        "fp8": "drivetrain.integrations.torchao.float8:PRECISION",
     },
 )
 """Precisions by name."""

@@ -1,0 +1,1 @@
+"""torchao: training with linear layers in float8."""
