@@ -14,7 +14,7 @@ from tests.support.tasks import Duel, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain import CheckpointConfig, LossSpike, OptimizerConfig, ParameterGroup, Run, TaskModule
+from drivetrain import CheckpointConfig, OptimizerConfig, ParameterGroup, Run, TaskModule
 from drivetrain.callbacks import Callback, Freeze, LambdaCallback, WeightAverage
 from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import ConfigError
@@ -297,20 +297,6 @@ def test_averages_of_frozen_weights_are_these_and_their_statistics_are_not_renew
         fitted(Freeze("encoder", until="14 steps"), task, pairs(20, 4), callbacks=[average, StopAfter(12)])
         for name, each in task.state_dict().items():
             assert torch.equal(each, start[name]) != name.startswith("head"), name
-
-
-def test_a_rollback_freezes_again(tmp_path: Path) -> None:
-    data: Any = list(pairs(60))
-    data[15][0].fill_(torch.nan)
-    options: Any = {"max_epochs": None, "max_steps": 20, "log_every": 1, "run_dir": tmp_path}
-    policy, spikes = CheckpointConfig(every="13 steps", by=None), [LossSpike(window=10, threshold=1e6)]
-    freeze = Freeze("encoder", until="14 steps")
-    _, seen = fitted(freeze, None, data, **options, checkpoint=policy, callbacks=spikes)
-    bias = [each["encoder.3.bias"] for each in seen.after]
-    assert len(bias) == 16 + 7  # the sixteenth is NaN, and seven follow the thirteenth again
-    moved = [not torch.equal(now, before) for before, now in pairwise(bias)]
-    assert moved == [False] * 13 + [True] * 3 + [True] * 6
-    assert torch.equal(bias[16], bias[12])
 
 
 def test_a_fit_that_freezes_without_a_meaning_is_refused_or_warned_of() -> None:

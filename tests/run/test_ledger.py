@@ -10,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tests.support.forked import run_forked
 from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import CheckpointConfig, LambdaCallback, LossSpike
+from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.core.messages import logger
 from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, read_ledger
 
@@ -130,19 +129,6 @@ def test_resuming_from_an_earlier_checkpoint_loses_what_was_made_after_it(tmp_pa
     assert [(each.resumed, each.steps) for each in ledger.attempts] == [(0, 8), (3, 9)]
     assert ledger.seconds["lost work"] >= 5 * 0.05
     assert ledger.seconds["compute"] >= 9 * 0.05
-
-
-def test_a_rollback_loses_what_was_made_since_its_checkpoint(tmp_path: Path) -> None:
-    data: Any = list(pairs(40))
-    data[14][0].fill_(torch.nan)
-    callbacks = [LossSpike(window=10, threshold=1e9), LambdaCallback(on_step_end=slept(0.02))]
-    policy = CheckpointConfig(every="10 steps", by=None)
-    trainer = quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path, callbacks=callbacks, log_every=1)
-    trainer.fit(Regression(), data)
-    assert "back" in [each["event"] for each in events(tmp_path)]
-    ledger = read(tmp_path)
-    assert ledger.seconds["lost work"] >= 5 * 0.02
-    assert ledger.seconds["restore"] > 0
 
 
 def test_a_line_that_a_kill_has_torn_does_not_spoil_the_next(tmp_path: Path) -> None:

@@ -83,18 +83,6 @@ def test_work_after_the_checkpoint_that_is_resumed_is_lost(writer: Writer, tmp_p
     assert ledger.steps == 7
 
 
-def test_a_rollback_loses_what_was_made_since(writer: Writer, tmp_path: Path) -> None:
-    writer.start().update(4).save().update(3).spend("restore", 1)
-    writer.steps = 4
-    writer.line("back").update(2).save().end()
-    lost = {"lost work": 3 * UPDATE}
-    found = read_ledger(tmp_path)
-    assert spent(found) == {"compute": 6 * UPDATE, "save": 2, "restore": 1, "set-up": 10, **lost}
-    writer.start(resumed=4).update(1).line("beat")
-    again = read_ledger(tmp_path).seconds
-    assert (again["lost work"], again["compute"]) == (5 * UPDATE + SAVE, 5 * UPDATE)
-
-
 def test_a_clock_that_was_set_back_makes_nothing_negative(writer: Writer, tmp_path: Path) -> None:
     writer.start().update(5).end("Preempted")
     writer.start(after=-3600, resumed=5).update(5).end()

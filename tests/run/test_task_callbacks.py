@@ -6,7 +6,7 @@ from typing import Any
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import ConfigError, LambdaCallback, LossSpike, StrategyError, WeightAverage
+from drivetrain import ConfigError, LambdaCallback, StrategyError, WeightAverage
 
 
 class Own(Regression):
@@ -41,12 +41,9 @@ def test_callbacks_of_a_task_are_refused_as_those_of_the_trainer_are() -> None:
         "two": (fit([average[0], WeightAverage()]), *average[1:]),
         "two in a plan": (fit([average[0]], "plan", callbacks=[WeightAverage()]), *average[1:]),
         "average and precision": (fit([average[0]], **both), "configure_callbacks", "evaluation_precision"),
-        "rollback": (fit([LossSpike("rollback")]), "configure_callbacks", "checkpoint=False"),
         "one, no list": (fit(average[0]), "configure_callbacks('train') must be a sequence"),
         "none": (fit(None, "validate"), "configure_callbacks('validation') must be a sequence"),
         "a class": (fit([WeightAverage]), "configure_callbacks('train') has the class", "WeightAverage(...)"),
         "another object": (fit([SimpleNamespace()]), "must have the base drivetrain.Callback"),
     }
     assert_refused((ConfigError, StrategyError), table)
-    fit([LossSpike("rollback")], "validate")()  # which rolls nothing back
-    fit([LossSpike("rollback")], dry_run=True)()  # left out, as the Trainer's is

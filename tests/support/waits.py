@@ -128,7 +128,7 @@ WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "ActivationStats": callbacks.ActivationStats,
     "DeviceStats": callbacks.DeviceStats,
     "EarlyStopping": lambda: callbacks.EarlyStopping("train/loss", patience=99),
-    "LossSpike": lambda: callbacks.LossSpike("rollback", window=10, threshold=1e6),
+    "LossSpike": lambda: callbacks.LossSpike("stop", window=10, threshold=1e6),
     "NonFiniteDetector": callbacks.NonFiniteDetector,
     "MemoryReport": lambda: callbacks.MemoryReport(show=False),
     "ModelSummary": lambda: callbacks.ModelSummary(),

@@ -47,7 +47,7 @@ class Callback(Hooked):
 
     ::
 
-        on_checkpoint_loaded                      only when the run resumes, or is rolled back
+        on_checkpoint_loaded                      only when the run resumes
         on_fit_start
         for each epoch:
             on_epoch_start

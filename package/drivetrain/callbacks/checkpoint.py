@@ -93,7 +93,6 @@ class CheckpointSaver(Callback):
         self._saving_step = -1
         self._unsaved: StorageError | None = None
         self._is_checked = self._goes_on = False
-        self._must_save = False
 
     def on_fit_start(self, run: Run) -> None:
         """Remove what a kill has left, start the save intervals at the run's progress, and make assets."""
@@ -150,15 +149,6 @@ class CheckpointSaver(Callback):
             committed = self.manager.wait()
         self._note_committed(run, committed)
 
-    def after_rollback(self, run: Run) -> None:
-        """Save at the end of this step, because the run was rolled back."""
-        self.manager.forget_matching()
-        for trigger in self._triggers.values():
-            trigger.start(run.progress)
-        for watched in self._all_watched():
-            watched.forget()
-        self._must_save = True
-
     @named_place("in a save")
     def on_save(self, run: Run) -> None:
         """Save if an interval ends here, a metric is among the best, or the run is about to end."""
@@ -179,16 +169,10 @@ class CheckpointSaver(Callback):
         if applied or epoch_ended:
             due = [name for name, each in self._triggers.items() if each.due(progress, epoch_ended)]
         best = self._best_by(run) if run.latest_at == progress.steps else []
-        if self._must_save or run.saves_now or run.stop_reason is not None:
+        if run.saves_now or run.stop_reason is not None:
             due.append("")
-        if not (due or best) or run.nonfinite.spoiled:
-            return
-        if run.nonfinite.rolls_back():  # the metrics belong to the weights before the roll back
-            due, best = [*due, ""], []
-        self._must_save = False
-        self._save(run, due, best)
-        if self._must_save:  # the run was rolled back
-            self.on_save(run)
+        if (due or best) and not run.nonfinite.spoiled:
+            self._save(run, due, best)
 
     def _best_by(self, run: Run) -> list[str]:
         """Return the metrics that rank and have a new value among the best."""

@@ -125,7 +125,7 @@ class Freeze(Callback):
             self._held = {}
 
     def on_checkpoint_loaded(self, run: Run) -> None:
-        """Freeze what is frozen at the run's progress; a rollback may freeze again."""
+        """Freeze what is frozen at the run's progress."""
         self._follow(run)
 
     def on_fit_start(self, run: Run) -> None:

@@ -1,10 +1,11 @@
-"""Spikes of the loss: skip the step, or roll the run back to before the spike."""
+"""Spikes of the loss: skip the step, or stop the run."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,10 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.checkpoint import CheckpointSaver
-from drivetrain.checkpoint.saving.config import chosen_policies
-from drivetrain.core.errors import ConfigError, DivergenceError, NonFiniteError, nearest
+from drivetrain.core.errors import ConfigError, DivergenceError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, count, flag, number
 from drivetrain.engine.metrics.means import Row
-from drivetrain.engine.own_loop_checkpoint import like_module
-from drivetrain.run.checkpoint import roll_back
 from drivetrain.run.setting_checks import check_skipping
 from drivetrain.task.output import wide_dtype
 
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 
 _LOG = logger(__name__)
 
-ACTIONS = ("skip", "rollback")
+ACTIONS = ("skip", "stop")
 
 DEVIATION = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
@@ -45,7 +42,7 @@ _UNREAD = 1000
 
 @by_name
 class LossSpike(Callback):
-    """Detects steps whose loss is far above the recent ones, and skips them or rolls the run back.
+    """Detects steps whose loss is far above the recent ones, and skips them or stops the run.
 
     A loss is a spike when ``(loss - median) / max(1.4826 MAD, 0.001 |median|)`` is above the threshold. The
     median and the median absolute deviation are taken over the last `window` losses that were not spikes.
@@ -56,57 +53,49 @@ class LossSpike(Callback):
     "skip" leaves the step out before the optimizer makes it, as `on_nonfinite="skip"` does. It needs the
     loss on the host in every step.
 
-    "rollback" checks losses at log points and before saves, where the run waits for the device anyway. It
-    restores the newest checkpoint from before the spike and goes on with the data that come next. The data
-    between the checkpoint and the end of the spike are skipped (Chowdhery et al., "PaLM", 2022, section 5.1,
-    who did so by hand). The state is saved at once, so that a resumed run goes on from there.
-
-    "rollback" also rolls back where `on_nonfinite` would end the run, for example when a gradient has made
-    the weights NaN.
+    "stop" checks losses at log points and before saves, where the run waits for the device anyway. It ends
+    the run with an error before a checkpoint contains the spike, so the newest one is from before it.
 
     Args:
-        action: "skip" or "rollback".
+        action: "skip" or "stop".
         metric: The name of the returned value to watch.
         threshold: The number of deviations that makes a spike; above 0.
         window: The number of losses to compare with; at least 10.
-        max_rollbacks: With "rollback", the number of roll backs, over all restarts, after which the next one
-            ends the run with an error; None allows 3.
         max_in_a_row: With "skip", the number of steps in a row that may be skipped; one more ends the run
             with an error. None allows 10.
         sync: Whether "skip" may wait for an accelerator in every step.
 
     Raises:
-        ConfigError: An argument that is not allowed; when a Trainer is made, "rollback" without checkpoints,
-            or "skip" on an accelerator without `sync`; or, at a log point, a metric that no step returns.
+        ConfigError: An argument that is not allowed; when a Trainer is made, "skip" on an accelerator without
+            `sync`; or, at a log point, a metric that no step returns.
         StrategyError: When a Trainer is made: "skip" with a strategy that cannot skip steps.
-        DivergenceError: During a run: more spikes than allowed.
+        DivergenceError: During a run: a spike with "stop", or more of them in a row than "skip" allows.
     """
 
     def __init__(
         self,
-        action: str = "rollback",
+        action: str = "stop",
         *,
         metric: str = "loss",
         threshold: float = 6.0,
         window: int = 100,
-        max_rollbacks: int | None = None,
         max_in_a_row: int | None = None,
         sync: bool = False,
     ) -> None:
         if action not in ACTIONS:
-            raise ConfigError(f"LossSpike(action={action!r}). {nearest(str(action), ACTIONS)}")
+            by_hand = "'stop' ends the run; resume from a checkpoint before the spike"
+            help = by_hand if action == "rollback" else nearest(str(action), ACTIONS)
+            raise ConfigError(f"LossSpike(action={action!r}). {help}")
         self.action = action
         self.metric = metric
         self.threshold = number("LossSpike(threshold=...)", threshold, above=0)
         self.window = count("LossSpike(window=...)", window, at_least=10)
-        for name, value, of in (
-            ("max_rollbacks", max_rollbacks, "rollback"),
-            ("max_in_a_row", max_in_a_row, "skip"),
-        ):
-            if value is not None and of != action:
-                raise ConfigError(f"LossSpike({action!r}, {name}={value!r}): that is a limit of {of!r}")
-        self.max_rollbacks = _limit("max_rollbacks", max_rollbacks, 3)
-        self.max_in_a_row = _limit("max_in_a_row", max_in_a_row, 10)
+        if max_in_a_row is not None and action != "skip":
+            raise ConfigError(
+                f"LossSpike({action!r}, max_in_a_row={max_in_a_row!r}): that is a limit of 'skip'"
+            )
+        limit = 10 if max_in_a_row is None else max_in_a_row
+        self.max_in_a_row = count("LossSpike(max_in_a_row=...)", limit, at_least=1)
         flag("LossSpike(sync=...)", sync)
         self.sync = sync
         self._loaded = False
@@ -114,32 +103,21 @@ class LossSpike(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.rollbacks = self.skipped = 0
-        self._in_a_row = 0
+        self.skipped = self._in_a_row = 0
         self._losses: deque[float] = deque(maxlen=self.window)
         self._pending: list[tuple[int, Sequence[Row]]] = []
         self._names: set[str] = set()  # of returned values, with "skip" until the metric is among them
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that the run supports the action; see the class."""
-        if self.action == "rollback":
-            if trainer.checkpoint is False:
-                raise ConfigError(
-                    "LossSpike(action='rollback') rolls a run back to a checkpoint, but checkpoint=False."
-                    " Give a CheckpointConfig, or action='skip'"
-                )
-            if not all(each.resumable for each in chosen_policies(trainer.checkpoint)):
-                raise ConfigError(
-                    "LossSpike(action='rollback') resumes from a checkpoint, which"
-                    " CheckpointConfig(resumable=False) does not allow. Leave one of them out"
-                )
+        if self.action != "skip":
             return
         check_skipping("LossSpike(action='skip')", strategy)
         if strategy.device.type != "cpu" and not self.sync:
             raise ConfigError(
                 f"LossSpike(action='skip') on {strategy.device.type!r} waits for the device in every step,"
                 " since the loss must be known before the optimizer's step. Allow it with sync=True, or use"
-                " action='rollback', which looks at log points only"
+                " action='stop', which looks at log points and before saves"
             )
 
     # The hooks.
@@ -151,32 +129,38 @@ class LossSpike(Callback):
         self._run = run
         if self.action == "skip":
             run.nonfinite.gate.refusals.append(self._refuses)
-        else:
-            run.nonfinite.rollbacks.append(self._rolls_back)
 
     def on_step_end(self, run: Run) -> None:
         """Keep the step's loss, on the device."""
-        result, limit = run.result, run.totals.max_steps
-        if self.action == "rollback" and result is not None and result.applied:
+        result = run.result
+        if self.action == "stop" and result is not None and result.applied:
             self._pending.append((result.step, result.rows))
-            # At the limit, the run must know whether this was the last step.
-            if len(self._pending) >= _UNREAD or run.progress.steps == limit:
-                self._rolls_back()
+            if len(self._pending) >= _UNREAD:
+                self._judge()
         elif self.action == "skip" and result is not None and self.metric not in self._names:
             self._names |= _names(result.rows)
 
     def on_log(self, run: Run) -> None:
-        """Log the number of spikes.
+        """Judge the steps since the last log point or save, or log the number of those that were skipped.
 
         Raises:
             ConfigError: The training step does not return the metric.
+            DivergenceError: There was a spike.
         """
+        self._judge()
         self._check(self._names)
-        if run.stage == "train":
-            run.log("spikes", self.rollbacks + self.skipped)
+        if self.action == "skip" and run.stage == "train":
+            run.log("spikes", self.skipped)
+
+    @contextmanager
+    def saving(self, run: Run) -> Iterator[None]:
+        """Judge the steps before a save, so that no checkpoint contains a spike."""
+        self._judge()
+        yield
 
     def on_fit_end(self, run: Run) -> None:
-        """Mark the fit as finished."""
+        """Judge the last steps, and mark the fit as finished."""
+        self._judge()
         self._run, self._loaded = None, False
 
     def on_exception(self, run: Run) -> None:
@@ -187,7 +171,6 @@ class LossSpike(Callback):
         """Return the losses of the window and the counts."""
         return {
             "losses": list(self._losses),
-            "rollbacks": self.rollbacks,
             "skipped": self.skipped,
             "in_a_row": self._in_a_row,
         }
@@ -196,8 +179,7 @@ class LossSpike(Callback):
         """Restore what `state_dict` returned; the next fit continues from there."""
         self._reset()
         self._losses.extend(float(each) for each in state["losses"])
-        self.rollbacks, self.skipped = int(state["rollbacks"]), int(state["skipped"])
-        self._in_a_row = int(state["in_a_row"])
+        self.skipped, self._in_a_row = int(state["skipped"]), int(state["in_a_row"])
         self._loaded = True
 
     # Losses.
@@ -260,56 +242,26 @@ class LossSpike(Callback):
             return True
         return False
 
-    def _rolls_back(self, error: NonFiniteError | None = None) -> bool:
-        """Roll the run back for an error or a spike; see `NonFinitePolicy.rollbacks`."""
-        if error is not None:
-            return self._roll_back(error.what)
+    def _judge(self) -> None:
+        """Judge the steps since the last call; all ranks judge the same numbers.
+
+        Raises:
+            DivergenceError: One of them is a spike.
+        """
         pending, self._pending = self._pending, []
         self._check({name for _, rows in pending for name in _names(rows)})
         for step, loss in self._of_steps(pending) if pending else ():
             far = self._deviations(loss)
             if far <= self.threshold:
                 self._losses.append(loss)
-            elif self._roll_back(f"a spike at step {step}: {self._describe(loss, far)}"):
-                return True
-        return False
-
-    def _roll_back(self, why: str) -> bool:
-        """Roll the run back to its newest good checkpoint, if there is one.
-
-        A saver calls `NonFinitePolicy.rolls_back` before it saves, so that no checkpoint contains a spike.
-        The position in the data stays; everything else is restored. The state is saved at the end of the
-        current step, so that a resumed run goes on from there.
-        """
-        run = self._run
-        assert run is not None
-        before, rollbacks = run.progress.steps, self.rollbacks
-        if rollbacks >= self.max_rollbacks:
+                continue
+            assert self._run is not None
+            self._run.stopping.restart_is_pointless = True
             raise DivergenceError(
-                f"{why}; this run was rolled back {rollbacks} time(s) before, as"
-                f" often as max_rollbacks={self.max_rollbacks} allows. Lower the learning rate, or clip"
-                " gradients (max_grad_norm)"
+                f"a spike at step {step}: {self._describe(loss, far)}. No checkpoint contains it. Resume with"
+                " LossSpike('skip'), which leaves this step out, or with a lower learning rate and"
+                " fit(..., optimizer_settings='program')"
             )
-        saver = next(each for each in run.callbacks if isinstance(each, CheckpointSaver))
-        saver.wait_for_save(run)
-        with run.timed("restore"):
-            with run.engine.checkpoint_layout():
-                like = like_module(run.task)
-            found = saver.manager.load_latest(like)
-            if found is not None:
-                roll_back(run, found[1], found[0])
-        if found is None:
-            self._warn(f"{why}; there is no checkpoint from before it")
-            return False
-        run.ledger.note("back")
-        saver.after_rollback(run)
-        # The rest of this callback's state comes from the checkpoint, from before the spike.
-        self.rollbacks, self._pending = rollbacks + 1, []
-        run.log("spikes", self.rollbacks)  # in case this was the last log point
-        self._warn(
-            f"{why}; back to {found[0]}. The data of {before - run.progress.steps} step(s) are passed over"
-        )
-        return True
 
     def _describe(self, loss: float, far: float) -> str:
         if not math.isfinite(loss):
@@ -325,7 +277,3 @@ class LossSpike(Callback):
 
 def _names(rows: Sequence[Row]) -> set[str]:
     return {name for names, _, _ in rows for name in names}
-
-
-def _limit(name: str, given: int | None, default: int) -> int:
-    return default if given is None else count(f"LossSpike({name}=...)", given, at_least=1)

@@ -116,10 +116,6 @@ class Watched:
             return {"train", "validation"} <= stages  # the name may belong to either
         return ("validation" if validates else "train") in stages
 
-    def forget(self) -> None:
-        """Forget the last value, because the run was rolled back."""
-        self._value_at = -1
-
     def end(self, run: Run) -> None:
         """Check after training that the value has come."""
         cut_short = run.stop_reason in run.stopping.signals or run.nonfinite.spoiled is not None

@@ -24,7 +24,7 @@ class Progress:
         epoch_batches: Micro-batches trained on in the current epoch.
         position: The data cursor in the current epoch: samples for indexed data, batches for iterable data.
         skipped: Steps that were skipped (an fp16 overflow, a window of weight zero, values that are not
-            finite, a spike of the loss) or rolled back.
+            finite, a spike of the loss).
         seconds: Wall time spent in training runs.
         bad_batches: Micro-batches left out because loading them failed, summed over all ranks.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -188,11 +187,10 @@ def _unmet(run: Run) -> list[str]:
     return sorted(asked if run.progress.epoch_batches else asked - {"end_epoch"})
 
 
-def restore_run(run: Run, snapshot: Snapshot, data: bool = True, settings_of: str | None = None) -> None:
+def restore_run(run: Run, snapshot: Snapshot, settings_of: str | None = None) -> None:
     """Restore a run's state.
 
     Args:
-        data: Whether to restore the position in the data, too.
         settings_of: "program" if the optimizers have the settings that the user gives now, where they have
             changed, "checkpoint" if they keep those of the checkpoint.
 
@@ -223,14 +221,14 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True, settings_of: st
                         " the program scales by their number changes with it"
                     )
                 raise
-            if kept_out and data and run.is_main:
+            if kept_out and run.is_main:
                 _LOG.warning(
                     "the optimizer keeps the settings of the checkpoint, not those of the program:"
                     f" {kept_out}. Trainer.fit(..., optimizer_settings='program') takes those of the program"
                 )
-            if taken and data and run.is_main:
+            if taken and run.is_main:
                 _LOG.info(f"the optimizer goes on with settings that have changed: {taken}")
-        if run.train_feed is not None and data:
+        if run.train_feed is not None:
             run.train_feed.restore(tree, run.progress.position)
             if run.is_main:
                 _note_other_size(tree.get("samples_per_step"), run.train_feed.samples_per_step)
@@ -293,29 +291,6 @@ def _load_weights(run: Run, snapshot: Snapshot, tree: Any) -> None:
     kept = () if run.frozen is None else run.frozen.found
     weights, extras = snapshot.tensors.get("model", {}), tree["module_extras"]
     load_module_state(run.task, weights, extras, where="the checkpoint", kept=kept)
-
-
-def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
-    """Restore an earlier state of the same run, except its position in the data.
-
-    The count of steps comes from the checkpoint, because schedules and random streams depend on it. The
-    counts of data stay. The steps in between count as skipped.
-    """
-    progress, timing = run.progress, dict(run.timing)
-    now = replace(progress)
-    restore_run(run, snapshot, data=False, settings_of="program")
-    lost = now.steps - progress.steps
-    read = ("micro_batches", "samples", "tokens", "bad_batches", "epoch", "epoch_batches", "position")
-    for name in (*read, "seconds"):
-        setattr(progress, name, getattr(now, name))
-    progress.epoch_steps = max(0, now.epoch_steps - lost)
-    progress.skipped = now.skipped + lost
-    run.timing.update(timing)
-    run.last_checkpoint = address
-    run.engine.set_rates()
-    run.triggers.log.start(progress)
-    run.triggers.validate.start(progress)
-    run.call(run.hooks.on_checkpoint_loaded)
 
 
 def _check_seed_of_data(run: Run, tree: Any) -> None:

@@ -57,7 +57,7 @@ def fit_began() -> float:
 class Ledger:
     """Writes the time of one attempt by kind, once `keep` has given it a directory.
 
-    It writes a line at the start, when training begins, after each save and each roll back, with each
+    It writes a line at the start, when training begins, after each save, with each
     warning of the package, at log points a second apart, and at the end. So a step costs nothing. Each line
     has the totals of the attempt, so that the next line replaces one that could not be written.
     """

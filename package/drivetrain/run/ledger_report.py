@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -197,15 +196,13 @@ def _attempt(rows: Sequence[_Row], before: Sequence[_Row], limit: float) -> tupl
     """Return an attempt, and the last step of earlier attempts that it did not repeat."""
     first, last = rows[0], rows[-1]
     seconds = {kind: last["spent"].get(kind, 0.0) for kind in KINDS if kind != "waiting"}
-    for stretch in reversed(_stretches(rows)):
-        end = stretch[-1]
-        made = stretch[:-1] if end["event"] == "back" and len(stretch) > 1 else stretch
-        kept = next((each for each in reversed(made) if each["steps"] <= limit), made[0])
+    if trained := [each for each in rows if each["from"] is not None]:
+        kept = next((each for each in reversed(trained) if each["steps"] <= limit), trained[0])
         for kind in _REDONE:
-            lost = max(0.0, end["spent"].get(kind, 0.0) - kept["spent"].get(kind, 0.0))
+            lost = max(0.0, last["spent"].get(kind, 0.0) - kept["spent"].get(kind, 0.0))
             seconds[kind] -= lost
             seconds["lost work"] += lost
-        limit = min(limit, made[0]["steps"])
+        limit = min(limit, trained[0]["steps"])
     if last["fresh"] is True and before and before[-1].get("ended") == "finished":
         limit = math.inf  # another run in the directory of one that has finished
     began = first["time"] - sum(first["spent"].values())
@@ -221,12 +218,3 @@ def _attempt(rows: Sequence[_Row], before: Sequence[_Row], limit: float) -> tupl
         warnings=[str(each.get("message")) for each in rows if each["event"] == "warning"],
     )
     return attempt, limit
-
-
-def _stretches(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Return the lines of an attempt's training in parts; a roll back ends a part, and its line begins the
-    next.
-    """
-    trained = [each for each in rows if each["from"] is not None]
-    cuts = [0, *(index for index, each in enumerate(trained) if each["event"] == "back"), len(trained) - 1]
-    return [trained[start : end + 1] for start, end in pairwise(cuts)] if trained else []

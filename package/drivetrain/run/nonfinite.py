@@ -1,4 +1,4 @@
-"""The policy for numbers that are NaN or infinite: raise, skip, stop or roll back."""
+"""The policy for numbers that are NaN or infinite: raise, skip or stop."""
 
 from __future__ import annotations
 
@@ -29,17 +29,12 @@ IN_A_ROW = 100
 class NonFinitePolicy:
     """Decides about a run with a NaN or infinite loss, weight or validation value.
 
-    `choice` selects one of raise, skip and stop. A run with `LossSpike("rollback")` is rolled back instead of
-    raising or stopping, as long as that is possible.
-
     Attributes:
         choice: "raise", "skip" or "stop".
         spoiled: The error that has stopped the run in order; nothing of the run may be saved any more.
         reason: Why the policy has stopped the run, or None.
         find: Returns where a step's numbers were first not finite on this rank, as a pair: how close the
             place is to the cause, from 0, and the place. None without a detector.
-        rollbacks: Called with an error before it is raised, and with None before each log point and each
-            save. Each returns whether it has rolled the run back. All ranks call them together.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -48,7 +43,6 @@ class NonFinitePolicy:
         self.spoiled: NonFiniteError | None = None
         self.reason: str | None = None
         self.find: Callable[[int], tuple[int, str] | None] | None = None
-        self.rollbacks: list[Callable[[NonFiniteError | None], bool]] = []
         self._in_a_row: dict[str, int] = {}
         self._known: frozenset[str] = frozenset()
         self._checked = -1  # after so many steps
@@ -71,12 +65,8 @@ class NonFinitePolicy:
 
     # Losses.
 
-    def rolls_back(self, error: NonFiniteError | None = None) -> bool:
-        """Return whether a callback has rolled the run back."""
-        return any(each(error) for each in self.rollbacks)
-
     def end(self, error: NonFiniteError) -> None:
-        """Roll the run back, stop it in order, or raise an error that all ranks share.
+        """Stop the run in order, or raise an error that all ranks share.
 
         Raises:
             NonFiniteError: The run does not stop in order. Names the module if a detector found one.
@@ -85,8 +75,6 @@ class NonFinitePolicy:
         if self.find is not None and error.step is not None:
             found = run.engine.ranks.all_gather(self.find(error.step))
             error = _at(error, min((each for each in found if each is not None), default=None))
-        if self.rolls_back(error):
-            return
         run.stopping.restart_is_pointless = True
         if self.choice != "stop":
             raise error

@@ -370,14 +370,14 @@ class Run(RunState):
     def log_training(self) -> None:
         """Log the training: means since the last log point, declared metrics, and the callbacks' values.
 
-        Nothing is logged if the run was rolled back, or ends because of a loss.
+        Nothing is logged if the run ends because of a loss.
 
         Raises:
             NonFiniteError: A loss was NaN or infinite.
             ConfigError: The task has a new parameter that is not trained.
         """
         self.check_parameters()
-        if self.nonfinite.rolls_back() or self.nonfinite.spoiled:
+        if self.nonfinite.spoiled:
             return
         start = perf_counter()
         try:

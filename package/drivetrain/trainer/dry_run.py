@@ -30,7 +30,7 @@ def writes_nothing(settings: RunSettings) -> bool:
 def as_tried(settings: Settings, verb: str) -> Settings:
     """Return the settings that a verb runs with, and tell the user what a trial leaves out.
 
-    The settings themselves if it is no trial. A trial saves no checkpoints, and callbacks that need them are
+    The settings themselves if it is no trial. A trial saves no checkpoints, and callbacks that need files are
     left out; unless it is "overfit", it runs one epoch of a few batches, and writes no logs either.
     """
     asked = settings.dry_run
@@ -60,7 +60,7 @@ def fitting(callbacks: Sequence[Any], trial: RunSettings, verb: str = "fit") -> 
     kept = [each for each in callbacks if _fits(each, trial)]
     names = ", ".join(type(each).__name__ for each in callbacks if each not in kept)
     if names and verb == "fit":
-        _LOG.info(f"dry_run={trial.dry_run!r} leaves out callbacks, because they need checkpoints: {names}")
+        _LOG.info(f"dry_run={trial.dry_run!r} leaves out callbacks, because they need files: {names}")
     return kept
 
 

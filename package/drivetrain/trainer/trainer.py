@@ -42,7 +42,7 @@ class Trainer(RunSettings):
             loader, begins afresh, and writes nothing: no checkpoints, logs, results or predictions. Other
             verbs take as many. "overfit" trains and validates on the first `limit_train_batches` batches of
             the training data (1 if that is None) in every epoch, and saves no checkpoints. Callbacks that
-            need checkpoints are left out and named. Default: None. Example: dry_run=True.
+            need files are left out and named. Default: None. Example: dry_run=True.
 
     Attributes: Where it runs
         strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as

@@ -190,10 +190,6 @@ class CheckpointManager:
             return path, loaded
         return None
 
-    def forget_matching(self) -> None:
-        """Forget which checkpoints match the run's state at their step: it has rolled back, and differs."""
-        self._matching.clear()
-
     def should_keep(self, metrics: Mapping[str, float], by: str | None = None) -> bool:
         """Return whether a checkpoint with these metrics would be among the best.
 

@@ -215,10 +215,7 @@ class Tracker(ABC):
             return {"id": self._id, "records": [each.to_json() for each in self._records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of `state` when the configuration is logged.
-
-        A run that is rolled back goes on with what it has: no tracker can take values back.
-        """
+        """Continue the run of `state` when the configuration is logged, unless a run is open."""
         if self._is_open:
             return
         self._id = state["id"]

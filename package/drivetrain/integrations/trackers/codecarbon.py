@@ -159,7 +159,7 @@ class CodeCarbon(Callback):
         return {"until": list(self._until), "epoch": list(self._epoch), "epochs": self._epochs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. What a run used before it was rolled back still counts."""
+        """Restore what `state_dict` returned."""
         if not self._is_on:
             self._before = self._until = [float(each) for each in state["until"]]
             self._epoch, self._epochs = [float(each) for each in state["epoch"]], int(state["epochs"])
