@@ -146,7 +146,7 @@ def select_strategy(
         _check_instance(spec, devices, num_nodes)
         strategy = spec
     else:
-        strategy = _make(spec, devices, num_nodes, hardware or Hardware.here(), environment)
+        strategy = _make(spec, precision, devices, num_nodes, hardware or Hardware.here(), environment)
     check_precision(strategy, precision)
     return strategy
 
@@ -198,6 +198,7 @@ def select_precision(
 
 def _make(
     spec: Any,
+    precision: Precision,
     devices: Devices,
     num_nodes: int,
     hardware: Hardware,
@@ -211,7 +212,7 @@ def _make(
 
         if launched() is not None or PARENT in variables:
             found = dataclasses.replace(found, launcher=OURS)
-    request = _request(spec, variables)
+    request = _request(spec, variables, precision)
     if isinstance(spec, str) and spec in XLA:  # report a missing torch_xla before anything else
         _check_available(spec, hardware)
     choice = choose(spec, hardware, found, devices, num_nodes, request)
@@ -228,14 +229,14 @@ def _make(
     return strategy
 
 
-def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
+def _request(spec: Any, variables: Mapping[str, str], precision: Precision) -> Request | None:
     """Return the arguments of `accelerate launch` or of its configuration that apply to this strategy."""
     if isinstance(spec, str) and spec != "accelerate":
         return read_request(variables) if spec == "auto" else None
-    from drivetrain.strategies.accelerate.options import AccelerateConfig, asked
+    from drivetrain.strategies.accelerate.options import AccelerateConfig, request_of
 
     config = AccelerateConfig() if spec == "accelerate" else spec
-    return Request(device=asked(config, variables).device) if isinstance(config, AccelerateConfig) else None
+    return request_of(config, variables, precision) if isinstance(config, AccelerateConfig) else None
 
 
 def _check_available(name: str, hardware: Hardware) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import drivetrain
-from drivetrain import LambdaCallback, StrategyError, TaskModule, Trainer
+from drivetrain import AccelerateConfig, LambdaCallback, StrategyError, TaskModule, Trainer
 from drivetrain.strategies import SingleDevice
 
 
@@ -40,6 +40,8 @@ quiet = {"loggers": (), "checkpoint": False, "progress_bar": False}
 given = json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
 if given.pop("alone first", False):
     Trainer(max_epochs=1, **quiet).fit(Deep(), data)
+if "accelerate" in given:
+    given["strategy"] = AccelerateConfig(config_file=given.pop("accelerate"))
 task, blocks = Deep(), set()
 kills = given.pop("kill", False) and drivetrain.rank() == 1
 

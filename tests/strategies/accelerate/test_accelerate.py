@@ -1,19 +1,24 @@
 """accelerate prepares, the engine steps: the same numbers, and accelerate's own state as it was before."""
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.distributed.running import FSDP_YAML, run
 from tests.strategies.conforming import conforms
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from drivetrain import AccelerateConfig, ConfigError, LambdaCallback, StrategyError, Trainer
 from drivetrain.strategies import Hardware, SingleDevice, Strategy, select_strategy
 from drivetrain.strategies.accelerate.options import asked
+from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.distributed import run_distributed
@@ -76,6 +81,39 @@ def test_accelerate_wraps_the_model_which_is_ordinary_afterwards() -> None:
     assert (
         on_two_ranks(lambda: _seen(replicated)) == [["DistributedDataParallel", "Parameter", "Parameter"]] * 2
     )
+
+
+PLUGINS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"reshard_after_forward": False}, {"sharding": "shard_grad_op"}),
+    ({"fsdp_version": 1}, {"sharding": "full_shard"}),
+    (
+        {"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD", "forward_prefetch": True},
+        {"sharding": "hybrid"},
+    ),
+    (
+        {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["A"]},
+        {"wrap": ("A",)},
+    ),
+    ({"auto_wrap_policy": "transformer_based_wrap"}, {"wrap": "auto"}),
+    ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}, {"wrap": 100}),
+    ({"activation_checkpointing": True}, {"activation_checkpointing": "full"}),
+    ({"ignored_modules": "net.head", "cpu_offload": True}, {"ignored": ("net.head",), "cpu_offload": True}),
+]
+
+
+def test_the_fsdp_plugin_trains_by_our_own_fsdp_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(**options: Any) -> Strategy:
+        given = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **options})
+        config = AccelerateConfig(options={"fsdp_plugin": given, "mixed_precision": "bf16"}, timeout=60)
+        return Trainer(max_epochs=1, devices=2, strategy=config).select_strategy()
+
+    plain = {"sharding": "full_shard", "wrap": (), "timeout": 60}
+    for options, expected in PLUGINS:
+        prefetch = {"forward_prefetch": 1} if "forward_prefetch" in options else {}
+        assert made(**options).config == FSDPConfig(**{**plain, **prefetch, **expected}), options
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert isinstance(select_strategy("accelerate", FULL), FSDP)
 
 
 def _shared() -> list[dict[str, Any]]:
@@ -154,7 +192,7 @@ def test_given_accelerator_that_does_not_fit_is_refused() -> None:
             "processes": (of({}, devices=2), "has 1 process(es), and the run 2", "Start the processes"),
             "precision": (of(bf16, precision="32"), "mixed_precision='bf16'; give precision='auto'"),
             "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
-            "plugin": (of({"fsdp_plugin": sharding}), "does not support FSDP: give FSDPConfig(...)"),
+            "plugin": (of({"fsdp_plugin": sharding}), "does not use its FSDP plugin"),
         }
         assert_refused(StrategyError, cases)
 
@@ -174,17 +212,28 @@ def test_accelerate_config_refusals() -> None:
     def fitted(**options: Any) -> Any:
         return lambda: fit(AccelerateConfig(options=options))
 
+    def file(name: str, text: str = "") -> Any:
+        if text:
+            Path(name).write_text(text, encoding="utf-8")
+        return lambda: Trainer(max_epochs=1, strategy=AccelerateConfig(config_file=name))
+
     def variable(name: str) -> Any:
         return lambda: select_strategy("accelerate", FULL, hardware=Hardware(), environment={name: "true"})
 
+    def sharded(own: Mapping[str, Any] = {}, precision: str = "auto", **options: Any) -> Any:
+        made = AccelerateConfig(
+            options={"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **own), **options}
+        )
+        return lambda: Trainer(max_epochs=1, strategy=made, precision=precision)
+
     before, both, group = _shared(), {"mixed_precision": "no"}, InitProcessGroupKwargs()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     steps = AccelerateConfig(options={"gradient_accumulation_steps": 4})
     fit(steps, gradient_accumulation_steps=4)
     unlike = lambda: fit(steps, gradient_accumulation_steps=2)  # noqa: E731
+    alone = "distributed_type: 'NO'\n"
     cases: dict[str, Any] = {
         "DeepSpeed": (of({"deepspeed_plugin": object()}), "'zero0' to 'zero3', or DeepSpeedConfig"),
-        "plugin": (of({"fsdp_plugin": object()}), "give FSDPConfig(...), or strategy='auto'"),
-        "launcher's plugin": (variable("ACCELERATE_USE_FSDP"), "not support FSDP: give FSDPConfig(...)"),
         "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
         "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
         "option": (of({"step_scheduler_with_optimiser": True}), "'step_scheduler_with_optimizer'"),
@@ -194,9 +243,26 @@ def test_accelerate_config_refusals() -> None:
         "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
         "steps": (unlike, "steps=4, but the Trainer for 2", "accumulation_steps=4"),
         "variable": (variable("ACCELERATE_USE_DEEPSPEED"), "not support DEEPSPEED", "DeepSpeedConfig"),
+        "plugin's handlers": (sharded(kwargs_handlers=[group]), "no effect with the FSDP plugin"),
+        "plugin's precision": (
+            sharded(mixed_precision="bf16", precision="32"),
+            "mixed_precision='bf16'; give",
+        ),
+        "plugin's steps": (
+            sharded(gradient_accumulation_steps=2),
+            "give Trainer(gradient_accumulation_steps=2)",
+        ),
+        "plugin's policy": (sharded(own={"mixed_precision_policy": policy}), "Trainer(precision=...)"),
+        "plugin's wrap": (sharded(own={"auto_wrap_policy": print}), "FSDPConfig(wrap=...)"),
+        "plugin's modules": (sharded(own={"ignored_modules": "a|b"}), "FSDPConfig(ignored=(...))"),
+        "no file": (file("none.yaml"), "the file does not exist"),
+        "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
     }
     assert_refused((ConfigError, StrategyError), cases)
     assert _shared() == before
+
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
 def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +271,46 @@ def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
         Trainer(max_epochs=1, strategy="accelerate")
 
 
-def test_without_an_accelerator_the_environment_counts() -> None:
-    none = AccelerateConfig()
-    assert asked(none, {}) == (None, None, 1)
+def test_a_file_with_the_plugin_trains_by_our_own_fsdp_as_under_the_launcher() -> None:
+    layers = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: Linear"
+    sharding = "fsdp_reshard_after_forward: SHARD_GRAD_OP\n  fsdp_offload_params: false"
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nuse_cpu: true\nnum_processes: 4\nfsdp_config:"
+    for number, version in enumerate(("fsdp_version: 1", "fsdp_state_dict_type: SHARDED_STATE_DICT")):
+        path = Path(f"{number}.yaml")
+        path.write_text(f"{text}\n  {version}\n  {layers}\n  {sharding}\n", encoding="utf-8")
+        config = AccelerateConfig(config_file=path, timeout=60)
+        trainer = Trainer(max_epochs=1, devices=2, strategy=config)
+        made = trainer.select_strategy()
+        assert isinstance(made, FSDP)
+        assert (made.device.type, made.world_size, made.config.timeout) == ("cpu", 2, 60)
+        assert (made.config.sharding, made.config.wrap) == ("shard_grad_op", ("Linear",))
+        assert config.asked_precision == "bf16-mixed"
+
+
+@pytest.mark.landing
+def test_config_file_is_enough_without_accelerate_launch() -> None:
+    ended = run("launched.py", accelerate=str(FSDP_YAML), devices=2)
+    assert ended.code == 0, ended.errors
+    for found in map(json.loads, ended.out.splitlines()):
+        assert (found["strategy"], found["block"], found["samples"]) == ("fsdp", "FSDPBlock", 16)
+        assert found["precision"] == "bf16-mixed"
+
+
+def test_config_file_is_read_and_counts_alone() -> None:
+    config = AccelerateConfig(config_file=FSDP_YAML)
+    fsdp = {"sharding": "full_shard", "wrap": ("Block",)}
+    assert asked(config, {"ACCELERATE_MIXED_PRECISION": "fp16"}) == ("bf16", "cpu", fsdp, 1)
+    assert config.asked_precision == "bf16-mixed"
+    plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: no\n"
+    Path("plain.yaml").write_text(plain, encoding="utf-8")
+    assert asked(AccelerateConfig(config_file="plain.yaml"), FSDP2) == ("no", None, None, 1)
+    none = AccelerateConfig()  # without a file the environment counts
+    assert asked(none, {}) == (None, None, None, 1)
     mixed = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"}
-    assert asked(none, mixed) == ("bf16", "cpu", 1)
-    assert asked(none, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}) == (None, None, 4)
+    assert asked(none, mixed) == ("bf16", "cpu", None, 1)
+    assert asked(none, {**FSDP2, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}) == (
+        None,
+        None,
+        {**fsdp, "wrap": ()},
+        4,
+    )

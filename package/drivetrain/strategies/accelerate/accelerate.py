@@ -23,6 +23,7 @@ from drivetrain.strategies.accelerate.options import (
     AccelerateConfig,
     asked,
     other_precision,
+    variables,
     word_of,
 )
 from drivetrain.strategies.base import (
@@ -74,6 +75,11 @@ class Accelerate(Replicated):
     ) -> None:
         self.config = config or AccelerateConfig()
         self._asked = asked(self.config, os.environ)
+        if self._asked.fsdp is not None:
+            raise StrategyError(
+                "our own strategy 'fsdp' trains with accelerate's FSDP plugin: give its configuration by"
+                " Trainer(strategy=...)"
+            )
         self.device = torch.device(self._asked.device or device)
         self.world_size = world_size
         self._session: _Session | None = None
@@ -192,7 +198,7 @@ class _Session:
                 for each in self._shared:
                     each.clear()
                 with environment():
-                    wanted = _processes(dict(os.environ), member)
+                    wanted = _processes(variables(config, os.environ), member)
                     for name in os.environ.keys() - wanted.keys():
                         del os.environ[name]
                     os.environ.update(wanted)

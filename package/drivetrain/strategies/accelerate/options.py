@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
+from drivetrain.core.files import check_path
 from drivetrain.core.validation import by_name, check_names, keywords
+from drivetrain.strategies.accelerate.launcher import Request, fsdp_options, plugin_variables
 from drivetrain.strategies.base import installed
 from drivetrain.strategies.checks import check_options
 from drivetrain.strategies.precision.base import Precision
@@ -19,12 +23,11 @@ PRECISIONS = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 _WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """The distributed types that this strategy supports."""
 
 _INSTEAD = {
     "DEEPSPEED": "use our own strategy for it: 'zero0' to 'zero3', or DeepSpeedConfig(config=...)",
-    "FSDP": "give FSDPConfig(...), or strategy='auto', which takes the FSDP settings of `accelerate launch`",
     "MEGATRON_LM": "strategy 'fsdp' splits matrices with FSDPConfig(tensor_parallel=...)",
     "XLA": "use strategy 'xla'",
 }
@@ -32,7 +35,6 @@ _INSTEAD = {
 _OPTIONS = {
     "deepspeed_plugin": _INSTEAD["DEEPSPEED"],
     "deepspeed_plugins": _INSTEAD["DEEPSPEED"],
-    "fsdp_plugin": _INSTEAD["FSDP"],
     "megatron_lm_plugin": _INSTEAD["MEGATRON_LM"],
     "torch_tp_plugin": _INSTEAD["MEGATRON_LM"],
     "parallelism_config": "strategy 'fsdp' has FSDPConfig(sharding='hybrid', tensor_parallel=...)",
@@ -45,9 +47,9 @@ _OPTIONS = {
 _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 _VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
-    "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
-    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": ("DEEPSPEED", "true"),
+    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM", "true"),
+    "ACCELERATE_USE_FSDP": ("FSDP", "true"),
 }
 
 
@@ -56,15 +58,18 @@ _VARIABLES = {
 class AccelerateConfig:
     """Options of strategy "accelerate"; without any, those of `accelerate launch` apply.
 
-    Each process has a copy of the model: accelerate's FSDP plugin is refused, and `FSDPConfig` shards.
+    Where they ask for accelerate's FSDP plugin, our own strategy "fsdp" trains with the plugin's options.
 
     Attributes:
         accelerator: An existing `accelerate.Accelerator`; it must have as many processes as the run.
+        config_file: A file of `accelerate config` for a new Accelerator; its numbers of processes and
+            machines are for the launcher.
         options: Arguments of a new `accelerate.Accelerator`, such as handlers of keywords.
         timeout: Seconds that a collective may take; None uses torch's limit.
     """
 
     accelerator: Any = None
+    config_file: str | os.PathLike[str] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
 
@@ -82,9 +87,10 @@ class AccelerateConfig:
                     "AccelerateConfig(accelerator=...) must be an accelerate.Accelerator, not a"
                     f" {type(self.accelerator).__name__}"
                 )
-            if self.options:
+            if self.config_file is not None or self.options:
                 raise ConfigError(
-                    "AccelerateConfig takes an existing accelerator, or options for a new one, not both"
+                    "AccelerateConfig takes an existing accelerator, or config_file and options for a new"
+                    " one, not both"
                 )
         for name in self.options:
             if name in _OPTIONS:
@@ -94,7 +100,7 @@ class AccelerateConfig:
     @property
     def asked_precision(self) -> str | None:
         """The precision of these options, without the environment; None means any."""
-        if self.accelerator is None and "mixed_precision" not in self.options:
+        if self.accelerator is None and self.config_file is None and "mixed_precision" not in self.options:
             return None
         word = asked(self, {}).mixed_precision
         return None if word is None else PRECISIONS[word]
@@ -106,6 +112,12 @@ def _check_arguments(options: Mapping[str, Any]) -> None:
         from accelerate import Accelerator
 
         check_names("AccelerateConfig(options=...)", options, keywords(Accelerator))
+    plugin = options.get("fsdp_plugin")
+    if plugin is not None and not hasattr(plugin, "fsdp_version"):
+        raise ConfigError(
+            "AccelerateConfig(options={'fsdp_plugin': ...}) must be an"
+            f" accelerate.FullyShardedDataParallelPlugin, not {plugin!r}"
+        )
 
 
 class Asked(NamedTuple):
@@ -114,11 +126,13 @@ class Asked(NamedTuple):
     Attributes:
         mixed_precision: One of `PRECISIONS`; None if it is not set.
         device: "cpu", or None for the fastest.
+        fsdp: The options of `FSDPConfig` that the FSDP plugin asks for; None without the plugin.
         accumulation: Micro-batches in a step; 1, the default, if it is not set.
     """
 
     mixed_precision: str | None
     device: str | None
+    fsdp: Mapping[str, Any] | None = None
     accumulation: int = 1
 
 
@@ -126,29 +140,48 @@ def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
     """Return the settings that a configuration and a launcher's environment ask for.
 
     Args:
-        environment: The variables, such as `os.environ`.
+        environment: The variables, such as `os.environ`; used if there is no accelerator and no file.
+    """
+    if config.accelerator is not None:
+        return _of(config.accelerator, environment)
+    found, plugin = variables(config, environment), config.options.get("fsdp_plugin")
+    kind = next((kind for name, (kind, on) in _VARIABLES.items() if found.get(name, "").lower() == on), "NO")
+    _check_kind(kind)
+    word = _word(config.options.get("mixed_precision", found.get("ACCELERATE_MIXED_PRECISION")))
+    if found.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise StrategyError(f"accelerate is asked to compile the model: {_OPTIONS['dynamo_backend']} instead")
+    if found.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        raise StrategyError(f"accelerate's parallelism_config: {_OPTIONS['parallelism_config']}")
+    fsdp = fsdp_options(found) if kind == "FSDP" else None
+    if plugin is not None:
+        fsdp = _options_of(plugin, word)
+    if fsdp is not None and config.options.get("kwargs_handlers"):
+        raise ConfigError(
+            "AccelerateConfig(options={'kwargs_handlers': ...}) has no effect with the FSDP plugin, because"
+            " our own strategy 'fsdp' trains. Leave it out"
+        )
+    cpu = config.options.get("cpu") or found.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    steps = config.options.get("gradient_accumulation_steps", found.get(_STEPS, 1))
+    return Asked(word, "cpu" if cpu else None, fsdp, _count(steps))
+
+
+def request_of(config: AccelerateConfig, environment: Mapping[str, str], precision: Precision) -> Request:
+    """Return the strategy that a configuration asks for: our own "fsdp" for the FSDP plugin, else any.
 
     Raises:
-        StrategyError: They ask for what this strategy does not do; says what to use.
+        StrategyError: The configuration has another precision than the Trainer, or accumulates by itself.
     """
-    kind = next(
-        (kind for name, kind in _VARIABLES.items() if environment.get(name, "").lower() == "true"), "NO"
-    )
-    _check_kind(kind)
-    if config.accelerator is not None:
-        return _of(config.accelerator)
-    word = _word(config.options.get("mixed_precision", environment.get("ACCELERATE_MIXED_PRECISION")))
-    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        raise StrategyError(f"accelerate is asked to compile the model: {_OPTIONS['dynamo_backend']} instead")
-    if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        raise StrategyError(f"accelerate's parallelism_config: {_OPTIONS['parallelism_config']}")
-    cpu = config.options.get("cpu") or environment.get("ACCELERATE_USE_CPU", "").lower() in (
-        "true",
-        "1",
-        "yes",
-    )
-    steps = config.options.get("gradient_accumulation_steps", environment.get(_STEPS, 1))
-    return Asked(word, "cpu" if cpu else None, _count(steps))
+    found = asked(config, environment)
+    if found.fsdp is None:
+        return Request(device=found.device)
+    if reason := other_precision(config, precision):
+        raise StrategyError(f"precision {precision.name!r} with accelerate's FSDP plugin: {reason}")
+    if found.accumulation != 1:
+        raise StrategyError(
+            f"gradient_accumulation_steps={found.accumulation} has no effect with accelerate's FSDP plugin."
+            f" Give Trainer(gradient_accumulation_steps={found.accumulation}) instead"
+        )
+    return Request("fsdp", {**found.fsdp, "timeout": config.timeout}, found.device)
 
 
 def other_precision(config: AccelerateConfig, precision: Precision) -> str:
@@ -169,21 +202,83 @@ def word_of(precision: Precision) -> str | None:
     return "no" if computed in (None, stored) else _WORDS.get(computed)
 
 
-def _of(accelerator: Any) -> Asked:
+def _options_of(plugin: Any, word: str | None) -> dict[str, Any]:
+    """Return the options of `FSDPConfig` that an FSDP plugin asks for."""
+    policy, dtype = (
+        plugin.mixed_precision_policy,
+        next((d for d, name in _WORDS.items() if name == word), None),
+    )
+    if policy is not None and {policy.param_dtype, policy.reduce_dtype} != {dtype}:
+        raise ConfigError(
+            "the FSDP plugin has a mixed_precision_policy of its own: leave it out, and give the precision by"
+            " Trainer(precision=...)"
+        )
+    return fsdp_options(plugin_variables(plugin))
+
+
+def variables(config: AccelerateConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a new Accelerator: the launcher's, or that of the configuration file."""
+    if config.config_file is None:
+        return dict(environment)
+    kept = {
+        name: value for name, value in environment.items() if not name.startswith(("ACCELERATE_", "FSDP_"))
+    }
+    return {**kept, **_read(config.config_file)}
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Read a file as the variables that `accelerate launch` would set for it."""
+    if not installed("accelerate", "accelerate"):
+        raise MissingDependencyError("accelerate", "accelerate", "AccelerateConfig(config_file=...)")
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    check_path(path)
+    if not Path(path).is_file():
+        raise ConfigError(f"AccelerateConfig(config_file={str(path)!r}): the file does not exist")
+    try:
+        config = load_config_from_file(str(path))
+    except Exception as error:  # includes those of the YAML library
+        raise ConfigError(f"AccelerateConfig(config_file={str(path)!r}) cannot be read: {error}") from error
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    _check_kind(kind)
+    found = {"ACCELERATE_USE_CPU": str(config.use_cpu), "ACCELERATE_USE_FSDP": str(kind == "FSDP").lower()}
+    if config.mixed_precision is not None:
+        # YAML reads an unquoted `no` as false.
+        word = "no" if config.mixed_precision is False else str(config.mixed_precision)
+        found["ACCELERATE_MIXED_PRECISION"] = word
+    if getattr(config, "parallelism_config", None):
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    for key, value in config.dynamo_config.items():
+        found[f"ACCELERATE_{key.upper()}"] = str(value)
+    for key, value in getattr(config, "fsdp_config", {}).items():
+        name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
+        found[name] = str(value)
+    return found
+
+
+def _of(accelerator: Any, environment: Mapping[str, str]) -> Asked:
     """Return the settings of an existing Accelerator."""
-    _check_kind(str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)))
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     device = accelerator.device.type
+    _check_kind(kind)
     if device not in ("cpu", "cuda"):
         raise StrategyError(
             f"the Accelerator is on {device!r}; strategy 'accelerate' runs on CPUs and CUDA GPUs"
         )
-    plugin = accelerator.state.dynamo_plugin
-    if plugin is not None and str(plugin.backend.value).lower() != "no":
+    state, word, fsdp = accelerator.state, _word(accelerator.mixed_precision), None
+    if kind == "FSDP":
+        fsdp = _options_of(state.fsdp_plugin, word)
+    elif environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise StrategyError(
+            "this Accelerator does not use its FSDP plugin, because it is on a CPU or has one process. Give"
+            " AccelerateConfig(options={'fsdp_plugin': ...}), or leave the accelerator out"
+        )
+    if state.dynamo_plugin is not None and str(state.dynamo_plugin.backend.value).lower() != "no":
         raise StrategyError(f"the Accelerator compiles the model: {_OPTIONS['dynamo_backend']} instead")
     if accelerator.parallelism_config is not None:
         raise StrategyError(f"the Accelerator has a parallelism_config: {_OPTIONS['parallelism_config']}")
-    word, steps = _word(accelerator.mixed_precision), accelerator.gradient_accumulation_steps
-    return Asked(word, "cpu" if device == "cpu" else None, steps)
+    steps = accelerator.gradient_accumulation_steps
+    return Asked(word, "cpu" if device == "cpu" else None, fsdp, steps)
 
 
 def _check_kind(kind: str) -> None:
