@@ -96,16 +96,16 @@ def draw() -> str:
   .axis {{ stroke: #8b90a1; }}
   .other.bare {{ fill: #555a6b; }}
   .other.full {{ fill: #8f94a5; }}
-  .ours.bare {{ fill: #303f9f; }}
-  .ours.full {{ fill: #6f7ccf; }}
+  .ours.bare {{ fill: #0a6c70; }}
+  .ours.full {{ fill: #4fa5a5; }}
   @media (prefers-color-scheme: dark) {{
     text {{ fill: #e6e8ef; }}
     .page {{ fill: #12151c; stroke: #3a3f4d; }}
     .axis {{ stroke: #7f8596; }}
     .other.bare {{ fill: #c3c7d4; }}
     .other.full {{ fill: #7f8596; }}
-    .ours.bare {{ fill: #b3bcf5; }}
-    .ours.full {{ fill: #6f7ccf; }}
+    .ours.bare {{ fill: #8fe0db; }}
+    .ours.full {{ fill: #4fa5a5; }}
   }}
 </style>
 <rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="6" class="page"/>

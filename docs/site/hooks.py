@@ -43,6 +43,11 @@ CLASS_NAME = re.compile(
     r"<(a|autoref|pre|h\d)\b.*?</\1>|<code>(?:drivetrain\.[\w.]*)?([A-Z]\w+)</code>", re.S
 )
 """A name to link; what may hold no link is matched first, and left as it is."""
+CODE = re.compile(r"<pre\b.*?</pre>|(<code>)([^<]*)</code>", re.S)
+CELL = re.compile(r"<td\b[^>]*>(.*?)</td>", re.S)
+HYPHENED = re.compile(r"[\w-]*\w-\w[\w-]{,30}")
+LONGEST_NAME = 34
+"""Characters of code that fit beside the margins of a phone."""
 COMMENT = re.compile(r"^<!-- (names|rows|help): ?(.*?) ?-->$", re.M)
 
 
@@ -118,6 +123,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     if "/" not in uri:
         page.meta["hide"] = ["navigation"]  # the sidebar would hold this page alone
+    if uri == "README.md":
+        page.meta |= {"template": "home.html", "hide": ["navigation", "toc"]}
 
     def moved(match: re.Match[str]) -> str:
         outside = _outside(uri, match[0])
@@ -206,8 +213,25 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
             linked.add(name)
         return f'<autoref identifier="{places[name]}">{match[0]}</autoref>'
 
-    html = HEADING.sub(imported, html)
+    html = HEADING.sub(imported, CODE.sub(_unbroken, CELL.sub(_wide, html)))
     return html if page.file.src_uri.startswith("source/") else CLASS_NAME.sub(link, html)
+
+
+def _unbroken(match: re.Match[str]) -> str:
+    """Keep a name on one line, and let a longer text break after its punctuation."""
+    if match[1] and match[2] and " " not in match[2] and len(match[2]) <= LONGEST_NAME:
+        return f'<code class="name">{match[2]}</code>'
+    if not match[2]:  # a whole block
+        return match[0]
+    text = re.sub(r"(?<=[\w\])])([._/=(,]+)(?=\w)", r"\1<wbr>", match[2])
+    text = HYPHENED.sub(r'<span class="name">\g<0></span>', text)
+    return f"<code>{text}</code>"
+
+
+def _wide(match: re.Match[str]) -> str:
+    """Mark a cell of a table that has a sentence, which gets a width that one can read."""
+    text = re.sub(r"<[^>]*>", "", match[1])
+    return f'<td class="text"{match[0][3:]}' if len(text) > 40 else match[0]
 
 
 def on_env(env: Any, config: MkDocsConfig, files: Files) -> Any:
