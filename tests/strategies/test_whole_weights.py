@@ -72,7 +72,7 @@ class Noted(Callback):  # all that is logged, in order
 
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "WeightNorm": lambda: example("README.md", "WeightNorm")(),
-    "Averages": lambda: example("docs/how-to/callbacks.md", "Averages")(0.8),  # type: ignore[call-arg]
+    "Averages": lambda: example("docs/how-to/callbacks-in-detail.md", "Averages")(0.8),  # type: ignore[call-arg]
 }
 
 Found = tuple[list[tuple[str, float]], list[Tensor]]
