@@ -92,7 +92,7 @@ def _is_pending(pid: int, number: int) -> bool:  # whether the system has not gi
 
 
 def stacks(ended: Ended) -> dict[str, str]:  # by file
-    told = next(each for each in ended.errors if "the stacks of all ranks are in " in each)
-    directory = Path(told.partition("the stacks of all ranks are in ")[2])
+    told = next(each for each in ended.errors if "the stacks of all ranks that answered are in " in each)
+    directory = Path(told.partition(" are in ")[2])
     assert directory.parent.name == "failures"
     return {each.name: each.read_text(encoding="utf-8") for each in directory.iterdir()}

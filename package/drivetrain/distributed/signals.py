@@ -7,18 +7,16 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from drivetrain.core.errors import EXIT_REQUEUE
 from drivetrain.core.messages import logger
 from drivetrain.distributed.failure.last_words import end_now
-from drivetrain.distributed.failure.stacks import is_handled
 
 _LOG = logger(__name__)
 
@@ -268,7 +266,7 @@ def _is_free(number: signal.Signals) -> bool:
     if found is signal.default_int_handler:
         return True
     # Code outside Python, such as `faulthandler.register`, may have set a handler.
-    if found is signal.SIG_DFL and not (sys.platform == "linux" and is_handled(os.getpid(), number)):
+    if found is signal.SIG_DFL and not _is_handled_outside(number):
         return True
     if number not in _warned:
         _warned.add(number)
@@ -276,6 +274,14 @@ def _is_free(number: signal.Signals) -> bool:
             f"the program has its own handler for {number.name}, which stays: this signal will not end a run"
             " in order. Remove the handler, or leave the signal out of PreemptionConfig"
         )
+    return False
+
+
+def _is_handled_outside(number: signal.Signals) -> bool:
+    """Return whether code outside Python handles a signal of this process; only Linux tells."""
+    with suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
+        caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
+        return bool(int(caught, 16) >> (number - 1) & 1)
     return False
 
 

@@ -23,7 +23,7 @@ STATE = {"where": "", "progress": None, "signs": None, "phase": Phase.WORKS, "pl
 
 
 def hello(rank: int) -> dict[str, Any]:
-    return {"rank": rank, "machine": machine(), "pid": os.getpid(), "stacks": (0, -1)}
+    return {"rank": rank, "machine": machine(), "pid": os.getpid()}
 
 
 class Job:  # a monitor and what two ranks say to it, as their channels would
@@ -143,7 +143,7 @@ def stranger(job: Job, content: bytes = b"") -> Iterator[socket.socket]:
 
 
 DEEP = b"[" * 200_000 + b"\n"
-HELLO = b'{"kind": "hello", "rank": 1, "machine": null, "pid": 1, "stacks": [0, -1], "where": ""}\n'
+HELLO = b'{"kind": "hello", "rank": 1, "machine": null, "pid": 1, "where": ""}\n'
 GUESSED = b"0" * 32 + b"\n"
 
 

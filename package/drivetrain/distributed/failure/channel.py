@@ -128,7 +128,7 @@ class FailureChannel:
         self._seen: Any = None
         self._still_since = time.monotonic()
         self._order = order if order is not None else CallOrder()
-        self._stacks = StackFiles(rank, world_size, directory)
+        self._stacks = StackFiles(rank, directory)
         self._main = threading.get_ident()
         self._interrupts = Interrupts()
         self._interrupted = False
@@ -184,7 +184,8 @@ class FailureChannel:
             offer = json.loads(verified(key, store.get(key).decode()))
         self._rank_0 = Silence(offer["machine"], offer["pid"], self._timing.silence)
         me = {"rank": self.rank, "machine": machine(), "pid": os.getpid()}
-        hello = {**me, "stacks": self._stacks.open(offer["began"]), **self._state()}
+        self._stacks.open(offer["began"])
+        hello = {**me, **self._state()}
         if self._monitor is not None:
             line = LocalLine()
             self._monitor.add(line.other, hello)
@@ -473,7 +474,7 @@ class FailureChannel:
         if not cause.is_interrupt:
             with contextlib.suppress(Exception):  # the system may refuse a thread
                 calls = f"{where}\n{self._order.listed()}".rstrip()
-                self._stacks.begin(calls, self._reported, self._monitor)
+                self._stacks.begin(calls, self._reported)
         if cause.kind == "hang" and self.rank in cause.stuck:
             self._show_stacks()
 

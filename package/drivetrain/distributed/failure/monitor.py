@@ -16,8 +16,7 @@ from typing import Any
 from drivetrain.core.messages import logger
 from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, LocalLine, Timing, at
 from drivetrain.distributed.failure.place import Phase
-from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence, is_of_job
-from drivetrain.distributed.failure.stacks import asked
+from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence
 from drivetrain.distributed.failure.watchdog import ProgressTimeout
 from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started, wait_for
@@ -50,8 +49,7 @@ class _Newcomer:
 class _Peer:
     """The state of a rank: its connection, its silence, and its last beat.
 
-    `signs` is the progress in its last beat, `phase` and `place` how it counts and where it waits. `asks` is
-    the signal that makes its process `pid` write its stacks, and the file's descriptor there.
+    `signs` is the progress in its last beat, `phase` and `place` how it counts and where it waits.
     """
 
     rank: int
@@ -62,8 +60,6 @@ class _Peer:
     signs: Any = None
     phase: Phase = Phase.WORKS
     place: str = ""
-    pid: int = 0
-    asks: tuple[int, int] = (0, -1)
     state: str = "here"  # then "left" after a goodbye, or "gone"
 
 
@@ -81,7 +77,6 @@ class Monitor:
         port: The port it listens on.
         token: The secret that a rank must send.
         cause: The first failure, once it is decided.
-        had: The stacks of ranks that were killed because they did not answer.
         finished: Set when no rank but this one is left.
         selector: What `turn` waits for. Another entry is read by its owner, who gives a callable as its data.
     """
@@ -111,7 +106,6 @@ class Monitor:
         self._aside: Cause | None = None  # probably the consequence of another failure
         self._aside_until = 0.0
         self.cause: Cause | None = None
-        self.had: dict[int, str] = {}
         self._ticks = self._still = 0
         self.finished = threading.Event()
         self.port = int(self._server.getsockname()[1])
@@ -251,9 +245,7 @@ class Monitor:
         if not 0 <= rank < self._world_size or rank in self._peers:
             raise ValueError(f"rank {rank} is connected already, or is none of {self._world_size}")
         silence = Silence(hello["machine"], int(hello["pid"]), self._timing.silence)
-        number, descriptor = map(int, hello["stacks"])
-        where, pid = str(hello["where"]), int(hello["pid"])
-        peer = self._peers[rank] = _Peer(rank, line, silence, where, pid=pid, asks=(number, descriptor))
+        peer = self._peers[rank] = _Peer(rank, line, silence, str(hello["where"]))
         line.send(**self._beat())
         if self._poll.is_open:
             line.send(kind="hold", round=self._poll.round)
@@ -384,21 +376,10 @@ class Monitor:
     def _decide(self, cause: Cause) -> None:
         lost = self._peers.get(cause.rank)
         if cause.kind == "lost" and lost is not None and lost.state == "here":
-            self.had[lost.rank] = self.ask(lost.rank)  # `StackFiles` writes them to a file
             lost.silence.end_process()
             lost.state = "gone"
         self.cause = cause
         self._broadcast(kind="cause", cause=cause.to_json())
-
-    def ask(self, rank: int) -> str:
-        """Return the stacks of a rank that does not write them itself; empty if it cannot be asked."""
-        peer = self._peers.get(rank)
-        if peer is None or peer.state == "gone" or not peer.silence.is_near or peer.pid == os.getpid():
-            return ""
-        if not is_of_job(peer.pid):
-            return ""
-        number, descriptor = peer.asks
-        return asked(peer.pid, number, peer.pid, descriptor)
 
     def _broadcast(self, **message: Any) -> None:
         for each in self._peers.values():

@@ -14,7 +14,7 @@ from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.last_words import end_workers, record, write_now
 from drivetrain.distributed.failure.place import Phase
-from drivetrain.distributed.failure.stacks import stacks
+from drivetrain.distributed.failure.stack_files import write_stacks
 from drivetrain.distributed.threads import Periodic
 
 EXIT_HANG = 75
@@ -123,7 +123,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
             if self._directory is not None:
                 with contextlib.suppress(OSError):  # the cause is the last line all the same
-                    stacks.write(self._directory / "hang-stacks.txt", text)
+                    write_stacks(self._directory / "hang-stacks.txt", text)
             write_now(f"drivetrain: {cause}; exit code {EXIT_HANG}\n")
             record(RankFailure(cause))
         finally:
