@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.strategies.decisions import DECISIONS
 from tests.support.ranks import on_two_ranks
 
 from drivetrain.strategies import Strategy
@@ -36,7 +37,7 @@ def conforms(make: MakeStrategy, *checks: str, precision: str = "32", tolerance:
 def _checked(make: MakeStrategy, scratch: str, checks: Any, precision: str, tolerance: float) -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for name in checks:
-        check = steps if name == "steps" else CHECKS[name]
+        check = {"steps": steps, **CHECKS, **DECISIONS}[name]
         check(Job(make, rank, size, Path(scratch), precision, tolerance))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.strategies.conforming import conforms, refused
+from tests.strategies.decisions import DECISIONS
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ def test_ddp_steps_equal_those_of_one_process() -> None:
 @pytest.mark.landing
 def test_ddp_conforms() -> None:
     check_strategy(ddp, 2)
+    conforms(ddp, *DECISIONS)
 
 
 OPTIONS: list[dict[str, Any]] = [{"find_unused_parameters": True}, {"communication": "fp16"}]

@@ -38,6 +38,7 @@ def of(**options: Any) -> Any:
 @pytest.mark.landing(long=True)
 def test_fsdp_conforms() -> None:
     check_strategy(fsdp, 2)
+    conforms(fsdp, "callbacks_decide_the_same", "one_rank_can_stop_all")
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ import torch.distributed.fsdp
 import torchmetrics  # noqa: F401  for the same reason
 
 from drivetrain import ConfigError
-from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.ranks import ALONE
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -94,17 +94,6 @@ class Isolated(DDP):  # does not say who the other processes are
         self.ranks = ALONE
 
 
-class OwnNumbers(Ranks):  # takes what one process has for what all have, where it is a single number
-    def total(self, numbers: Any) -> list[float]:
-        return list(numbers) if len(numbers) == 1 else super().total(numbers)
-
-
-class OwnClock(DDP):  # each process has a clock of its own
-    def setup(self) -> None:
-        super().setup()
-        self.ranks = OwnNumbers(self.ranks.rank, self.ranks.size, self.ranks.group)
-
-
 class Wrapping(DDP):  # puts a wrapper inside of the task, where its name is seen
     def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
         module.task.head = torch.nn.Sequential(module.task.head)
@@ -136,9 +125,6 @@ FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
     (Parroting, "each_rank_draws_for_itself", "with dropout.* on rank"),
     (Rereading, "evaluation_counts_each_sample_once", "sum of 1-by-1 on rank"),
     (Isolated, "all_ranks_see_the_same", "the logged values: rank 0 has"),
-    (Isolated, "callbacks_decide_the_same", "(the values that decide in on_|is in use by another job)"),
-    (OwnClock, "all_ranks_have_one_clock", "the values that decide in on_save"),
-    (Isolated, "one_rank_can_stop_all", "the values that decide in on_"),
     (Wrapping, "checkpoints_have_plain_names", "stored as .*'head.0.weight'"),
     (Drifting, "resume_is_bitwise", "norms differ in a resume after step 1 on rank"),
     (Drifting, "resume_on_another_number_of_processes", "the weights after a resume to several processes"),

@@ -27,11 +27,6 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.run.loop import predict
 from drivetrain.run.session import run_context
 from drivetrain.testing.distributed import run_distributed
-from drivetrain.testing.strategies.decisions import (
-    all_ranks_have_one_clock,
-    callbacks_decide_the_same,
-    one_rank_can_stop_all,
-)
 from drivetrain.testing.strategies.job import (
     Job,
     MakeStrategy,
@@ -236,9 +231,6 @@ CHECKS: dict[str, Callable[[Job], None]] = {
         each_rank_draws_for_itself,
         evaluation_counts_each_sample_once,
         all_ranks_see_the_same,
-        callbacks_decide_the_same,
-        all_ranks_have_one_clock,
-        one_rank_can_stop_all,
         checkpoints_have_plain_names,
         resume_is_bitwise,
         resume_on_another_number_of_processes,

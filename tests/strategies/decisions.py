@@ -16,10 +16,7 @@ from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 
 class CompareRanks(Callback):
-    """Compares the values that decisions depend on, before any rank decides.
-
-    Ranks that decide differently would deadlock. This fails at once.
-    """
+    """Compares the values that decisions depend on, before any rank decides."""
 
     def __init__(self) -> None:
         self.evaluated: list[tuple[int, float]] = []
@@ -143,10 +140,7 @@ class StopOnOneRank(Callback):
 
 
 def one_rank_can_stop_all(job: Job) -> None:
-    """A callback that stops the run on one rank stops it on all, after the same step.
-
-    It is the step at which one process would stop, or the next if other ranks have already finished it.
-    """
+    """A callback that stops the run on one rank stops it on all, after the same step."""
     for hook in ("on_step_end", "on_log", "on_evaluation_end", "on_epoch_end"):
         alone, _ = _fit_and_compare(job, True, StopOnOneRank(0, hook))
         expected = alone.result.progress.steps
@@ -159,3 +153,9 @@ def one_rank_can_stop_all(job: Job) -> None:
             assert why == "stopped by one rank", (
                 f"stopped in {hook} on rank {rank}, the run ended for {why!r}"
             )
+
+
+DECISIONS = {
+    each.__name__: each
+    for each in (callbacks_decide_the_same, all_ranks_have_one_clock, one_rank_can_stop_all)
+}
