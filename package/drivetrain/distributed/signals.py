@@ -49,8 +49,8 @@ class Signals:
     to a full pipe, may hold any.
 
     A signal that is ignored or has a handler of the program is left alone. Only the main thread can set
-    handlers: opened in another thread, or while another instance is open, this does nothing. Forked copies of
-    the process get the earlier handlers back.
+    handlers: opened in another thread, or while another instance is open, this does nothing, but one that has
+    only `stops` makes way. Forked copies of the process get the earlier handlers back.
 
     Args:
         requeues: Signals after which the process is started again.
@@ -93,8 +93,12 @@ class Signals:
     def open(self) -> None:
         """Set the handlers and start the thread."""
         global _current
-        if threading.current_thread() is not threading.main_thread() or _current is not None:
+        if threading.current_thread() is not threading.main_thread():
             return
+        if _current is not None:
+            if _current._requeues:
+                return
+            _current.close()  # a failure channel's, which listens for interrupts alone
         free = [each for each in (*self._requeues, *self._stops) if _is_free(each)]
         if not free:
             return

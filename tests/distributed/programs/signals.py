@@ -7,9 +7,9 @@ import signal
 import sys
 import threading
 
-from drivetrain.distributed.interrupts import Interrupts
+from drivetrain.distributed.signals import Signals
 
-interrupts = Interrupts()
+interrupts = Signals((), (signal.SIGINT,), lambda _: None, print)
 
 
 def interrupt():
@@ -47,14 +47,6 @@ def unheard():
         done.set()
     looking.join()
     assert seen
-
-
-def own_handler():
-    found = []
-    signal.signal(signal.SIGINT, lambda number, frame: found.append(number))
-    interrupts.open()
-    interrupt()
-    assert found == [signal.SIGINT]
 
 
 def copy():

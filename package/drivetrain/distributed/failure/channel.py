@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -42,13 +43,12 @@ from drivetrain.distributed.failure.silence import DIED, Silence, machine
 from drivetrain.distributed.failure.stack_files import StackFiles, now
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
 from drivetrain.distributed.interfaces import own_address
-from drivetrain.distributed.interrupts import Interrupts
 from drivetrain.distributed.launch.children import count_channel, started, wait_for
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import launched
 from drivetrain.distributed.launch.rendezvous import default_store
 from drivetrain.distributed.secret import derived, signed, verified
-from drivetrain.distributed.signals import AGENT, current
+from drivetrain.distributed.signals import AGENT, Signals, current
 from drivetrain.distributed.sockets import Wakeup
 from drivetrain.distributed.stopping import Stopping
 
@@ -130,7 +130,8 @@ class FailureChannel:
         self._order = order if order is not None else CallOrder()
         self._stacks = StackFiles(rank, directory)
         self._main = threading.get_ident()
-        self._interrupts = Interrupts()
+        self._signals: Signals | None = None
+        self._own_signals: Signals | None = None
         self._interrupted = False
         self._asked_in = -1
         self._has_complained = False
@@ -160,12 +161,21 @@ class FailureChannel:
         if (ranks := launched()) is not None:
             ranks.open_channel()
         count_channel(1)
-        self._interrupts.open()
+        self._listen_for_interrupts()
         self._wakeup = Wakeup(self._selector)
         self._thread.start()
         self.stopping.wake, self.stopping.shared = self._wakeup.send, True
         self._order.tell = self._tell
         return self
+
+    def _listen_for_interrupts(self) -> None:
+        """Learn of a Ctrl-C that the main thread cannot hear of, in a collective, unless the program has its
+        own handler.
+        """
+        self._signals = current()
+        if self._signals is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._signals = self._own_signals = Signals((), (signal.SIGINT,), lambda _: None, write_now)
+            self._own_signals.open()
 
     def _join(self) -> Line | LocalLine:
         """Return a connection to rank 0, which writes to the store where it listens."""
@@ -338,7 +348,8 @@ class FailureChannel:
 
             note_failure()
         self._closed.set()
-        self._interrupts.close()
+        if self._own_signals is not None:
+            self._own_signals.close()
         self.stopping.wake, self.stopping.shared = bool, False
         self._order.tell = int
         self._wakeup.send()
@@ -394,7 +405,8 @@ class FailureChannel:
 
     def _hear(self, line: Line | LocalLine) -> bool:
         """Handle this rank's signals and rank 0's messages; returns whether the channel is over."""
-        if not self._interrupted and self._interrupts.unheard() > self._timing.grace:
+        unheard = 0.0 if self._signals is None else self._signals.unheard()
+        if not self._interrupted and unheard > self._timing.grace:
             self._interrupted = True
             cause = Cause("error", self.rank, self._state()["where"], "KeyboardInterrupt")
             line.send(kind="cause", cause=cause.to_json(), **self._state())
