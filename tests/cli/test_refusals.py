@@ -59,7 +59,6 @@ def test_mistakes_in_what_a_benchmark_compares(refuse):
         f"{SHAPES} --over seed=1 seed=2": "gives seed twice",
         f"{SHAPES} --over seed=x": "--trainer.seed must be a whole number, not 'x'",
         f"{SHAPES} --over seed=1 --rounds 1.5": "--rounds must be a whole number, not '1.5'",
-        f"{SHAPES} --figure nowhere/steps.png": "there is no folder",
         "--task shapes.Shapes --over seed=1": "no data to train on",
     }
     refuse("benchmark", lines)

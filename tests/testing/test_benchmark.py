@@ -65,9 +65,6 @@ def test_rows_of_combinations_that_run_raise_and_end_their_process(
     assert "[1] no hand-written loop: strategy 'ddp' wraps or shards the task" in table
     assert ("[1]" in table[2], table[5].split()[-2:]) == (True, ["failed", "[3]"])
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["step_seconds"]["best"] == step.best
-    pytest.importorskip("matplotlib")
-    found.plot(tmp_path / "steps.png")
-    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_turn_without_a_result_is_ended() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from drivetrain.cli.printing import any_text, print_json
@@ -13,7 +12,6 @@ from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.task.task import TaskModule
 from drivetrain.testing.benchmark.benchmark import check_over, run_turns
-from drivetrain.testing.benchmark.result import check_figure
 from drivetrain.trainer.trainer import Trainer
 
 
@@ -28,11 +26,6 @@ def run_benchmark(settings: Settings, data: str, as_json: bool) -> None:
     for name, values in over.items():  # a wrong value is found now
         for value in values:
             _changed(settings, {name: value})
-    figure = settings.option("figure")
-    if figure is not None:
-        if not Path(figure).absolute().parent.is_dir():
-            raise ConfigError(f"--figure {figure}: there is no folder {Path(figure).absolute().parent}")
-        check_figure(figure)
     found = run_turns(
         partial(_make, settings.words, data),
         over,
@@ -45,8 +38,6 @@ def run_benchmark(settings: Settings, data: str, as_json: bool) -> None:
     else:
         with any_text():
             print(found)
-    if figure is not None:
-        found.plot(figure)
     if all(row.failure for row in found.rows):
         raise DrivetrainError(f"no combination could run. The first failed: {found.rows[0].failure}")
 

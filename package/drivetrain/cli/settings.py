@@ -110,7 +110,6 @@ _OPTIONS = {
     "--rounds": _Option("NUMBER", "the number of rounds, 3 by default", ("benchmark",)),
     "--seconds": _Option("NUMBER", "the measured seconds of a turn, 2 by default", ("benchmark",)),
     "--limit": _Option("NUMBER", "the seconds after which a turn is ended, 600 by default", ("benchmark",)),
-    "--figure": _Option("FILE", "save a figure too, such as benchmark.png", ("benchmark",)),
     "--mps-fallback": _Option(
         None,
         "on a Mac: run operations that MPS lacks on the CPU",

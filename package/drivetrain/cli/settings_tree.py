@@ -27,7 +27,6 @@ TEXTS = (
     "rounds",
     "seconds",
     "limit",
-    "figure",
 )
 """Settings that are texts, of the Trainer's verbs and of single commands; a number in a file is one too."""
 

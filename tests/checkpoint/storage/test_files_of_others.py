@@ -13,7 +13,6 @@ from tests.support.tasks import Regression, pairs, quiet
 from drivetrain import CheckpointError, ConfigError, CSVLogger, JSONLinesLogger, TensorBoardLogger
 from drivetrain.checkpoint import export_weights
 from drivetrain.cli.main import main
-from drivetrain.testing.benchmark.result import BenchmarkResult, BenchmarkRow, ValueRange
 
 PRECIOUS = "precious"
 
@@ -37,12 +36,6 @@ def _command(*words: str) -> Callable[[], None]:
     return run
 
 
-def _figure() -> None:
-    pytest.importorskip("matplotlib")
-    step = ValueRange(1.0, 1.0, 1.0)
-    BenchmarkResult([BenchmarkRow(settings={"seed": 1}, step_seconds=step)], 1).plot("run/figure.png")
-
-
 def _export() -> None:
     export_weights({"a": torch.ones(2), "b": torch.ones(2)}, "run/model.safetensors")
 
@@ -61,7 +54,6 @@ DOORS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a logger's configuration": ("config.json", lambda: _own_logger(CSVLogger)),
     "results": ("r.json", lambda: quiet().validate(Regression(), pairs(8), save_to="run/r.json")),
     "a report": ("page.html", _command("runs", "report", "other", "--output", "run/page.html")),
-    "a figure": ("figure.png", _figure),
     "weights": ("model.safetensors", _export),
     "weights in parts": ("model-00001-of-00002.safetensors", _export_parts),
     "an index": ("model.safetensors.index.json", _export_parts),

@@ -1,21 +1,14 @@
-"""The rows of a benchmark, as a table, as JSON and as a figure."""
+"""The rows of a benchmark, as a table and as JSON."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drivetrain.checkpoint.storage.files import replacing
-from drivetrain.core.errors import MissingDependencyError
-from drivetrain.core.files import check_own
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.types import Json
 from drivetrain.run.settings import plain
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,6 @@ class BenchmarkRow:
         last = {name: rounds[-1][name] for name in ("notes", "processes", "threads", "device")}
         return cls(settings=settings, **values, **last)
 
-    @property
-    def name(self) -> str:
-        """The combination as one text."""
-        return ", ".join(f"{name}={shown(value)}" for name, value in self.settings.items()) or "as it is"
-
 
 _COLUMNS = {
     "step_seconds": "step",
@@ -134,57 +122,6 @@ class BenchmarkResult:
             {**asdict(row), "settings": plain(row.settings), "notes": dict(row.notes)} for row in self.rows
         ]
         return {"rounds": self.rounds, "rows": rows}
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Return a figure of matplotlib with the time of a step of each combination, which a notebook shows.
-
-        Args:
-            path: The file to save the figure to, such as "benchmark.png"; None saves none. An earlier figure
-                of a benchmark is replaced.
-
-        Raises:
-            NotAFileError: The file is there and is no figure of a benchmark.
-            MissingDependencyError: matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise MissingDependencyError("matplotlib", "plots", "the figure of a benchmark") from None
-        figure = Figure(figsize=(8, 1.2 + 0.4 * len(self.rows)), layout="constrained")
-        axes = figure.subplots()
-        for place, row in enumerate(self.rows):
-            if (step := row.step_seconds) is None:
-                axes.text(0, place, f" failed: {' '.join(row.failure.split())[:80]}", va="center", fontsize=8)
-                continue
-            ends = [[1e3 * (step.best - step.lowest)], [1e3 * (step.highest - step.best)]]
-            axes.barh(place, 1e3 * step.best, xerr=ends, color="#4c78a8", ecolor="#222222", capsize=3)
-            if row.hand_written_seconds is not None:
-                axes.plot([1e3 * row.hand_written_seconds.best] * 2, [place - 0.4, place + 0.4], "#e45756")
-        if any(row.hand_written_seconds is not None for row in self.rows):
-            axes.plot([], [], "#e45756", label="hand-written loop")
-            axes.legend()
-        axes.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
-        axes.invert_yaxis()
-        axes.set_xlim(left=0)
-        axes.set_xlabel("milliseconds of a step, with the range over the rounds")
-        if path is not None:
-            check_figure(path)
-            with replacing(os.path.abspath(path)) as temporary:
-                key = "Software" if os.fspath(path).endswith(".png") else "Creator"
-                figure.savefig(temporary, dpi=150, metadata={key: _MADE_BY})
-        return figure
-
-
-_MADE_BY = "drivetrain benchmark"
-
-
-def check_figure(path: str | os.PathLike[str]) -> None:
-    """Check that a figure may be saved to a path: it is free, or has an earlier figure of a benchmark.
-
-    Raises:
-        NotAFileError: It has something else.
-    """
-    check_own(path, lambda before: _MADE_BY.encode() in before)
 
 
 def _has(row: BenchmarkRow, name: str) -> bool:
