@@ -396,7 +396,7 @@ def test_messages_go_through_the_logger(sources: list[Source]) -> None:
 
 def test_pages_examples_and_messages_name_public_packages_alone(sources: list[Source]) -> None:
     modules = {each.name for each in sources}
-    private = modules - {"", "cli.main", "testing.pytest_plugin", *PUBLIC, *GUARDED}
+    private = modules - {"", "cli.main", *PUBLIC, *GUARDED}
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py")]
     texts = [(path.name, path.read_text(encoding="utf-8")) for path in pages]
     for source in sources:

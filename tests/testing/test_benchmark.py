@@ -155,30 +155,3 @@ def test_refusals() -> None:
             drivetrain.benchmark(*arguments, **SHORT)
     with pytest.raises(ConfigError, match="must be a Trainer or None, not 3"):
         drivetrain.benchmark(Regression, pairs(), {}, **{**SHORT, "trainer": 3})
-
-
-PLUGIN = """
-from tests.support.tasks import Regression, pairs, quiet
-
-def test_a_step(benchmark_task):
-    assert benchmark_task(Regression(), pairs(), quiet(), seconds=0.01)["samples_per_second"] > 0
-"""
-
-
-def test_the_fixture_gives_the_values_to_pytest_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # in whose workers pytest-benchmark is off
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["drivetrain.testing.pytest_plugin"]')
-    (tmp_path / "test_step.py").write_text(PLUGIN)
-    options = ["--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q", "-c", os.devnull]
-    path = tmp_path / "found.json"
-    code, why = turns._in_process(
-        functools.partial(pytest.main, [*options, f"--benchmark-json={path}", str(tmp_path)]), 300
-    )
-    assert (code, why) == (0, "")
-    (found,) = json.loads(path.read_text())["benchmarks"]
-    values = found["extra_info"]
-    assert values["samples_per_second"] * values["step_seconds"] == pytest.approx(2)
-    assert found["stats"]["rounds"] == turn.BLOCKS - 2
-    assert {"share_of_hand_written", "peak_memory", "first_step_seconds"} <= values.keys()

@@ -2,7 +2,6 @@ from drivetrain.testing.benchmark.result import BenchmarkResult as BenchmarkResu
 from drivetrain.testing.benchmark.result import BenchmarkRow as BenchmarkRow
 from drivetrain.testing.benchmark.result import ValueRange as ValueRange
 from drivetrain.testing.distributed import run_distributed as run_distributed
-from drivetrain.testing.pytest_plugin import benchmark_task as benchmark_task
 from drivetrain.testing.resume.check import Check as Check
 from drivetrain.testing.resume.check import assert_resumable as assert_resumable
 from drivetrain.testing.resume.check import check_program as check_program

@@ -140,7 +140,7 @@ def watched(trainer: Trainer, probe: Probe, folder: str, compared: Iterable[str]
 def turn(
     trainer: Trainer, task: TaskModule, data: Any, compared: Iterable[str], clock: BlockClock, folder: str
 ) -> dict[str, Any]:
-    """Train until the clock has timed enough steps, and return what `measured` returns."""
+    """Train until the clock has timed enough steps, and return what `_measured` returns."""
     probe = Probe(clock)
     trainer = watched(trainer, probe, folder, compared)
     with part_of("the benchmark begins anew"):
@@ -150,10 +150,10 @@ def turn(
             f"the fit ended after {result.progress.steps} steps ({result.stop_reason}), before enough of them"
             " were timed. Give more data, or fewer seconds"
         )
-    return measured(trainer, task, data, probe)
+    return _measured(trainer, task, data, probe)
 
 
-def measured(trainer: Trainer, task: TaskModule, data: Any, probe: Probe) -> dict[str, Any]:
+def _measured(trainer: Trainer, task: TaskModule, data: Any, probe: Probe) -> dict[str, Any]:
     """Return the values of a fit that has ended, and of a hand-written loop, which follows now.
 
     Returns:
