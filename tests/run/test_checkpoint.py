@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.messages import warned
+from tests.support.messages import heard, warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
@@ -159,20 +159,24 @@ def test_a_steps_loop_that_is_left_keeps_what_was_due_at_that_step(tmp_path: Pat
     assert validated == ["7", "14"]
 
 
-def test_a_schedule_ignores_the_validation_of_an_earlier_and_shorter_limit(tmp_path: Path) -> None:
-    options = {"patience": 0, "threshold": 0.5}
+@pytest.mark.parametrize("by_limit", [True, False])
+def test_a_validation_that_only_the_end_of_a_fit_made_counts_for_nothing_when_it_goes_on(
+    tmp_path: Path, by_limit: bool
+) -> None:
+    def train(run_dir: Path, steps: int = 24, stops: int = 0) -> object:
+        options = {"patience": 0, "threshold": 0.5}
+        plateau = {"schedule": "reduce_on_plateau", "schedule_options": options}
+        task = Regression(OptimizerConfig("sgd", lr=0.02, maximize=True, **plateau))  # each loss is the worst
+        stop = LambdaCallback(on_step_end=lambda run: run.progress.steps == stops and run.stop("enough"))
+        best = CheckpointConfig(every=None, restore_best=by_limit)
+        given = {"checkpoint": best, "callbacks": [EarlyStopping(patience=2), stop], "run_dir": run_dir}
+        trainer = quiet(max_steps=steps, validate_every="10 steps", **given)
+        result = trainer.fit(task, pairs(), pairs(seed=1), resume="auto")
+        return weights(task), result.stop_reason, by_limit and result.best_value
 
-    def train(steps: int, run_dir: Path) -> Regression:
-        task = Regression(
-            OptimizerConfig("sgd", lr=0.05, schedule="reduce_on_plateau", schedule_options=options)
-        )
-        trainer = quiet(max_steps=steps, checkpoint=True, run_dir=run_dir, validate_every="10 steps")
-        trainer.fit(task, pairs(), pairs(seed=1), resume="auto")
-        return task
-
-    with warned("validates only after its last step"):
-        train(6, tmp_path / "longer")
-    assert weights(train(14, tmp_path / "longer")) == weights(train(14, tmp_path / "straight"))
+    with heard("validates only after its last step"):
+        train(tmp_path / "longer", **({"steps": 6} if by_limit else {"stops": 6}))
+    assert train(tmp_path / "longer") == train(tmp_path / "straight")
 
 
 class Stream:  # batches without an end, with a state of its own that outlives an epoch

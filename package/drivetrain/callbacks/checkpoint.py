@@ -103,7 +103,7 @@ class CheckpointSaver(Callback):
             for each in self.policies
         )
         with self._tolerating(run):
-            self.manager.prune(run.last_checkpoint)
+            self.manager.prune(run.last_checkpoint, run.metrics)
         # Of a run in this directory: its finished weights may be of a version that did not mark them.
         self._goes_on = (run.last_checkpoint or "").startswith(self.root)
         if run.frozen is not None:

@@ -116,7 +116,7 @@ class EarlyStopping(Callback):
 
     def on_log(self, run: Run) -> None:
         """Judge the metric if this log point has it."""
-        if self._watched.has_new_value(run) and self._judge(run, run.metrics[self.metric]):
+        if run.in_turn and self._watched.has_new_value(run) and self._judge(run, run.metrics[self.metric]):
             run.log_now()  # what is left is in the checkpoint: a resume of a stopped run logs nothing again
 
     def _judge(self, run: Run, value: float) -> bool:

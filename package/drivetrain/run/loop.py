@@ -281,7 +281,8 @@ def _validate_at_end(run: Run) -> None:
     """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
     steps; not one that a signal or its caller ends.
 
-    Schedules do not see a validation that was not due, since a fit with a larger limit never makes it.
+    Neither schedules nor early stopping count a validation that was not due: an uninterrupted fit that is
+    longer never makes it.
     """
     if run.stop_reason is None or run.triggers.validate.every is None or not _ends_itself(run):
         return
@@ -338,11 +339,12 @@ def _agree_at_end(run: Run) -> None:
 
 
 def validate(run: Run, counts: bool = True) -> None:
-    """Validate in the middle of training, for callbacks, loggers and, if it `counts`, schedules."""
+    """Validate in the middle of training, for callbacks and loggers, and for schedules if it `counts`."""
     with run.timed("evaluation"), shielded(), generators_kept(run.task):
         evaluator = run.evaluator
         values = evaluate(run, "validation", run.evaluation_feeds) if evaluator is None else evaluator()
-    run.validated = True
+    run.in_turn = counts
+    run.validated = run.validated or counts
     if counts:
         _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.steps))
     run.log_point(values)

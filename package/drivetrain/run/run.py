@@ -71,7 +71,8 @@ class Run(RunState):
         postponed: Why a callback has asked to stop before the fit's minimum, or None.
         stopping: The ranks' agreement to stop.
         exception: The error that ended the run, for `on_exception`.
-        validated: Whether the fit has validated, before a resume perhaps.
+        validated: Whether the fit has made a validation that was due, before a resume perhaps.
+        in_turn: False once a validation was made only because the fit ends.
         failure: The error that the run raises once it has ended in order, or None.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
         save_errors: The files that could not be written, and the policy for them.

@@ -100,6 +100,7 @@ class RunState:
         self.exception: BaseException | None = None
         self.failure: Exception | None = None
         self.validated = False
+        self.in_turn = True
         self.sanity_batches: int | None = None
         self.last_checkpoint: str | None = None
         self.save_errors = SaveErrors(on_save_error, reports=self.is_main)

@@ -283,13 +283,19 @@ class CheckpointManager:
         is_best = any(each.name == entry.name and bool(each.best) for each in job.stays)
         return SavedCheckpoint(self._path(entry.name), is_best)
 
-    def prune(self, spared: str | None = None) -> None:
+    def prune(self, spared: str | None, values: Mapping[str, float]) -> None:
         """Remove what no policy keeps and a killed job has not removed; for the start of a fit.
 
         Args:
-            spared: The path of a checkpoint that stays, because the fit goes on from it.
+            spared: The path of a checkpoint that stays, because the fit goes on from it. It leaves a ranking
+                by a value that the fit does not have: only the end of an earlier, shorter fit made it.
+            values: The metrics that the fit goes on with.
         """
         self._open()
+        for place, each in enumerate(self._entries):
+            if self._path(each.name) == spared:
+                best = {by: mode for by, mode in each.best.items() if values.get(by) == each.metrics.get(by)}
+                self._entries[place] = replace(each, best=best)
         stays, goes = retain(self._entries, self.policies)
         gone = [each for each in goes if self._path(each.name) != spared]
         if gone:
