@@ -270,6 +270,8 @@ def test_an_assigned_loss_of_torch_gives_its_own_gradient_on_two_ranks() -> None
 
 def test_an_assigned_loss_whose_weight_cannot_be_known_is_refused() -> None:
     focal = type("Focal", (nn.CrossEntropyLoss,), {"forward": lambda self, *given: given[0].mean()})
+    within = type("Within", (nn.Module,), {"forward": lambda self, *given: self.part(*given)})()
+    within.part = nn.CrossEntropyLoss(WEIGHTS)
 
     def fit(loss: nn.Module, **methods: Any) -> Any:
         task = type("Own", (Assigned,), methods)(loss, False)
@@ -281,7 +283,8 @@ def test_an_assigned_loss_whose_weight_cannot_be_known_is_refused() -> None:
         "none": (fit(nn.MSELoss(reduction="none")), "MSELoss(reduction='none')", "reduction='mean'"),
         "a step": (fit(nn.MSELoss(reduction="sum"), **step), "with training_step of the task"),
         "a weight": (fit(nn.MSELoss(reduction="sum"), **COUNTED), "with loss_weight of the task"),
-        "a forward": (fit(focal(WEIGHTS)), "Focal.forward is overridden", "loss_weight(self, batch)"),
+        "a forward": (fit(focal(WEIGHTS)), "Own.loss, Focal", "loss_weight(self, batch)"),
+        "within": (fit(within), "Own.loss, Within", "loss_weight(self, batch)"),
         "a target": (fit(nn.CrossEntropyLoss(), **found), "metric_inputs needs the outputs", "loss_weight"),
     }
     assert_refused(ConfigError, table)

@@ -42,8 +42,9 @@ COLUMNS = task_of(forward=lambda self, **columns: columns)
 WITH_THE_REST = task_of(forward=lambda self, image, **others: (image, others))
 STARRED = task_of(forward=lambda self, *tensors: tensors)
 MASKED = task_of(forward=lambda self, image, mask=None: (image, mask))
+KEYWORD = task_of(forward=lambda self, image, *, mask=None: (image, mask))
 QUESTION = task_of(forward=lambda self, image, question: image)
-for each in (MASKED, QUESTION):
+for each in (MASKED, KEYWORD, QUESTION):
     each.loss = nn.MSELoss()  # type: ignore[assignment]
 SCORED = task_of(type(MASKED), loss=lambda self, outputs, batch: batch[0].sum())
 SCORED.metrics = {"sum": SumMetric()}  # type: ignore[assignment]
@@ -212,6 +213,7 @@ def test_refusals_of_a_task() -> None:
         "too short": (lambda: QUESTION.inputs([ONE]), "(image, question)", "sequence of 1: (float32[2])"),
         "the target": (lambda: QUESTION.training_step((ONE, TWO)), "takes all of them (image, question)"),
         "a mask or not": (lambda: MASKED.inputs((ONE, THREE, TWO)), "return batch[0], batch[1]`"),
+        "by keyword": (lambda: KEYWORD.inputs((ONE, THREE, TWO)), "(image, *, mask=None)", "batch[1]`"),
         "more": (lambda: NAMED.inputs((ONE, TWO)), "(image, mask=None, *, scale=1)", "return batch[0]`"),
         "a star": (lambda: STARRED.inputs((ONE,)), "Made.forward(*tensors)", "def inputs(self, batch)"),
         "by name alone": (lambda: COLUMNS.inputs([ONE]), "(there is none)", "mappings"),

@@ -79,10 +79,9 @@ def check_assigned_loss(task: nn.Module, loss: nn.Module, overridden: set[str]) 
             " losses is exact in the default training_step, weighted by samples. Use reduction='mean', or"
             " define loss(self, outputs, batch) and loss_weight(self, batch), what that loss is a mean over"
         )
-    counts = counts_labels(loss, "training_step" in overridden)
+    counts = any(counts_labels(each, own_step=True) for each in loss.modules())
     if "loss_weight" not in overridden and counts and _has_own_forward(loss):
         raise ConfigError(
-            f"{title}, has class weights or an ignore_index, and {type(loss).__name__}.forward is overridden,"
-            " so that it is not known what the mean divides by. Define loss_weight(self, batch) in the task,"
-            " which returns it"
+            f"{title}, has class weights or an ignore_index, and a forward of its own: what its mean divides"
+            " by is not known. Define loss_weight(self, batch) in the task, which returns it"
         )

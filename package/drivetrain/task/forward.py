@@ -38,10 +38,10 @@ def read_forward(kind: type[nn.Module]) -> Forward:
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in named if p.default is p.empty]
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    positional = [p.name for p in placed if p.default is p.empty]
-    star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    most = len(positional) if star or len(placed) > len(positional) else math.inf
+    placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p.name for p in parameters if p.kind in placed and p.default is p.empty]
+    in_doubt = any(p.kind is p.VAR_POSITIONAL or p.default is not p.empty for p in parameters)
+    most = len(positional) if in_doubt else math.inf
     if parameters and (not positional or not {*required} <= {*positional}):
         most = -math.inf  # a sequence has no names
     FORWARDS[kind] = found = Forward(
