@@ -44,7 +44,7 @@ CLASS_NAME = re.compile(
 )
 """A name to link; what may hold no link is matched first, and left as it is."""
 CODE = re.compile(r"<pre\b.*?</pre>|(<code>)([^<]*)</code>", re.S)
-CELL = re.compile(r"<td\b[^>]*>(.*?)</td>", re.S)
+CELL = re.compile(r"<(t[dh])\b([^>]*>(.*?)</t[dh]>)", re.S)
 HYPHENED = re.compile(r"[\w-]*\w-\w[\w-]{,30}")
 LONGEST_NAME = 34
 """Characters of code that fit beside the margins of a phone."""
@@ -73,7 +73,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _sources(file: File) -> Iterator[str]:
-    """The files of the repository, other than pages, to which a page links."""
+    """The files of the repository, other than pages, that a page links to."""
     for target in LINK.findall(FENCE.sub("", file.content_string)):
         source = _outside(file.src_uri, target)
         if source and source not in ROOT_PAGES and (ROOT / source).exists():
@@ -229,9 +229,10 @@ def _unbroken(match: re.Match[str]) -> str:
 
 
 def _wide(match: re.Match[str]) -> str:
-    """Mark a cell of a table that has a sentence, which gets a width that one can read."""
-    text = re.sub(r"<[^>]*>", "", match[1])
-    return f'<td class="text"{match[0][3:]}' if len(text) > 40 else match[0]
+    """Give a cell of a table that has several words, or a sentence, a width that one can read."""
+    length = len(re.sub(r"<[^>]*>", "", match[3]))
+    kind = "sentence" if length > 40 else "words"
+    return f'<{match[1]} class="{kind}"{match[2]}' if length > 18 else match[0]
 
 
 def on_env(env: Any, config: MkDocsConfig, files: Files) -> Any:
