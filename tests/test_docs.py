@@ -248,6 +248,17 @@ def test_every_page_is_on_the_map_and_names_no_place_of_one_machine() -> None:
     assert not wrong
 
 
+def test_the_pages_that_people_open_first_are_short_and_begin_with_an_example() -> None:
+    first = "data write-a-task metrics checkpoints-and-resume loggers callbacks strategies precision memory"
+    for name in (first + " command-line search launching").split():
+        page = DOCS / "how-to" / f"{name}.md"
+        assert len(page.read_text(encoding="utf-8").split()) <= 1500, (
+            f"{named(page)}: more goes into {name}-in-detail"
+        )
+        assert blocks(page)[0].line <= 10, f"{named(page)}: an example comes first"
+        assert len(blocks(page)[0].text.splitlines()) <= 25, f"{named(page)}: the example is shorter"
+
+
 def test_public_names_commands_and_tables_are_in_the_guides(capsys: pytest.CaptureFixture[str]) -> None:
     described = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     names = {each.rpartition(".")[2] for each in re.findall(r"^::: ([\w.]+)$", described, re.M)}
@@ -295,6 +306,16 @@ def test_the_page_of_transformers_names_has_all_and_names_what_exists() -> None:
 
 
 # The site.
+
+
+def test_names_and_cells_of_a_table_keep_together_on_a_phone() -> None:
+    hooks = site_script("hooks")
+    code = "<code>on_log</code> <code>f(a, b-c=x.y)</code> <pre><code>a.b</code></pre>"
+    kept = code.replace("<code>on_log", '<code class="name">on_log').replace("x.y", "<wbr>x.<wbr>y")
+    kept = kept.replace("f(a", "f(<wbr>a").replace("b-c", '<span class="name">b-c</span>')
+    assert hooks.CODE.sub(hooks._unbroken, code) == kept
+    assert hooks.CELL.sub(hooks._wide, "<td>short</td>") == "<td>short</td>"
+    assert hooks.CELL.sub(hooks._wide, f"<th>{'word ' * 9}</th>").startswith('<th class="sentence">')
 
 
 def build_site(docs: Path, to: Path) -> subprocess.CompletedProcess[str]:  # as `make docs`
