@@ -1,6 +1,5 @@
 """A program that becomes two ranks; the option `then` is what they do."""
 
-import ctypes
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.group import join
 from drivetrain.distributed.launch.programs import ensure_ranks
 
@@ -39,22 +37,6 @@ def begins():  # begin a run and end it, as every run does; a group that one ran
     member = join(2, "cpu")
     member.ranks.all_gather(rank)
     member.ranks.close()
-
-
-LIBC = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
-creat, sleep = LIBC.creat, LIBC.sleep
-
-
-def hold():  # no other thread of this process runs any more when the file is there
-    sys.setswitchinterval(1e6)
-    creat(b"held", 0o600)
-
-
-def stuck(before):  # keeps the interpreter's lock in the failure channel, in which a rank may outlive rank 0
-    join(2, "cpu")
-    with FailureChannel(rank, 2):
-        exec(before)
-        sleep(600)
 
 
 def end_at_once():

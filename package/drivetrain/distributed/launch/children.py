@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from drivetrain.distributed.failure.silence import is_gone
 from drivetrain.distributed.interfaces import loopback_variables
@@ -44,12 +44,6 @@ _LOOKING = 0.2
 _LAST_WORDS = 5.0
 """Seconds that a process has to report its parent's death and to end by itself."""
 
-
-_GUARD = Path(__file__).with_name("guard.py")
-
-_PATIENCE = 10
-"""Seconds, a whole number, that a parent has to notice that a rank has failed."""
-
 _TORCHRUN = re.compile(rb"(^|/)torchrun\0|\0-m\0torch\.distributed\.(run|launch)\0")
 """A pattern in the command line of torch's own launcher."""
 
@@ -73,41 +67,6 @@ class Child:
         """Send a signal, if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
-
-
-class Guard:
-    """A small process that kills ranks which outlive this process, on Linux; elsewhere it does nothing.
-
-    A rank watches its parent in a thread, which cannot run while a call, such as a regular expression that
-    backtracks, keeps the interpreter's lock. Linux itself could kill the rank, but at once, so that it could
-    not report the death of its parent first. The program is `guard.py`.
-
-    Args:
-        store: The file in which they meet. Its folder is removed if this process can no longer do that.
-        kills_parent: Whether this process, too, is killed when a rank has failed and it does not notice.
-    """
-
-    def __init__(self, children: Iterable[Child], store: str, kills_parent: bool) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        if hasattr(os, "pidfd_open"):
-            pids = (os.getpid(), *(each.pid for each in children))
-            words = [str(_LAST_WORDS), store, *map(str, (kills_parent * _PATIENCE, *pids))]
-            nowhere: Any = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
-            with suppress(OSError):  # the ranks still watch by themselves
-                # In a new session: Ctrl-C signals all processes of a terminal's program.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_GUARD), *words],
-                    cwd="/",
-                    start_new_session=True,
-                    **nowhere,
-                )
-
-    def end(self) -> None:
-        """End the guard: the ranks have ended."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
 
 
 started: dict[int, Child] = {}
@@ -207,26 +166,30 @@ def parent_mark(lasts: bool = False) -> str:
     return f"{os.getpid()} {'main' if is_main else 'thread'}"
 
 
-def end_with_parent(parent: int) -> None:
-    """End this process when its parent has died, however that ended.
+def end_with_parent(parent: int, folder: str = "") -> None:
+    """End this process when its parent has died, however that ended; a call that keeps the interpreter's lock
+    ends first.
 
     Does nothing in a process that has only inherited the number from its own parent. On Windows, where a
     process does not learn of its parent's end, only the failure channel does.
 
     Args:
         parent: Its pid.
+        folder: A folder that the parent would have removed; "" for none.
     """
     if sys.platform == "win32":
         return
     if os.getppid() == parent:
-        _look_after(parent, _LAST_WORDS)
+        _look_after(parent, _LAST_WORDS, folder)
     elif is_gone(parent):
         os._exit(1)
 
 
-def _look_after(parent: int, last_words: float = 0.0) -> None:
+def _look_after(parent: int, last_words: float = 0.0, folder: str = "") -> None:
     def look() -> None:
         if os.getppid() != parent:
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
             if _open_channels:
                 time.sleep(last_words)
             os._exit(1)

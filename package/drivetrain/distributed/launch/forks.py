@@ -15,9 +15,9 @@ from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure.messages import Cause, is_voluntary
 from drivetrain.distributed.group import disband
 from drivetrain.distributed.launch.calls import Call, first_cause, wait_for_calls
-from drivetrain.distributed.launch.children import Guard, end_all, environment_of, started
+from drivetrain.distributed.launch.children import end_all, environment_of, started
 from drivetrain.distributed.launch.environment import detect
-from drivetrain.distributed.launch.meeting import STORE, private_place, remove_place
+from drivetrain.distributed.launch.meeting import private_place, remove_place
 from drivetrain.distributed.sockets import reserved_port
 
 T = TypeVar("T")
@@ -48,7 +48,6 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
     """
     _check(world_size)
     calls: list[Call] = []
-    guard: Guard | None = None
     with reserved_port() as port:
         place = private_place(port)
         try:
@@ -58,15 +57,11 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
                     call = Call(partial(_as_other_rank, function, own), rank, method="fork")
                     calls.append(call)
                     started[rank] = call.child
-                # A notebook stays.
-                guard = Guard([each.child for each in calls], place[STORE], kills_parent=False)
                 return _as_rank_0(function, calls)
         finally:
             for each in calls:
                 each.close()
                 started.pop(each.child.rank, None)
-            if guard is not None:
-                guard.end()
             remove_place(place)
 
 

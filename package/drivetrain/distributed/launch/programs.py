@@ -19,7 +19,6 @@ from drivetrain.distributed.failure.messages import is_consequence
 from drivetrain.distributed.launch.children import (
     PARENT,
     Child,
-    Guard,
     end_all,
     end_with_launcher,
     end_with_parent,
@@ -77,7 +76,7 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
             _followed = True
             # Rank 0 waits for the end, which would otherwise begin with a garbage collection.
             atexit.register(gc.freeze)
-            end_with_parent(int(os.environ[PARENT]))
+            end_with_parent(int(os.environ[PARENT]), os.path.dirname(os.environ.get(STORE, "")))
         return found
     if num_nodes > 1:
         raise StrategyError(
@@ -196,7 +195,6 @@ class _Launched:
         self._place, self._store = place, store
         self._failure_told = self._has_finished = False
         self._channels, self._failed_for = 0, 0.0
-        self._guard = Guard(children, place[STORE], kills_parent=True)
         atexit.register(self._finish)
         self._watch = self._watching()
 
@@ -253,7 +251,6 @@ class _Launched:
             late = wait_for(self.children, _GRACE if raised else _PATIENCE)
         finally:  # also after Ctrl-C
             end_all(self.children)
-            self._guard.end()
             remove_place(self._place)
         failed = self._failed()
         error = getattr(sys, "last_value", None)
