@@ -12,7 +12,8 @@ from typing import Any, final
 
 from drivetrain.core.files import open_file, read_text
 from drivetrain.core.validation import by_name
-from drivetrain.loggers.files import LARGEST_TABLE, FileLogger, naming, replace_text
+from drivetrain.loggers.files import FileLogger, naming, replace_text
+from drivetrain.loggers.history import LARGEST_TABLE
 
 
 @by_name

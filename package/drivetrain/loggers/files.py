@@ -25,9 +25,6 @@ _CHARSET = '<meta charset="utf-8">'
 _GENERATOR = '<meta name="generator" content="drivetrain">'
 """Says in a page who has written it."""
 
-LARGEST_TABLE = 1 << 30
-"""The largest file of metrics, in bytes, that is read as a whole."""
-
 
 def to_json(value: Any) -> Json:
     """Convert `value` to strict JSON, without the secrets of addresses; another object becomes its text.

@@ -1,16 +1,26 @@
-"""Reading a run's logged values back from its table."""
+"""Reading a run's logged values back from its table.
+
+Imports no torch, so that the command line starts fast.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import loads, read_text
-from drivetrain.loggers.base import LoggerSpec, check_loggers
-from drivetrain.loggers.files import LARGEST_TABLE, FileLogger
-from drivetrain.loggers.jsonl import HISTOGRAMS
+
+if TYPE_CHECKING:
+    from drivetrain.loggers.base import LoggerSpec
+
+HISTOGRAMS = "histograms"
+"""The name of a log point's histograms in JSON lines."""
+
+LARGEST_TABLE = 1 << 30
+"""The largest file of metrics, in bytes, that is read as a whole."""
 
 TABLES = {"csv": "metrics.csv", "jsonl": "metrics.jsonl"}
 """The files of the named loggers that can be read back."""
@@ -23,6 +33,9 @@ def table_of(spec: LoggerSpec, run_dir: Path | None) -> Path | None:
         spec: The argument of `Trainer(loggers=...)`.
         run_dir: Where named loggers write.
     """
+    from drivetrain.loggers.base import check_loggers
+    from drivetrain.loggers.files import FileLogger
+
     for each in check_loggers(spec):
         if isinstance(each, FileLogger):
             return each.path

@@ -12,10 +12,8 @@ from typing import Any, ClassVar, final
 from drivetrain.core.files import lines_of, open_file
 from drivetrain.core.validation import by_name
 from drivetrain.loggers.files import FileLogger, naming, to_json
+from drivetrain.loggers.history import HISTOGRAMS
 from drivetrain.loggers.media import Histogram, Kind, Media
-
-HISTOGRAMS = "histograms"
-"""The name of a log point's histograms."""
 
 
 @by_name
