@@ -346,7 +346,7 @@ def test_the_core_names_no_project_that_an_integration_is_for(sources: list[Sour
     allowed = {"checkpoint/formats.py", "cli/checkpoint/arguments.py", "cli/environment.py"}  # lazy rows
     allowed |= {"checkpoint/weights/torch_files.py", "task/optim/quantized.py", "task/attributes.py"}
     folders = {each.name for each in (PACKAGE / "integrations").iterdir() if each.name[0] != "_"}
-    projects = (folders - {"hub"}) | {"peft", "pytorch_lightning"}
+    projects = (folders - {"hub", "report"}) | {"peft", "pytorch_lightning"}
     named = {
         source.place
         for source in sources

@@ -1,25 +1,21 @@
-"""`drivetrain runs compare` and `runs report`, of runs that were made here; Chromium opens the report."""
+"""`drivetrain runs list`, `runs compare` and `runs report`, of runs that were made here."""
 
-import html
 import json
-import math
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plotly.offline import get_plotlyjs
 from tests.support.messages import warned
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import ConfigError, DataError, LambdaCallback
 from drivetrain.cli.main import main
-from drivetrain.cli.report import PIXELS, _drawn, make_report
-from drivetrain.cli.run_record import RunRecord, differences, read_runs, unknown_settings
+from drivetrain.cli.run_record import differences, read_runs, unknown_settings
 from drivetrain.core.messages import logger
-from drivetrain.run.ledger_report import Attempt, RunLedger
 
 
 def warns_then_fails(run: Any) -> None:
@@ -40,10 +36,11 @@ def fit(directory: Path, *hooks: Any, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    made = [tmp_path_factory.mktemp("runs") / name for name in ("good", "bad")]
+    folder = tmp_path_factory.mktemp("runs")
+    made = [folder / name for name in ("good", "bad")]
     fit(made[0])
     with warned("look"), pytest.raises(ValueError, match="no </script> more"):
-        fit(made[1], warns_then_fails, max_grad_norm=0.5)
+        fit(made[1], warns_then_fails, max_grad_norm=1e-5)
     return [str(each) for each in made]
 
 
@@ -52,14 +49,33 @@ def test_runs_are_compared_by_settings_and_last_values(
 ) -> None:
     assert main(["runs", "compare", *runs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["settings"]["trainer.max_grad_norm"] == ["None", "0.5"]
+    assert found["settings"]["trainer.max_grad_norm"] == ["None", "1e-05"]
     assert "trainer.seed" not in found["settings"]
     good, bad = read_runs(runs)
-    assert found["last"]["train/loss"] == [good.last("train/loss"), bad.last("train/loss")]
-    assert bad.curves["train/loss"][0] == [1, 2, 3, 4]
+    steps, values = bad.read_curves()["train/loss"]
+    assert steps == [1, 2, 3, 4]
+    assert found["last"]["train/loss"] == [good.read_curves()["train/loss"][1][-1], values[-1]]
     assert main(["runs", "compare", *runs]) == 0
-    assert re.search(r"trainer.max_grad_norm +None +0.5", capsys.readouterr().out)
+    assert re.search(r"trainer.max_grad_norm +None +1e-05", capsys.readouterr().out)
     assert differences([good, good]) == {}
+
+
+def test_a_list_has_the_best_value_of_each_run_and_needs_no_torch(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, values = read_runs(runs[:1])[0].read_curves()["validation/loss"]
+    folder = str(Path(runs[0]).parent)
+    assert main(["runs", "list", folder, "--json"]) == 0
+    bad, good = json.loads(capsys.readouterr().out)["runs"]
+    least = min(values)
+    assert good["best"] == {"name": "validation/loss", "value": least, "step": steps[values.index(least)]}
+    assert bad["best"]["name"] == "train/loss"  # which failed before its first validation
+    program = f"import sys; from drivetrain.cli.main import main; main(['runs', 'list', {folder!r}]); "
+    told = subprocess.check_output(
+        [sys.executable, "-c", program + "print('torch' in sys.modules)"], text=True
+    )
+    assert re.search(rf"good +validation/loss {least:.6g} ", told)
+    assert told.endswith("False\n")
 
 
 def test_values_are_read_from_tensorboards_files_where_there_is_no_table(
@@ -67,10 +83,11 @@ def test_values_are_read_from_tensorboards_files_where_there_is_no_table(
 ) -> None:
     fit(tmp_path, loggers="tensorboard")
     good, other = read_runs([runs[0], str(tmp_path)])
-    assert other.curves.keys() == good.curves.keys()
-    for name, (steps, values) in good.curves.items():
-        assert other.curves[name][0] == steps
-        assert other.curves[name][1] == pytest.approx(values, rel=1e-6)
+    curves, found = good.read_curves(), other.read_curves()
+    assert found.keys() == curves.keys()
+    for name, (steps, values) in curves.items():
+        assert found[name][0] == steps
+        assert found[name][1] == pytest.approx(values, rel=1e-6)
     assert differences([good, other]) == {}
     assert (
         unknown_settings([good, other])
@@ -85,7 +102,7 @@ def test_what_cannot_be_compared_or_written_is_told(
         read_runs([runs[0], runs[0] + "/../good"])
     with pytest.raises(DataError, match=r"there is no ledger\.jsonl"):
         read_runs([str(tmp_path)])
-    assert [run.name for run in read_runs([str(Path(runs[0]).parent)])] == ["good"]
+    assert [run.name for run in read_runs([str(Path(runs[0]).parent)])] == ["bad", "good"]
     for words, told in (
         (["compare", runs[0]], "give two runs or more"),
         (["report", runs[0], "--output", str(tmp_path)], "is a directory"),
@@ -95,39 +112,50 @@ def test_what_cannot_be_compared_or_written_is_told(
         assert told in capsys.readouterr().err
 
 
-def test_a_report_has_messages_and_settings_and_no_markup_of_theirs(runs: list[str]) -> None:
-    page = make_report(read_runs(runs)).replace(get_plotlyjs(), "")
-    assert page.count("look &lt;b&gt;here&lt;/b&gt;") == 1
-    assert "ValueError</td><td>no &lt;/script&gt; more" in page
-    assert "<td>trainer.max_grad_norm</td><td>None</td><td>0.5</td>" in page
-    assert "http" not in page
-    assert "@@" not in page
+def report_of(*paths: str, to: Path) -> tuple[str, Any]:
+    assert main(["runs", "report", *paths, "--output", str(to)]) == 0
+    page = to.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return page, json.loads(found[1])
 
 
-def test_a_long_curve_is_drawn_with_its_spikes_and_a_report_of_many_stays_small() -> None:
-    steps, values = [float(each) for each in range(100_000)], [math.sin(each) for each in range(100_000)]
-    values[70_001], values[30_000] = 99.0, math.nan
-    drawn = _drawn((steps, values))
-    assert len(drawn["x"]) <= 5 * PIXELS
-    assert drawn["y"][drawn["x"].index(70_001)] == 99.0
-    assert drawn["y"][drawn["x"].index(30_000)] is None
-    ledger = RunLedger(Path("runs/a"), [Attempt(0.0, 1.0, 0.0, {"compute": 1.0}, 0, 9, "finished")])
-    record = RunRecord("a", ledger, {f"value {each}": (steps, values) for each in range(40)}, {})
-    assert len(make_report([record])) - len(get_plotlyjs()) < 5_000_000
+def test_a_report_has_curves_states_settings_and_messages_and_no_markup_of_theirs(
+    runs: list[str], tmp_path: Path
+) -> None:
+    folder = Path(runs[0]).parent
+    page, found = report_of(str(folder), to=tmp_path / "new" / "page.html")
+    assert f"<title>2 runs of {folder}/</title>" in page
+    assert [page.count(each) for each in ("http", "@@", "</script>")] == [0, 0, 2]
+    states = [(each["name"], each["state"], each["steps"]) for each in found["runs"]]
+    assert states == [("bad", "ValueError", 5), ("good", "finished", 10)]
+    said = [[1, "warning", "look <b>here</b>"], [1, "ValueError", "no </script> more"]]
+    assert [each["messages"] for each in found["runs"]] == [said, []]
+    assert {"name": "trainer.max_grad_norm", "minor": False, "of": ["1e-5", "None"]} in found["settings"]
+    curves = {each["name"]: each for each in found["curves"]}
+    assert [each["group"] for each in curves.values()] == ["train", "validation"]
+    drawn, (steps, values) = curves["train/loss"]["of"][1], read_runs(runs[:1])[0].read_curves()["train/loss"]
+    assert drawn["y"] == pytest.approx(values, rel=1e-5)
+    assert (sum(drawn["x"]), drawn["last"], drawn["least"][0]) == (steps[-1], values[-1], min(values))
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-def test_a_browser_draws_the_curves_of_all_runs(runs: list[str], tmp_path: Path) -> None:
-    assert main(["runs", "report", *runs, "--output", str(tmp_path / "report.html")]) == 0
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,4000"]
-    options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=10000", "--dump-dom"]
-    command = ["chromium", *options, (tmp_path / "report.html").as_uri()]
-    page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    drawn = {
-        html.unescape(title): len(re.findall(r'class="js-line" [^>]*d="M', plot))
-        for title, plot in re.findall(r"<h3>([^<]*)</h3>(.*?)(?=<h3>|<h2>)", page, re.DOTALL)
-    }
-    assert drawn == {"train/loss": 2, "validation/loss": 1}
-    assert re.findall(r"<button title=[^>]*>([^<]*)</button>", page)[:2] == ["good", "bad"]
-    assert len(re.findall(r'class="point"', page)) >= 2
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_draws_all_curves_and_the_bar_covers_little(
+    runs: list[str], tmp_path: Path, width: int
+) -> None:
+    page, _ = report_of(*runs, to=tmp_path / "page.html")
+    probe = """<script>onload = () => setTimeout(() => {
+    const all = [...document.querySelectorAll("#curves canvas")], box = document.documentElement;
+    const data = each => each.getContext("2d").getImageData(0, 0, each.width, each.height).data;
+    const bar = document.querySelector(".bar").offsetHeight < innerHeight / 4;
+    const drawn = all.filter(each => data(each).some(Boolean)).length;
+    box.dataset.probe = [bar, drawn, box.scrollWidth <= innerWidth];
+    }, 500)</script>"""
+    (tmp_path / "page.html").write_text(page + probe, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},2000", "--dump-dom"]
+    options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=10000"]
+    command = ["chromium", *options, (tmp_path / "page.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert 'data-probe="true,2,true"' in shown

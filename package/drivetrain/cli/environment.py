@@ -21,7 +21,7 @@ _EXTRAS = {
     "hub": ("huggingface_hub",),
     "remote": ("fsspec",),
     "s3": ("s3fs",),
-    "search": ("optuna", "plotly"),
+    "search": ("optuna",),
     "examples": ("scikit-learn",),
 }
 

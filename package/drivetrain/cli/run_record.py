@@ -1,14 +1,17 @@
-"""What a run directory says about its run: the values it logged, its settings and its ledger."""
+"""What a run directory says about its run: the values it logged, its settings, its ledger and its search."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.direction import direction_of
+from drivetrain.core.errors import ConfigError, DataError, MissingDependencyError
 from drivetrain.core.files import read_json
+from drivetrain.core.registry import Registry
 from drivetrain.run.ledger_report import RunLedger, find_runs, read_ledger
 
 _ABSENT = "not given"
@@ -16,6 +19,10 @@ _UNKNOWN = "unknown"  # of a run without config.json
 
 Curve = tuple[list[float], list[float]]
 """Steps and values."""
+
+_SEARCHES: Registry[Callable[[Path, str | None], dict[str, Any]]] = Registry(
+    "kind of search", {"search": "drivetrain.integrations.optuna.report:search_facts"}
+)
 
 
 @dataclass(frozen=True)
@@ -25,18 +32,16 @@ class RunRecord:
     Attributes:
         name: The directory's name; with its parents where two runs would have the same.
         ledger: Its time, warnings and failures.
-        curves: The logged values by name.
         settings: `config.json`, flattened: "trainer.precision" and so on. Empty if no logger has written it.
     """
 
     name: str
     ledger: RunLedger
-    curves: Mapping[str, Curve]
     settings: Mapping[str, Any]
 
-    def last(self, name: str) -> float | None:
-        """Return the last value of a name, or None."""
-        return self.curves[name][1][-1] if name in self.curves else None
+    def read_curves(self) -> dict[str, Curve]:
+        """Read the logged values by name. They are not kept: those of a sweep are large."""
+        return _curves(self.ledger.directory)
 
 
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
@@ -47,7 +52,7 @@ def read_runs(paths: Sequence[str]) -> list[RunRecord]:
         if places.count(place) > 1:
             raise ConfigError(f"the run {str(place)!r} is given twice")
     return [
-        RunRecord(name, ledger, _curves(ledger.directory), _flat(_settings(ledger.directory)))
+        RunRecord(name, ledger, _flat(_settings(ledger.directory)))
         for name, ledger in zip(_names(places), ledgers, strict=True)
     ]
 
@@ -60,6 +65,47 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
         row = [str(run.settings.get(name, _ABSENT)) if run.settings else _UNKNOWN for run in runs]
         if len(set(row) - {_UNKNOWN}) > 1:
             found[name] = row
+    return found
+
+
+def last_values(runs: Sequence[RunRecord]) -> dict[str, list[float | None]]:
+    """Return the last value of each name, by run; None in a run without the name."""
+    curves = [run.read_curves() for run in runs]
+    names = dict.fromkeys(name for each in curves for name in each)
+    return {name: [each[name][1][-1] if name in each else None for each in curves] for name in names}
+
+
+def best_of(curves: Mapping[str, Curve], settings: Mapping[str, Any]) -> tuple[str, float, float] | None:
+    """Return the name, the value and the step of a run's best value; None without values.
+
+    The name is the one that its checkpoints are chosen by, else "validation/loss", else another one of
+    validation, else "train/loss".
+    """
+    by, mode = str(settings.get("trainer.checkpoint.by")), settings.get("trainer.checkpoint.mode")
+    validated = [each for each in curves if each.startswith("validation/") and direction_of(each)]
+    for name in (by, "validation/loss", *validated, "train/loss"):
+        points = [each for each in zip(*curves.get(name, ([], [])), strict=True) if not math.isnan(each[1])]
+        if points:
+            direction = mode if name == by and mode in ("min", "max") else direction_of(name)
+            step, value = (max if direction == "max" else min)(points, key=lambda each: each[1])
+            return name, value, step
+    return None
+
+
+def read_searches(directories: Iterable[Path], storage: str | None = None) -> list[dict[str, Any]]:
+    """Return the searches that runs are trials of, as plain values; of one that cannot be read the "problem".
+
+    Args:
+        directories: The run directories.
+        storage: The address of the storage, where it has a password.
+    """
+    found = []
+    for each in dict.fromkeys(directory.parent for directory in directories):
+        if (each / "search.json").is_file():
+            try:
+                found.append(_SEARCHES["search"](each, storage))
+            except (ConfigError, MissingDependencyError) as error:
+                found.append({"directory": str(each), "problem": str(error)})
     return found
 
 

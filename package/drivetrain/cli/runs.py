@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.printing import any_text, line, print_json, section, shortened, span, table
-from drivetrain.cli.report import make_report
-from drivetrain.cli.run_record import differences, read_runs, unknown_settings
+from drivetrain.cli.run_record import (
+    best_of,
+    differences,
+    last_values,
+    read_runs,
+    read_searches,
+    unknown_settings,
+)
 from drivetrain.core.errors import ConfigError, DataError
-from drivetrain.core.messages import sized
-from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
+from drivetrain.run.ledger_report import KINDS, NAME, Attempt, RunLedger, find_runs, read_ledger
 
 _ABOUT = {
-    "list": "List the runs in a directory, with the starts, steps, wall time and goodput of each. Exit code"
-    " 1 if none can be read.",
+    "list": "List the runs in a directory, with the best value, starts, steps, wall time and goodput of each,"
+    " and trials below their search. Exit code 1 if none can be read.",
     "show": "Show how a run spent its time, over all its restarts. Goodput is the share of the wall time"
     " spent on steps that count. Set-up, waiting for data, evaluation, saving, restoring, repeated steps"
     " and waiting for a restart do not count.",
     "compare": "Compare runs: the settings in which they differ, and the last value of each name.",
-    "report": "Write one HTML file with the curves of runs, their time, warnings, failures and settings. It"
-    " needs no network.",
+    "report": "Write one HTML file with the curves, settings, time, failures and pictures of runs, and of a"
+    " search with its trials. It needs no network.",
 }
 _PATHS = {"list": "a directory of runs; runs if not given", "show": "a run directory, or its ledger.jsonl"}
 _RUNS = "a run directory, or a directory of runs"
 _OUTPUT = "the file to write; report.html if not given"
+_WATCH = "write it again whenever a run goes on, until all have ended; the page reloads itself"
 
 
 def run(words: Sequence[str]) -> int:
@@ -54,41 +61,76 @@ def _parser() -> Parser:
         command.add_common(json=name != "report")
         if name == "report":
             command.add_argument("--output", default="report.html", metavar="FILE", help=_OUTPUT)
+            command.add_argument("--watch", action="store_true", help=_WATCH)
     return parser
 
 
 def _list(parsed: argparse.Namespace) -> int:
-    found: list[RunLedger] = []
+    found: list[tuple[RunLedger, tuple[str, float, float] | None]] = []
     trouble: list[str] = []
     for each in find_runs(parsed.path):
         try:
-            found.append(read_ledger(each))
-        except DataError as error:
+            (record,) = read_runs([str(each / NAME)])
+            found.append((record.ledger, best_of(record.read_curves(), record.settings)))
+        except (ConfigError, DataError) as error:
             trouble.append(str(error))
     if not found and not trouble:
         raise DataError(f"there is no run with a ledger.jsonl in {parsed.path!r} or below it")
+    searches = read_searches(ledger.directory for ledger, _ in found)
     if parsed.json:
-        print_json({"runs": [each.to_json() for each in found], "trouble": trouble})
+        runs = [
+            {
+                **ledger.to_json(),
+                "best": dict(zip(("name", "value", "step"), best, strict=True)) if best else None,
+            }
+            for ledger, best in found
+        ]
+        print_json({"runs": runs, "searches": searches, "trouble": trouble})
         return 0 if found else 1
-    table(
-        ("run", "attempts", "steps", "wall", "goodput", "ended", "heard"),
-        [
-            (
-                str(each.directory),
-                str(len(each.attempts)),
-                str(each.steps),
-                span(each.wall),
-                f"{each.goodput:.1%}",
-                _ended(each.attempts[-1]),
-                f"{span(time.time() - each.attempts[-1].heard)} ago",
-            )
-            for each in found
-        ],
-        numbers=(1, 2, 3, 4, 6),
-    )
+    head = ("run", "best", "attempts", "steps", "wall", "goodput", "ended", "heard")
+    table(head, _rows(found, searches), numbers=(2, 3, 4, 5, 7))
     for text in trouble:
         line(text)
     return 0 if found else 1
+
+
+def _rows(
+    found: Sequence[tuple[RunLedger, tuple[str, float, float] | None]], searches: Sequence[dict[str, Any]]
+) -> list[Sequence[str]]:
+    """Return a row for each run; those of a search's trials stand below a row of the search."""
+    states = {each["run"]: each["state"] for search in searches for each in search.get("trials", ())}
+    headings = {each["directory"]: [_search_row(each)] for each in searches}
+    rows: list[Sequence[str]] = []
+    for ledger, best in found:
+        directory, heading = str(ledger.directory), headings.get(str(ledger.directory.parent))
+        while heading:
+            rows.append(heading.pop())
+        state, last = states.get(directory), ledger.attempts[-1]
+        rows.append(
+            (
+                directory if heading is None else f"  {ledger.directory.name}",
+                "" if best is None else f"{best[0]} {_number(best[1])}",
+                str(len(ledger.attempts)),
+                str(ledger.steps),
+                span(ledger.wall),
+                f"{ledger.goodput:.1%}",
+                state if state in ("pruned", "failed") else _ended(last),
+                f"{span(time.time() - last.heard)} ago",
+            )
+        )
+    return rows
+
+
+def _search_row(search: Mapping[str, Any]) -> Sequence[str]:
+    if "problem" in search:
+        return (f"{search['directory']}: a search", "", "", "", "", "", shortened(search["problem"]), "")
+    trials, name = search["trials"], search["objectives"][0]
+    states = [each["state"] for each in trials]
+    counts = ", ".join(f"{states.count(each)} {each}" for each in dict.fromkeys(states))
+    best = next(
+        (f"trial {each}: {name} {_number(trials[each]['values'][name])}" for each in search["best"]), ""
+    )
+    return (f"{search['directory']}: a search", best, "", "", "", "", counts, "")
 
 
 def _show(parsed: argparse.Namespace) -> int:
@@ -143,8 +185,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     if len(runs) < 2:
         raise ConfigError("drivetrain runs compare: give two runs or more")
     differing = differences(runs)
-    names = dict.fromkeys(name for run in runs for name in run.curves)
-    last = {name: [run.last(name) for run in runs] for name in names}
+    last = last_values(runs)
     unknown = unknown_settings(runs)
     if parsed.json:
         print_json({"runs": [str(run.ledger.directory) for run in runs], "settings": differing, "last": last})
@@ -165,20 +206,7 @@ def _number(value: float | None) -> str:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from drivetrain.loggers.files import replace_page  # torch too, which the other commands do not need
-
-    path = Path(parsed.output)
-    if path.is_dir():
-        raise ConfigError(f"--output {parsed.output!r} is a directory; give a file, such as report.html")
-    runs = read_runs(parsed.paths)
-    page = make_report(runs)
-    replace_page(path, page)
-    curves = len({name for run in runs for name in run.curves})
-    counts = ", ".join(
-        f"{number} {word}{'s' * (number != 1)}" for word, number in (("run", len(runs)), ("curve", curves))
-    )
-    line(f"{path}: {counts}, {sized(path.stat().st_size)}; open it in a browser")
-    return 0
+    return int(importlib.import_module("drivetrain.integrations.report.command").report(parsed))
 
 
 _ACTIONS = {"list": _list, "show": _show, "compare": _compare, "report": _report}

@@ -21,10 +21,6 @@ from drivetrain.core.validation import local_path
 
 _LOG = logger(__name__)
 
-_CHARSET = '<meta charset="utf-8">'
-_GENERATOR = '<meta name="generator" content="drivetrain">'
-"""Says in a page who has written it."""
-
 
 def to_json(value: Any) -> Json:
     """Convert `value` to strict JSON, without the secrets of addresses; another object becomes its text.
@@ -78,18 +74,6 @@ def replace_text(path: Path, text: str) -> None:
         raise NotAFileError(path, "is a directory")
     with naming(path), replacing(str(path)) as temporary:
         Path(temporary).write_text(text, encoding="utf-8", newline="")
-
-
-def replace_page(path: Path, page: str) -> None:
-    """Write a page of HTML, in place of an earlier one of drivetrain.
-
-    Raises:
-        NotAFileError: Somebody else has written the file.
-        OSError: The page could not be written.
-    """
-    make_directory(path.parent)
-    check_own(path, lambda before: _GENERATOR.encode() in before)
-    replace_text(path, page.replace(_CHARSET, f"{_CHARSET}{_GENERATOR}", 1))
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:

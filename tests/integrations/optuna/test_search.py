@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 from tests.support.messages import warned
@@ -294,8 +295,14 @@ def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_
     assert f"* {found['best'][0]}" in out
     assert "importance for validation/loss" in out
     page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
-    assert page.count("<h2>") >= 5
-    assert "<script src=" not in page
+    (shown,) = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["searches"]
+    assert (shown["best"], [each["run"] for each in shown["trials"]]) == (found["best"], [0, 1, 2])
+    assert shown["importances"]["validation/loss"].keys() == shown["parameters"].keys() == names
+    assert main(["runs", "list", "found"]) == 0
+    told = (
+        rf"found: a search +trial {found['best'][0]}: validation/loss .* 3 complete *(\n  trial-000.*){{3}}"
+    )
+    assert re.search(told, capsys.readouterr().out)
     assert main(["search", "show", "found", "--html", "search.yaml/page.html"]) == 2
     assert "is no directory" in capsys.readouterr().err
     assert main(["search", "show", "."]) == 2

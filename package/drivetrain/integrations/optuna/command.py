@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,17 +134,17 @@ def show(words: Sequence[str]) -> int:
     """
     parser = Parser(
         prog="drivetrain search show",
-        description="Print the trials of a search and which parameters matter. With --html, write Optuna's"
-        " plots as one HTML page.",
+        description="Print the trials of a search and which parameters matter. With --html, write the report"
+        " of its runs, as `drivetrain runs report` does.",
     )
     parser.add_argument("directory", metavar="DIR", help="the run_dir of a search")
-    parser.add_argument("--html", metavar="FILE", help="the page with the plots")
+    parser.add_argument("--html", metavar="FILE", help="the report, a page for a browser")
     parser.add_argument("--storage", help="the storage, where its address has a password")
     parser.add_common()
     parsed = parser.parse_args(words)
     if not is_installed("optuna"):
         raise MissingDependencyError("optuna", "search", "drivetrain search show")
-    from drivetrain.integrations.optuna.report import importances, objectives_of, write_page
+    from drivetrain.integrations.optuna.report import importances, objectives_of
     from drivetrain.integrations.optuna.result import best_numbers, trials_of
     from drivetrain.integrations.optuna.study import recorded_study
 
@@ -155,10 +156,10 @@ def show(words: Sequence[str]) -> int:
     if parsed.json:
         print_json({**_json(trials, best, str(directory)), "importances": important})
         return 0
+    report = ""
     if parsed.html is not None:
-        if not is_installed("plotly"):
-            raise MissingDependencyError("plotly", "search", "drivetrain search show --html")
-        write_page(study, objectives, Path(parsed.html))
+        page = importlib.import_module("drivetrain.integrations.report.command").ReportPage
+        report = page([parsed.directory], parsed.storage).write(Path(parsed.html))
     with any_text():
         print_trials(trials, objectives, best)
         for name, found in important.items():
@@ -166,8 +167,8 @@ def show(words: Sequence[str]) -> int:
             line(f"importance for {name}")
             rows = [(each, f"{value:.1%}") for each, value in found.items()]
             table((), rows or [("unknown: too few trials are complete", "")], numbers=(1,))
-        if parsed.html is not None:
-            line(f"\nplots: {parsed.html}")
+        if report:
+            line(f"\n{report}")
     return 0
 
 
