@@ -11,9 +11,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.support.messages import warned
 from tests.support.refusals import assert_refused
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import LambdaCallback, Run
+from drivetrain import LambdaCallback, Run, StepOutput
 from drivetrain.core.errors import ConfigError
 from drivetrain.loggers import Audio, Figure, File, Histogram, Image, Table, Text, Video
 
@@ -33,10 +33,10 @@ class Watched(torch.Tensor):  # counts its copies to the host
         return self.as_subclass(torch.Tensor)
 
 
-def fit(directory: Path, loggers: Any = "tensorboard", **hooks: Any) -> None:
+def fit(directory: Path, loggers: Any = "tensorboard", task: Any = None, **hooks: Any) -> None:
     callbacks = [LambdaCallback(**hooks)]
     options = {"max_steps": 4, "log_every": 2, "loggers": loggers, "callbacks": callbacks}
-    quiet(**options, run_dir=directory).fit(Regression(), pairs(20))
+    quiet(**options, run_dir=directory).fit(task or Regression(), pairs(20))
 
 
 def pixels(data: bytes) -> Any:
@@ -109,21 +109,6 @@ def test_between_log_points_nothing_is_copied_to_the_host_and_later_changes_do_n
     assert Watched.copies == 2
 
 
-def test_a_logger_that_does_not_take_a_kind_says_so_once(tmp_path: Path) -> None:
-    def log(run: Run) -> None:
-        run.log("first", Image(torch.zeros(2, 2)))
-        run.log("second", Image(torch.zeros(2, 2)))
-        run.log("counts", Histogram([1, 2]))
-
-    with warned() as said:
-        fit(tmp_path, ("tensorboard", "csv", "jsonl"), on_step_end=log)
-    assert [each.partition(":")[0] for each in said] == [
-        "CSVLogger takes no values of the kind 'image'",
-        "JSONLinesLogger takes no values of the kind 'image'",
-        "CSVLogger takes no values of the kind 'histogram'",
-    ]
-
-
 def test_a_figure_of_plotly_is_a_page_for_the_loggers_that_take_it(tmp_path: Path) -> None:
     plotly = pytest.importorskip("plotly.graph_objects")
     figure = plotly.Figure(plotly.Scatter(y=[1, 7, 2]))
@@ -154,6 +139,10 @@ def test_values_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
     def logged(name: str, value: Any) -> Any:
         return lambda: fit(tmp_path, on_step_end=lambda run: run.log(name, value))
 
+    def returned(media: Any, **hooks: Any) -> Any:
+        step = lambda self, batch: StepOutput(Regression.training_step(self, batch).loss, media=media)  # noqa: E731
+        return lambda: fit(tmp_path, task=variant(training_step=step)(), **hooks)
+
     assert_refused(
         ConfigError,
         {
@@ -170,6 +159,18 @@ def test_values_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
             "a file": (lambda: File("absent"), "no such file"),
             "samples last": (lambda: Audio(torch.zeros(800, 2), 8000), "[channels, samples]"),
             "no rate": (lambda: Audio(torch.zeros(8), 0), "sample_rate"),
+            "media without names": (returned([Text("a")]), "takes values by name", "not a list"),
+            "a number as media": (returned({"x": 1.0}), "'train/x' of StepOutput(media=...) is a float"),
+            "a function of media": (returned({"x": lambda: "a"}), "'train/x'", "is a str", "Write Text(...)"),
+            "media and a value": (
+                returned({"loss": Text("a")}),
+                "media 'loss' of train",
+                "both named 'train/loss'",
+            ),
+            "media and a hook": (
+                returned({"x": Text("a")}, on_step_end=lambda run: run.log("train/x", 1.0)),
+                "media 'x' of train",
+            ),
             "one picture": (lambda: Video(torch.zeros(3, 4, 4)), "frames"),
             "complex": (lambda: Histogram([1j]).counts, "complex128"),
             "an array": (logged("x", np.zeros((2, 2))), "Write Image(...)"),

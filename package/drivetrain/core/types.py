@@ -21,11 +21,16 @@ class StepOutput(NamedTuple):
         loss: The scalar to optimise, or a mapping with "loss"; its other values are logged.
         outputs: The model's outputs, for the declared metrics.
         metrics: Further scalars to log, averaged with the loss's weight.
+        media: Images, texts and other values of `drivetrain.loggers` by name, or functions without arguments
+            that return one. In training, the media of a step's last micro-batch are logged if a log point
+            follows the step. In an evaluation, the media of each loader's first batch are logged. All others
+            are dropped, and so are those of ranks other than 0; their functions are not called.
     """
 
     loss: Tensor | Mapping[str, Any]
     outputs: Any = None
     metrics: Mapping[str, Any] | None = None
+    media: Mapping[str, Any] | None = None
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class StepContext(Protocol):
         transfer: Moves batches to the device.
         progress: The counts.
         micro_batch_end: Called with batch and outputs after each micro-batch's backward, or None.
+        media: The values to show that the last micro-batch of the step returned, or None.
         passes: Forwards and backwards so far.
         begins_again: Whether a step may be repeated. A repetition must not update a metric twice.
     """
@@ -68,6 +69,7 @@ class StepContext(Protocol):
     transfer: Transfer
     progress: Progress
     micro_batch_end: Callable[[Batch, Any], None] | None
+    media: Mapping[str, Any] | None
     passes: int
     begins_again: bool
 

@@ -141,6 +141,7 @@ class Engine:
         self._calls_microbatch = type(self.strategy).microbatch is not Strategy.microbatch
         self.placeholders = Placeholders()
         self.sums = False
+        self.media: Mapping[str, Any] | None = None  # of the last micro-batch of a step
         self.passes = 0  # forwards and backwards so far, for watchdogs
         self.begins_again = False  # whether a step may be repeated; that must not update a metric twice
         self._window = OpenWindow(self.data_ranks)
@@ -308,6 +309,7 @@ class Engine:
         strategy, run_step = self.strategy, self.run_step
         rows: list[Row] = []
         seen: list[Any] = []
+        self.media = media = None
         left = len(pairs)
         for micro_batch, factor in pairs if self.transfer.idle else self.transfer.moving(pairs):
             self.passes += 1
@@ -317,7 +319,7 @@ class Engine:
             if micro_batch.is_placeholder:
                 rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, factor))
                 continue
-            loss, names, values, outputs = read_output(run_step(micro_batch.batch))
+            loss, names, values, outputs, media = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(self.task, loss)
             rows.append((names, values, micro_batch.weight))
@@ -326,6 +328,7 @@ class Engine:
                 self.show_metrics(outputs, micro_batch.batch, seen)
             if self.micro_batch_end is not None:
                 self.micro_batch_end(micro_batch.batch, outputs)
+        self.media = media
         return rows, seen
 
     def bad_batches(self, micro_batches: Sequence[MicroBatch]) -> int:

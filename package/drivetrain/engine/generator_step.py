@@ -22,6 +22,7 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
     rows: list[Row] = []
     seen: list[Any] = []
     dropped: list[Row] = []
+    engine.media = None
     applied, norm = False, None
     while bodies:
         engine.passes += 1
@@ -72,9 +73,11 @@ def _backward(
     seen: list[Any] = []
     parameters = engine.updaters[name].parameters
     for value, (micro_batch, factor) in zip(losses, pairs, strict=True):
-        loss, names, values, outputs = read_output(value)
+        loss, names, values, outputs, media = read_output(value)
         if loss is None or values is None or not loss.requires_grad:
             raise no_loss(engine.task, loss)
+        if media is not None:
+            engine.media = {**(engine.media or {}), **media}
         rows.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
         # Only this optimizer's parameters get gradients, whatever else the loss depends on.
         if micro_batch.is_placeholder:
@@ -149,7 +152,7 @@ def returned_rows(yielded: Sequence[Any], pairs: Weighted) -> list[Row]:
                 f"a generator training_step returned a {type(each.value).__name__}; it may return a mapping"
                 " of scalars to log"
             )
-        _, names, values, _ = read_output(StepOutput(None, metrics=each.value))  # type: ignore[arg-type]
+        _, names, values, _, _ = read_output(StepOutput(None, metrics=each.value))  # type: ignore[arg-type]
         if values is not None:
             rows.append((names, values, micro_batch.weight))
     return rows

@@ -78,7 +78,7 @@ class Placeholders:
         factor: float | Tensor | None,
     ) -> Row:
         """Run forward and backward of a placeholder; return its scalars."""
-        loss, names, values, _ = read_output(self.forward(task, run_step, micro_batch.batch))
+        loss, names, values, _, _ = read_output(self.forward(task, run_step, micro_batch.batch))
         if loss is None or values is None or not loss.requires_grad:
             raise no_loss(task, loss)
         self.backward(task, strategy, loss, factor)

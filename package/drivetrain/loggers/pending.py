@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
+
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
+from drivetrain.core.random_streams import shielded
 from drivetrain.core.types import Logger
-from drivetrain.loggers.media import Media, MediaLogger
+from drivetrain.loggers.media import Media, MediaLogger, advice
 
 _LOG = logger(__name__)
 
@@ -29,8 +33,22 @@ class PendingMedia:
     def __bool__(self) -> bool:
         return bool(self._values)
 
-    def add(self, name: str, value: Media) -> None:
-        """Keep a value, in place of an earlier one of that name."""
+    def add(self, name: str, value: Media | Callable[[], Media]) -> None:
+        """Keep a value, or the one that a function returns, in place of an earlier one of that name.
+
+        Raises:
+            ConfigError: It is of another type.
+        """
+        if not self._loggers:
+            return
+        if callable(value):
+            with torch.no_grad(), shielded():
+                value = value()
+        if not isinstance(value, Media):
+            raise ConfigError(
+                f"{name!r} of StepOutput(media=...) is a {type(value).__name__}; allowed are a value of"
+                f" drivetrain.loggers, and a function without arguments that returns one. {advice(value)}"
+            )
         for place, each in enumerate(self._loggers):
             takes = each.takes if isinstance(each, MediaLogger) else ()
             if value.kind not in takes and (place, value.kind) not in self._said:

@@ -33,6 +33,7 @@ class EvaluationPass:
         self._buffer = MetricBuffer(self._ranks)
         self.add = self._buffer.add
         self._evaluation = run.evaluation
+        self._log_media = run.log_media
         self._metric_inputs = run.task.metric_inputs
         self._whole = whole
         self._declared = declared
@@ -51,7 +52,9 @@ class EvaluationPass:
 
     def take(self, micro_batch: MicroBatch, number: int, returned: StepValues) -> None:
         """Take what a step has returned for a batch."""
-        loss, names, scalars, outputs = returned
+        loss, names, scalars, outputs, media = returned
+        if media is not None and number == 0:
+            self._log_media(media)
         if scalars is not None:
             self.add([(names, scalars, micro_batch.weight)], number)
         self.read(micro_batch, loss, outputs)

@@ -440,7 +440,7 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
             if made.needs_all:
                 made.end_round()
             if after_step and returned is not None:
-                run.call_about(micro_batch.batch, returned[-1], after_step)
+                run.call_about(micro_batch.batch, returned[3], after_step)
         return made.values()
 
 

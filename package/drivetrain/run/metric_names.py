@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from drivetrain.core.direction import ENDS, direction_of
 from drivetrain.core.errors import ConfigError
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import is_loss
 from drivetrain.task.task import TaskModule, overrides
+
+T = TypeVar("T")
 
 STAGES = ("train", "validation", "test", "predict")
 
@@ -25,10 +27,11 @@ class ValueSource(NamedTuple):
     stage: str
     loader: str | None
     name: str
+    kind: str = ""  # what a message says before the name
 
     def __str__(self) -> str:
         of = self.stage if self.loader is None else f"{self.stage} on {self.loader!r}"
-        return f"{self.name!r} of {of}"
+        return f"{self.kind}{self.name!r} of {of}"
 
 
 class MetricNames:
@@ -48,13 +51,15 @@ class MetricNames:
         self._directions: dict[str, str] = {}
         self._loaders: tuple[str, ...] = ()
 
-    def named(self, values: Mapping[str, float], stage: str, loader: str | None = None) -> dict[str, float]:
+    def named(
+        self, values: Mapping[str, T], stage: str, loader: str | None = None, *, kind: str = ""
+    ) -> dict[str, T]:
         """Return the values of a stage under their full names."""
         if values:
             self.stages.add(stage)
-        full: dict[str, float] = {}
+        full: dict[str, T] = {}
         for name, value in values.items():
-            source = ValueSource(stage, loader, name)
+            source = ValueSource(stage, loader, name, kind)
             given = self._task.metric_name(stage, loader, name)
             if given is None:
                 continue

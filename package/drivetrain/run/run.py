@@ -284,6 +284,16 @@ class Run(RunState):
             raise ConfigError(f"run.log({name!r}, ...) was given a number that is too large") from None
         (self.logged if self._logging else self._values)[name] = number
 
+    def log_media(self, media: Mapping[str, Any]) -> None:
+        """Add a step's `StepOutput(media=...)` to the next log point, under the names that the task gives.
+
+        Raises:
+            ConfigError: A value of another type, or a name that another value of the run has.
+        """
+        loader = None if self.stage == "train" else self.evaluation.loader
+        for name, value in self.names.named(media, self.stage, loader, kind="media ").items():
+            self._pending.add(name, value)
+
     def drop_pending(self) -> None:
         """Forget the images and other such values that wait for a log point."""
         self._pending.clear()
@@ -388,6 +398,9 @@ class Run(RunState):
             return
         self.device_wait = perf_counter() - start
         self.engine.buffer.reset()
+        if self.engine.media is not None:
+            self.log_media(self.engine.media)
+            self.engine.media = None
         if self.train_metrics:
             means = joined(means, self.train_metrics.compute())
             self.train_metrics.reset()

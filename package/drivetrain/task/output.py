@@ -12,11 +12,12 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch, StepOutput
 from drivetrain.data.batch import map_tensors
 
-StepValues: TypeAlias = tuple[Tensor | None, tuple[str, ...], Tensor | None, Any]
+StepValues: TypeAlias = tuple[Tensor | None, tuple[str, ...], Tensor | None, Any, Mapping[str, Any] | None]
 """A step's return value in parts.
 
 First comes the scalar to optimise, with its graph; it is None when a validation step returned nothing. Then
-come the names of the scalars to log, those scalars (detached), and the model's outputs or None."""
+come the names of the scalars to log, those scalars (detached), the model's outputs or None, and the media or
+None."""
 
 
 class Optimized(NamedTuple):
@@ -42,18 +43,18 @@ _LOSS = ("loss",)
 
 def read_output(output: Any) -> StepValues:
     """Split a step's return value: a scalar, a mapping with "loss", a `StepOutput`, or None."""
-    outputs = None
+    outputs = media = None
     extra: Mapping[str, Any] | None = None
     loss = output
     if isinstance(output, StepOutput):
-        loss, outputs, extra = output.loss, output.outputs, output.metrics
-        if extra:
-            _check_extra(loss, extra)
+        loss, outputs, extra, media = output
+        if extra or media:
+            _check_extra(loss, extra, media)
     if isinstance(loss, Tensor):
         if loss.ndim or loss.is_complex():
             loss = _scalar("loss", loss)
         if not extra:
-            return loss, _LOSS, loss.detach(), outputs
+            return loss, _LOSS, loss.detach(), outputs, media
         named = {"loss": loss, **extra}
     elif isinstance(loss, Mapping):
         named = {**loss, **extra} if extra else dict(loss)
@@ -67,10 +68,12 @@ def read_output(output: Any) -> StepValues:
         if loss.ndim:
             named["loss"] = loss = _scalar("loss", loss)
     elif loss is None:
-        return None, tuple(extra or ()), _stacked(extra, None) if extra else None, outputs
+        if not extra:
+            return None, (), None, outputs, media
+        return None, tuple(extra), _stacked(extra, None), outputs, media
     else:
         raise _no_output(output, loss)
-    return loss, tuple(named), _stacked(named, loss), outputs
+    return loss, tuple(named), _stacked(named, loss), outputs, media
 
 
 def _no_output(output: Any, loss: Any) -> ConfigError:
@@ -106,15 +109,20 @@ def without_other_graphs(step: Callable[[Batch], Any], keep_outputs: bool) -> Ca
         if not isinstance(output, StepOutput):
             return output
         if keep_outputs:
-            return StepOutput(output.loss, map_tensors(Tensor.detach, output.outputs), output.metrics)
-        return StepOutput(output.loss, None, output.metrics) if output.metrics else output.loss
+            return output._replace(outputs=map_tensors(Tensor.detach, output.outputs))
+        return output._replace(outputs=None) if output.metrics or output.media else output.loss
 
     return run
 
 
-def _check_extra(loss: Any, extra: Mapping[str, Any]) -> None:
+def _check_extra(loss: Any, extra: Mapping[str, Any] | None, media: object) -> None:
+    if media and not isinstance(media, Mapping):
+        raise ConfigError(
+            "StepOutput(media=...) takes values by name, as in {'samples': Image(...)}, not a"
+            f" {type(media).__name__}"
+        )
     taken = loss if isinstance(loss, Mapping) else () if loss is None else _LOSS
-    twice = [name for name in extra if name in taken]
+    twice = [name for name in extra or () if name in taken]
     if twice:
         raise ConfigError(
             f"a step returned {', '.join(map(repr, twice))} twice: as StepOutput's loss and among its"

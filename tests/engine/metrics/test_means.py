@@ -22,7 +22,7 @@ Returned = dict[str, float]
 
 def add(buffer: MetricBuffer, step: int, values: Returned, weight: Any = 1.0) -> None:
     """One step of one micro-batch that returned these values."""
-    _, names, scalars, _ = read_output({name: torch.tensor(value) for name, value in values.items()})
+    _, names, scalars, *_ = read_output({name: torch.tensor(value) for name, value in values.items()})
     buffer.add([(names, scalars, weight)], step)
 
 
@@ -45,7 +45,7 @@ def made(count: int, seed: int = 0) -> list[tuple[Returned, float]]:
 
 
 def values_of(output: Any) -> dict[str, float]:
-    _, names, scalars, _ = read_output(output)
+    _, names, scalars, *_ = read_output(output)
     assert not scalars.requires_grad
     return dict(zip(names, scalars.reshape(-1).tolist(), strict=True))
 
@@ -63,14 +63,14 @@ def test_the_loss_is_optimised_with_its_graph_and_everything_is_logged_without()
         (Mine({"loss": loss, "norm": norm}, "outputs", {}), {"norm": 9.0}),
         (Mine({"loss": loss, "norm": norm}, "outputs", {"accuracy": half}), {"norm": 9.0, "accuracy": 0.5}),
     ):
-        optimised, *_, outputs = read_output(output)
+        optimised, _, _, outputs, _ = read_output(output)
         assert optimised is loss
         assert outputs == ("outputs" if isinstance(output, StepOutput) else None)
         assert values_of(output) == {"loss": 6.0, **more}
 
 
 def test_a_validation_step_may_return_nothing_or_metrics_alone() -> None:
-    assert read_output(None) == (None, (), None, None)
+    assert read_output(None) == (None, (), None, None, None)
     alone = StepOutput(None, metrics={"loss": torch.tensor(2.0)})  # type: ignore[arg-type]
     assert read_output(alone)[0] is None
     assert values_of(alone) == {"loss": 2.0}
@@ -83,7 +83,7 @@ def test_scalars_in_a_shape_of_one_and_numbers_of_python_and_numpy_keep_their_di
     read = values_of({"loss": torch.tensor(1 / 3, dtype=torch.float64), **more})
     assert read == {"loss": 1 / 3, "tenth": 0.1, "count": 2**40 + 1, "yes": 1.0, "numpy": 0.3, "half": 0.5}
     running = torch.tensor(1.0)
-    _, _, scalars, _ = read_output({"loss": torch.tensor(0.0), "running": running})
+    _, _, scalars, *_ = read_output({"loss": torch.tensor(0.0), "running": running})
     running += 5  # a value that the task goes on changing was read when it was returned
     assert scalars.tolist() == [0.0, 1.0]
 

@@ -120,7 +120,7 @@ def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch) -> tu
             kept = max(kept, watch.total - before)
             besides = max(besides, _backward(task, tree_leaves(each), watch))
     else:
-        loss, _, _, outputs = read_output(found)
+        loss, _, _, outputs, _ = read_output(found)
         del found
         whole = watch.total
         del outputs

@@ -1,0 +1,65 @@
+"""Texts, pictures and other such values that a task returns, from `StepOutput` to the files of loggers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.support.messages import warned
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import Regression, quiet
+
+from drivetrain import StepOutput
+from drivetrain.loggers import Histogram, Text
+
+
+def numbered(first: int) -> list[Any]:
+    return [(torch.full((2, 4), n / 1000), torch.zeros(2, 1)) for n in range(first, first + 16)]
+
+
+class Showing(Regression):  # shows the number of a batch
+    drawn: list[str] = []  # noqa: RUF012
+
+    def shown(self, batch: Any) -> StepOutput:
+        def draw() -> Text:
+            self.drawn.append(f"{1000 * float(batch[0][0, 0]):.0f}")
+            return Text(self.drawn[-1])
+
+        loss = self.loss(self(batch[0]), batch)
+        return StepOutput(loss, media={"number": draw, "counts": Histogram(batch[0])})
+
+    training_step = validation_step = shown
+
+
+def fit_showing(directory: Path, loggers: Any, **options: Any) -> tuple[list[str], dict[str, list[Any]]]:
+    Showing.drawn.clear()
+    options |= {"log_every": 2, "max_steps": 4, "validate_every": 4, "sanity_validation": None}
+    data = numbered(0), {"a": numbered(100), "b": numbered(200)}
+    quiet(**options, loggers=loggers, run_dir=directory).fit(Showing(), *data)
+    reader = EventAccumulator(str(directory))
+    reader.Reload()
+    names = [each.replace("counts", "number") for each in reader.Tags()["histograms"]]
+    found = {name: reader.Tensors(name) for name in names}
+    return Showing.drawn, {
+        n: [(each.step, each.tensor_proto.string_val[0]) for each in found[n]] for n in found
+    }
+
+
+VALIDATED = {"validation/a/number": [(4, b"100")], "validation/b/number": [(4, b"200")]}
+
+
+def test_log_points_show_the_last_micro_batch_and_validations_the_first_batch(tmp_path: Path) -> None:
+    with warned("takes no values of the kind") as said:
+        made, found = fit_showing(tmp_path, ("tensorboard", "csv", "jsonl"), gradient_accumulation_steps=2)
+    assert found == {"train/number": [(2, b"3"), (4, b"7")], **VALIDATED}
+    assert made == ["3", "7", "100", "200"], "nothing is drawn that is not logged"
+    assert len(said) == 3, "CSV's logger takes neither kind, and that of JSON lines no texts"
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_of_two_ranks_that_shard_a_task_the_first_shows_its_values(tmp_path: Path) -> None:
+    options = {"strategy": "fsdp", "devices": 2}
+    (made, found), (other, _) = on_two_ranks(lambda: fit_showing(tmp_path, "tensorboard", **options))
+    assert found == {"train/number": [(2, b"2"), (4, b"6")], **VALIDATED}
+    assert (len(made), other) == (4, [])
