@@ -111,7 +111,6 @@ OUTPUT = {
         "data/keyed_batches.py",  # the last words of a worker
         "integrations/lightning/trainer_view.py",  # `self.trainer.print` of a module
         "integrations/hub/upload.py",  # the answer of a process to the one that started it
-        "core/messages.py",
     ),
     "logging.getLogger": (
         "core/messages.py",

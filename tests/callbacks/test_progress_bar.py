@@ -1,12 +1,13 @@
 """The progress bar: a bar on a terminal, plain lines anywhere else, nothing on other ranks."""
 
+import ast
 import dataclasses
 import json
 import os
 import re
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -125,15 +126,60 @@ def test_a_terminal_keeps_a_line_per_epoch_and_cuts_no_number(drive, columns):
     assert "val loss 0.1235" in bar or columns != 80
 
 
-def test_a_notebook_without_widgets_keeps_a_line_per_epoch_on_stdout(drive, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", module)  # as a kernel of Jupyter has it
-    drive(ProgressBar(), epochs=2, results=[{"loss": 0.5}] * 2).fit()
-    written = capsys.readouterr()
-    assert written.out.count("\n") == 3, "two lines, and the bar's end"
-    assert "epoch 1/2 | step 4/8 | train/loss " in written.out
-    assert written.out.count("validation/loss 0.5\n") == 2
-    assert "\x1b" not in written.out  # a notebook cannot move up
-    assert written.err == ""
+def raising(error):
+    def hook(run):
+        raise error
+
+    return hook
+
+
+@pytest.fixture
+def outputs(capsys, monkeypatch):  # what a notebook's cell shows, one after the other
+    monkeypatch.setattr(module, "in_notebook", lambda: True)
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_DRAWINGS", 0.0)
+    # IPython prints the data of an output where it has no kernel.
+    yield lambda: [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("hook", "made", "ending"),
+    [
+        (lambda run: None, 8, ""),
+        (lambda run: run.stop("<enough>"), 1, "&lt;enough&gt;"),
+        (raising(RuntimeError("lost")), 1, "failed: RuntimeError"),
+        (raising(KeyboardInterrupt()), 1, "interrupted"),
+    ],
+    ids=["whole", "stopped", "failed", "interrupted"],
+)
+def test_a_notebook_has_one_output_that_ends_with_the_last_values_or_the_reason(
+    drive, outputs, hook, made, ending
+):
+    results = [{"loss": 0.5, "<b>": 0.25}] * 2
+    with suppress(RuntimeError, KeyboardInterrupt):
+        drive(ProgressBar(), LambdaCallback(on_step_end=hook), epochs=2, results=results).fit()
+    found = outputs()
+    shown = [each["text/html"] for each in found]
+    validates = ending in ("", "&lt;enough&gt;")
+    assert any("<span>validation</span>" in each for each in shown) == validates
+    assert shown[-1].count("<progress") == 1, "the evaluation's bar is gone"
+    assert f'<progress value="{made}" max="8"' in shown[-1]
+    assert ending in shown[-1]
+    assert ("#d93025" in shown[-1]) != validates
+    assert not any("<b>" in each.replace(f"<b>{ending}</b>", "") for each in shown)
+    if not ending:
+        assert shown[-1].count("<tr>") == 3, "a head, and a row for each epoch"
+        assert ">validation/<wbr>&lt;b&gt;</th>" in shown[-1]
+        line, *_ = found[-1]["text/plain"].splitlines()
+        assert re.fullmatch("epoch 1/2 . step 4/8 . train/loss .* . validation/loss 0.5 . .*/<b> 0.25", line)
+
+
+def test_a_notebook_keeps_the_bar_of_a_test_and_the_last_of_many_epochs(drive, outputs):
+    run = drive(ProgressBar(), epochs=14, steps_per_epoch=1, log_every=1)
+    run.fit()
+    assert outputs()[-1]["text/html"].count("<tr>") == 11
+    run.trainer.test(run.task, run.train_data)
+    assert '<span>test</span><span><progress value="1" max="1"' in outputs()[-1]["text/html"]
 
 
 def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatch):
@@ -186,21 +232,31 @@ def test_a_bar_of_rich_has_the_same_lines_and_values(drive, columns, monkeypatch
 @pytest.mark.landing
 def test_a_notebook_has_a_table_of_the_last_values_and_the_result_as_a_table(tmp_path):
     source = f"""
+import dataclasses
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from tests.support.tasks import Regression, pairs, quiet
-quiet(max_epochs=2, log_every=2, progress_bar="rich").fit(Regression(), pairs(), pairs(4))
+trainer = quiet(max_epochs=2, log_every=2, progress_bar=True, loggers="csv", run_dir="run")
+result = trainer.fit(Regression(), pairs(), pairs(4))
+result
 """
-    cell = {"cell_type": "code", "source": source, "outputs": [], "metadata": {}, "execution_count": None}
+    ranks = """
+two = dataclasses.replace(trainer, devices=2, strategy="ddp", run_dir="two")
+two.fit(Regression(), pairs(), pairs(4)).stop_reason
+"""
+    sources = [source, "result.plot()", ranks]
+    empty = {"cell_type": "code", "outputs": [], "metadata": {}, "execution_count": None}
+    cells = [empty | {"source": each} for each in sources]
     path = tmp_path / "notebook.ipynb"
-    path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
-    (cell,) = executed(path, tmp_path)["cells"]
-    tables = ["".join(each["data"].get("text/html", "")) for each in cell["outputs"] if "data" in each]
-    shown = next(each for each in tables if "epoch 2/2" in each)  # replaced at each log point
-    assert "<th>step 10</th>" in shown
-    assert "validation/loss</td>" in shown
-    assert "<td>max_epochs=2 reached</td>" in tables[-1]
-    assert "<td>train/loss</td>" in tables[-1]
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}))
+    fit, plot, ranks = (cell["outputs"] for cell in executed(path, tmp_path)["cells"])
+    bar, result = ("".join(each["data"]["text/html"]) for each in fit if "data" in each)
+    assert "<span>epoch 2/2</span>" in bar
+    assert "validation/<wbr>loss</th>" in bar
+    assert ">max_epochs=2 reached</td>" in result
+    assert result.count("<svg") == 2, "a curve of each value"
+    assert "image/png" in plot[0]["data"]
+    assert sum("data" in each for each in ranks) == 2, "one bar for both processes, and the result"
 
 
 def test_other_ranks_show_nothing(drive):

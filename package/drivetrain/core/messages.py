@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from drivetrain.core.errors import ConfigError, nearest, shown
+from drivetrain.core.notebook.output import in_notebook
 
 NAME = "drivetrain"
 LEVEL_VARIABLE = "DRIVETRAIN_LOG_LEVEL"
@@ -32,14 +33,19 @@ def _as_shown(record: logging.LogRecord) -> bool:
 
 
 class _DefaultHandler(logging.Handler):
-    """Writes messages to today's stderr, unless the program has given the logger or its parents a handler."""
+    """Writes messages to today's stderr, unless the program has given the logger or its parents a handler.
+
+    In a notebook progress goes to stdout.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _has_other_handlers(record.name, self) or sys.stderr is None:
+        # A notebook colours stderr as an error.
+        stream = sys.stdout if record.levelno < logging.WARNING and in_notebook() else sys.stderr
+        if _has_other_handlers(record.name, self) or stream is None:
             return
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
-            sys.stderr.flush()
+            stream.write(f"{self.format(record)}\n")
+            stream.flush()
         except Exception:  # as logging's own handlers: a closed stream ends no run
             self.handleError(record)
 

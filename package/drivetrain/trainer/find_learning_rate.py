@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.notebook.html import html_table, sparkline
+from drivetrain.core.notebook.output import new_figure
 from drivetrain.core.validation import count, number
 from drivetrain.task.optim.build import apply_factor
 from drivetrain.task.task import TaskModule
@@ -53,17 +55,17 @@ class LearningRateCurve:
         span = f" from {self.rates[0]:.3g} to {self.rates[-1]:.3g}" if self.rates else ""
         return f"{type(self).__name__}({given}{span})"
 
+    def _repr_html_(self) -> str:
+        suggestion = "none" if self.suggestion is None else f"{self.suggestion:.3g}"
+        return html_table(("suggested rate", "smoothed loss"), [(suggestion, sparkline(self.smoothed))])
+
     def plot(self) -> Figure:
         """Return the curve as a figure of matplotlib, which a notebook shows.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise MissingDependencyError("matplotlib", "plots", "LearningRateCurve.plot") from None
-        figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+        figure = new_figure("LearningRateCurve.plot", figsize=(6.0, 4.0))
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss", xscale="log")
         axes.plot(self.rates, self.losses, alpha=0.4, label="loss")
         axes.plot(self.rates, self.smoothed, label="smoothed")

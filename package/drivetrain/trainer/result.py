@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.notebook.html import html_table, sparkline
+from drivetrain.core.notebook.output import new_figure
 from drivetrain.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -67,8 +69,6 @@ class FitResult:
 
     def _repr_html_(self) -> str:
         """Return the result as a table, which a notebook shows."""
-        from drivetrain.callbacks.progress.notebook_table import html_table
-
         progress = self.progress
         facts: list[tuple[str, object]] = [("ended", self.stop_reason)]
         facts += [("steps, epochs", f"{progress.steps:,}, {progress.epoch}")]
@@ -76,8 +76,13 @@ class FitResult:
         places = {"run directory": self.run_dir, "weights": self.model_path}
         places |= {f"best by {by}": path for by, path in self.best_checkpoints.items()}
         facts += [(name, path) for name, path in places.items() if path is not None]
-        values = [(name, f"{value:.6g}") for name, value in self.metrics.items()]
-        return html_table((), facts) + html_table(("value", "last"), values)
+        try:
+            history = self.history
+        except ConfigError:  # no curves
+            history = []
+        curves = {name: sparkline([row[name] for row in history if name in row]) for name in self.metrics}
+        values = [(name, f"{value:.6g}", curves[name]) for name, value in self.metrics.items()]
+        return html_table(("value", "last", "curve"), values) + html_table((), facts)
 
     def plot(self, *names: str) -> Figure:
         """Return the logged values as a figure of matplotlib, which a notebook shows.
@@ -110,17 +115,13 @@ class PredictResult:
 
 def _plot(history: Sequence[Mapping[str, float]], names: Sequence[str] = ()) -> Figure:
     """Return a figure with a plot for each value; "train/loss" and "validation/loss" share one."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError("matplotlib", "plots", "FitResult.plot") from None
     plots: dict[str, list[str]] = {}
     for name in _chosen(history, names):
         stage, _, what = name.partition("/")
         plots.setdefault(what if stage in ("train", "validation", "test") else name, []).append(name)
     columns = min(_COLUMNS, len(plots))
     lines = math.ceil(len(plots) / columns)
-    figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained")
+    figure = new_figure("FitResult.plot", figsize=(_SIZE[0] * columns, _SIZE[1] * lines))
     for number, (title, shown) in enumerate(plots.items(), 1):
         axes = figure.add_subplot(lines, columns, number, title=title, xlabel="step")
         for name in shown:

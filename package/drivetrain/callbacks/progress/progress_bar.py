@@ -8,12 +8,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.progress.notebook_table import NotebookTable, html_table
+from drivetrain.callbacks.progress.lines import joined, short
+from drivetrain.callbacks.progress.notebook_bar import Line, notebook_bar_class
 from drivetrain.core.errors import MissingDependencyError, plain
+from drivetrain.core.notebook.output import in_notebook
 from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import by_name, one_of
 
@@ -31,18 +34,19 @@ _LEAST_BAR = 8
 class ProgressBar(Callback):
     """Shows the steps made, the time left and the latest metrics, on stderr of the main rank.
 
-    On a terminal and in a notebook it is a tqdm bar, with a second, transient one during evaluation and
-    prediction. Both keep one line per epoch beside the bar, with all values. The bar has as many of them as
-    fit in its line, under short names (``val loss``) where the full ones do not. A notebook shows them on
-    stdout, because it colours stderr as an error.
+    On a terminal it is a tqdm bar, with a second, transient one during evaluation and prediction. It keeps
+    one line per epoch above the bar, with all values. The bar has as many of them as fit in its line, under
+    short names (``val loss``) where the full ones do not.
+
+    In a notebook it is one output of the cell, in HTML: a bar, above a table of the last values with a row
+    per epoch, of at most ten. A fit that ends before its last step leaves a bar that says why.
 
     Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without control
     characters. The values of a validation between two lines appear in the next::
 
         epoch 2/3 | step 50/135 | train/loss 0.512 | validation/accuracy 0.93
 
-    With the style "rich" it is a bar of rich on a terminal. In a notebook it is tqdm's, with a table of the
-    last values that is replaced at each log point, in place of the lines.
+    With the style "rich" it is a bar of rich on a terminal.
 
     Args:
         metrics: The names to show. By default the first four of each stage, in the order of logging.
@@ -57,13 +61,12 @@ class ProgressBar(Callback):
         self.style = one_of("style", style, ("tqdm", "rich"))
         if style == "rich" and not is_installed("rich"):
             raise MissingDependencyError("rich", "rich", "progress_bar='rich'")
-        self._table: NotebookTable | None = None
         self._fitting = False
         self._epoch = 0
-        self._bar_class: Any = None
+        self._new_bar: Any = None
         self._bar: Any = None
         self._evaluation_bar: Any = None
-        self._beside: list[tuple[str, str]] = []  # each value for the bar, under its name and a short one
+        self._beside: Line | None = None  # the values for the bar
         self._loader: str | None = None
         self._due = self._unsaid = False
         # The time of the next drawing. Infinity if nothing is drawn: a step then only reads the clock.
@@ -76,13 +79,9 @@ class ProgressBar(Callback):
         self._fitting = True
         self._epoch = run.progress.epoch + 1
         self._look_for_screen()
-        if self._bar_class is not None:
-            self._bar = self._bar_class(
-                initial=run.progress.steps,
-                total=run.totals.steps,
-                desc=self._epoch_text(run),
-                unit="step",
-                **self._bar_class.options,
+        if self._new_bar is not None:
+            self._bar = self._new_bar(
+                initial=run.progress.steps, total=run.totals.steps, desc=self._epoch_text(run), unit="step"
             )
 
     def on_epoch_start(self, run: Run) -> None:
@@ -104,14 +103,7 @@ class ProgressBar(Callback):
         self._unsaid = True
         # The values that other callbacks add to this log point are not among the metrics yet.
         if self._bar is not None:
-            metrics = {**run.metrics, **run.logged}
-            self._beside = [
-                (f"{name} {metrics[name]:.4g}", f"{_short(name)} {metrics[name]:.4g}")
-                for name in self._shown(run, metrics)
-            ]
-            if self._table is not None:
-                rows = [(name, f"{metrics[name]:.6g}") for name in self._shown(run, metrics)]
-                self._table.show(html_table((self._epoch_text(run), f"step {run.progress.steps}"), rows))
+            self._beside = self._line(run, {**run.metrics, **run.logged})
             return
         of_training = any(run.names.stage_of(name) == "train" for name in run.logged)
         self._due = self._due or of_training or run.triggers.log.every is None
@@ -145,66 +137,68 @@ class ProgressBar(Callback):
             self._print(run)
         if self._bar is not None:
             self._draw(run)
-        self._close()
+        is_early = run.progress.steps != run.totals.steps
+        self._close((run.stop_reason or "") if is_early else "")
 
     def on_exception(self, run: Run) -> None:
         """Leave the bars on the screen, and the terminal at the start of a line."""
         if self._due:
             self._print(run)
-        self._close()
+        if self._bar is not None:
+            self._draw(run)
+        is_error = isinstance(run.exception, Exception)
+        self._close(f"failed: {type(run.exception).__name__}" if is_error else "interrupted", True)
 
     def _print(self, run: Run) -> None:
         self._due = self._unsaid = False
-        steps = _of("step", run.progress.steps, run.totals.steps)
-        values = [f"{name} {run.metrics[name]:.4g}" for name in self._shown(run, run.metrics)]
-        parts = [self._epoch_text(run), steps, *values]
+        line = self._line(run, run.metrics)
         if self._bar is None:
-            print(" | ".join(parts), file=sys.stderr, flush=True)
+            print(joined(*line), file=sys.stderr, flush=True)
         else:
             if self._beside:
-                self._bar.show_beside(self._beside)
-            if self._table is not None:  # which has them
-                return
-            self._bar.n = run.progress.steps  # write() draws the bar again, below the line
-            columns = self._bar.format_dict["ncols"] if self._bar.fits else None
-            self._bar.write(_wrapped(parts, columns), file=self._bar.fp)
+                self._bar.show_beside(*self._beside)
+            self._bar.n = run.progress.steps  # the bar is drawn again, below the line
+            self._bar.keep_line(*line)
+
+    def _line(self, run: Run, values: Mapping[str, float]) -> Line:
+        steps = _of("step", run.progress.steps, run.totals.steps)
+        shown = [(name, f"{values[name]:.4g}") for name in self._shown(run, values)]
+        return (self._epoch_text(run), steps), shown
 
     def _look_for_screen(self) -> None:
-        self._bar_class = _bar_class(self.style)
-        is_notebook = self._bar_class is not None and "ipykernel.zmqshell" in sys.modules
-        self._table = NotebookTable() if is_notebook and self.style == "rich" else None
-        self._next = math.inf if self._bar_class is None else 0.0
+        self._new_bar = _bar_class(self.style)
+        self._beside = None
+        self._next = math.inf if self._new_bar is None else 0.0
 
     def _draw(self, run: Run) -> None:
         if self._beside:
-            self._bar.show_beside(self._beside)
+            self._bar.show_beside(*self._beside)
         self._bar.update(run.progress.steps - self._bar.n)
-        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS / self._bar_class.drawings
+        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS / self._bar.drawings
 
     def _draw_evaluation(self, run: Run) -> None:
         evaluation = run.evaluation
         name = run.stage if evaluation.loader is None else plain(f"{run.stage} {evaluation.loader}")
         if self._evaluation_bar is None:
-            options = self._bar_class.options | self._bar_class.second
-            self._evaluation_bar = self._bar_class(
-                total=evaluation.batches, desc=name, unit="batch", leave=False, **options
+            self._evaluation_bar = self._new_bar(
+                total=evaluation.batches, desc=name, unit="batch", leave=False
             )
         elif evaluation.loader != self._loader:
             self._evaluation_bar.reset(total=evaluation.batches)
             self._evaluation_bar.set_description(name, refresh=False)
         self._loader = evaluation.loader
         self._evaluation_bar.update(evaluation.batch + 1 - self._evaluation_bar.n)
-        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS / self._bar_class.drawings
+        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS / self._evaluation_bar.drawings
 
-    def _close_evaluation(self) -> None:
+    def _close_evaluation(self, why: str = "", has_failed: bool = False) -> None:
         if self._evaluation_bar is not None:
-            self._evaluation_bar.close()
+            self._evaluation_bar.end(why, has_failed)
             self._evaluation_bar = None
 
-    def _close(self) -> None:
-        self._close_evaluation()
+    def _close(self, why: str = "", has_failed: bool = False) -> None:
+        self._close_evaluation(why, has_failed)
         if self._bar is not None:
-            self._bar.close()
+            self._bar.end(why, has_failed)
             self._bar = None
         self._fitting = self._due = self._unsaid = False
         self._next = math.inf
@@ -229,89 +223,53 @@ class ProgressBar(Callback):
 _NARROW = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """A bar for a narrow screen: tqdm's, without the steps per second."""
 
-_OPTIONS: dict[str, Any] = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}
-"""tqdm decides in which calls of update() it draws; here the callback has decided already."""
-
-_NOTEBOOK_COLUMNS = 100
-"""The width of a text bar in a notebook, which does not tell its own."""
-
 
 def _of(what: str, number: int, total: int | None) -> str:
     return f"{what} {number}" if total is None else f"{what} {number}/{total}"
 
 
-def _short(name: str) -> str:
-    """Return a metric's name for a narrow screen: "loss" for "train/loss", "val loss" for validation's."""
-    return name.removeprefix("train/").replace("validation/", "val ", 1)
-
-
-def _wrapped(parts: Sequence[str], columns: int | None) -> str:
-    """Join the parts of a line, and break it between two parts where it is wider than the screen."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if columns and len(lines[-1]) + len(part) + 3 > columns:
-            lines.append(f"    {part}")
-        else:
-            lines[-1] += f" | {part}"
-    return "\n".join(lines)
-
-
 def _bar_class(style: str) -> Any:
-    """Return the class of the bars for stderr; None where no bar can be drawn."""
-    notebook = "ipykernel.zmqshell" in sys.modules
-    if not (notebook or _has_screen()):
+    """Return what makes the bars of a run; None where no bar can be drawn."""
+    if in_notebook():
+        return notebook_bar_class()
+    if not _has_screen():
         return None
-    if style == "rich" and not notebook:
+    if style == "rich":
         from drivetrain.callbacks.progress.rich_bar import rich_bar_class
 
         return rich_bar_class()
     from tqdm.std import tqdm
 
-    base: Any = tqdm
-    options, second = _OPTIONS, {}
-    if notebook:
-        from tqdm import notebook as widgets
-
-        # Without ipywidgets tqdm's notebook bar raises; the text bar works in a notebook as well.
-        if widgets.IProgress is not None:
-            base = widgets.tqdm
-        else:
-            options = {
-                **_OPTIONS,
-                "dynamic_ncols": False,
-                "ncols": _NOTEBOOK_COLUMNS,
-                "file": sys.stdout,
-            }
-            second = {"position": 0}  # in the place of the first: a notebook's text has no way up
     # tqdm starts a thread that outlives the bar, to redraw stale bars, and makes a lock for several
     # processes, which on some systems starts one. This bar needs neither.
-    kept = {"monitor_interval": 0, "_lock": threading.RLock(), "show_beside": _show_beside, "drawings": 1.0}
-    return type("Bar", (base,), {**kept, "fits": base is tqdm, "options": options, "second": second})
+    kept = {"monitor_interval": 0, "_lock": threading.RLock(), "drawings": 1.0}
+    methods = {"show_beside": _show_beside, "keep_line": _keep_line, "end": lambda bar, *_: bar.close()}
+    # tqdm decides in which calls of update() it draws; here the callback has decided already.
+    return partial(type("Bar", (tqdm,), kept | methods), mininterval=0.0, miniters=0, dynamic_ncols=True)
 
 
-def _show_beside(bar: Any, values: Sequence[tuple[str, str]]) -> None:
+def _keep_line(bar: Any, of: Sequence[str], values: Sequence[tuple[str, str]]) -> None:
+    """Print a line above a bar."""
+    bar.write(joined(of, values, bar.format_dict["ncols"]), file=bar.fp)
+
+
+def _show_beside(bar: Any, of: Sequence[str], values: Sequence[tuple[str, str]]) -> None:
     """Put values beside a bar: under full names, or as many as fit under short ones, without the rate."""
     shape = bar.format_dict
-    columns = shape["ncols"] if bar.fits else None
+    columns = shape["ncols"]
+    full = fitting = [" ".join(each) for each in values]
     # Where not all fit, the first of each stage come first: they are often the losses.
-    short = [text for _, text in values]
-    validation = [text for text in short if text.startswith(_short("validation/"))]
-    training = [text for text in short if text not in validation]
-    short = [text for pair in itertools.zip_longest(training, validation) for text in pair if text]
-    fitting = [text for text, _ in values]
-    if columns:
-        for template, texts in (
-            (None, [text for text, _ in values]),
-            (_NARROW, short),
-        ):
-            bar.bar_format = template
-            bare = (template or "{l_bar}{bar}{r_bar}").replace("{bar}", "")
-            room = (
-                columns - _LEAST_BAR - len(bar.format_meter(**shape | {"bar_format": bare, "postfix": None}))
-            )
-            fitting = list(_fitting(texts, room))
-            if len(fitting) == len(texts):
-                break
+    validation = [f"{short(name)} {text}" for name, text in values if name.startswith("validation/")]
+    training = [f"{short(name)} {text}" for name, text in values if not name.startswith("validation/")]
+    pairs = itertools.zip_longest(training, validation)
+    narrow = [text for pair in pairs for text in pair if text]
+    for template, texts in ((None, full), (_NARROW, narrow)) if columns else ():
+        bar.bar_format = template
+        bare = (template or "{l_bar}{bar}{r_bar}").replace("{bar}", "")
+        room = columns - _LEAST_BAR - len(bar.format_meter(**shape | {"bar_format": bare, "postfix": None}))
+        fitting = list(_fitting(texts, room))
+        if len(fitting) == len(texts):
+            break
     bar.set_postfix_str(", ".join(fitting), refresh=False)
 
 

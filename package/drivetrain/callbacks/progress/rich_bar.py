@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+from drivetrain.callbacks.progress.lines import joined, short
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -17,9 +19,6 @@ class RichBar:
     """A bar. The bars of one run share a display, which ends with the last of them."""
 
     progress: ClassVar[Progress]
-    options: ClassVar[dict[str, Any]] = {}
-    second: ClassVar[dict[str, Any]] = {}
-    fits = True
     drawings = 0.2
     """How often it is drawn, compared with tqdm's bar: drawing takes 2 ms, ten times as long."""
 
@@ -32,15 +31,6 @@ class RichBar:
         self.progress.start()
         self.progress.refresh()
 
-    @property
-    def fp(self) -> Any:
-        return self.progress.console.file
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        """The width of the screen, as "ncols"."""
-        return {"ncols": self.progress.console.width}
-
     def set_description(self, text: str, refresh: bool = True) -> None:
         self.progress.update(self._task, description=text, refresh=refresh)
 
@@ -52,23 +42,25 @@ class RichBar:
         self.n, self._total = 0, total
         self.progress.reset(self._task, total=total, completed=0)
 
-    def show_beside(self, values: Sequence[tuple[str, str]]) -> None:
+    def show_beside(self, of: Sequence[str], values: Sequence[tuple[str, str]]) -> None:
         """Put values behind the bar: under full names, or as many as fit under short ones."""
         steps = len(f" {self._total or self.n}/{self._total or '?'} ")
         description = self.progress.tasks[0].description
         room = self.progress.console.width - len(description) - _BAR - _TIMES - steps - _LEAST
-        full = ", ".join(text for text, _ in values)
+        full = ", ".join(map(" ".join, values))
         shown = [full] if len(full) <= room else []
-        for _, short in () if shown else values:
-            if len(", ".join([*shown, short])) <= room:
-                shown.append(short)
+        for name, value in () if shown else values:
+            if len(", ".join([*shown, text := f"{short(name)} {value}"])) <= room:
+                shown.append(text)
         self.progress.update(self._task, values=", ".join(shown))
 
-    def write(self, text: str, file: Any) -> None:
+    def keep_line(self, of: Sequence[str], values: Sequence[tuple[str, str]]) -> None:
+        """Print a line above the bar."""
         self.progress.update(self._task, completed=self.n, refresh=True)
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console = self.progress.console
+        console.print(joined(of, values, console.width), markup=False, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
+    def end(self, why: str = "", has_failed: bool = False) -> None:
         if self._leave:
             self.progress.stop_task(self._task)
             self.progress.refresh()

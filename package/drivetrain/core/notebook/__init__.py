@@ -1,0 +1,1 @@
+"""What notebooks show: tables, small curves and figures."""
