@@ -50,7 +50,7 @@ _OF_EACH_RANK = (
 """The settings that may differ between ranks. All others affect what a rank does and when."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunSettings:
     """The arguments of a Trainer, which documents them. Checked when made, and never changed.
 
@@ -139,6 +139,10 @@ class RunSettings:
             StrategyError: It cannot run here.
         """
         return select_strategy(self.strategy, as_precision(self.precision), self.devices, self.num_nodes)
+
+    def __repr__(self) -> str:
+        """Return the arguments that differ from the defaults."""
+        return brief(self, precision=select_precision("auto", strategy=self.strategy))
 
     def to_json(self) -> dict[str, Any]:
         """Return all arguments for a log, objects as text."""
@@ -239,6 +243,28 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def brief(value: Any, **usual: Any) -> str:
+    """Return a setting's value as a short text; of a configuration, what differs from the defaults.
+
+    Args:
+        value: The value.
+        **usual: What an option is by default, where that is not what its field says.
+    """
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(brief, value))}]"
+    if isinstance(value, (Every, Precision, FunctionType, os.PathLike)):
+        return repr(plain(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        options = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        defaults = {each.name: each.default for each in dataclasses.fields(value)} | usual
+        changed = [
+            f"{name}={brief(each)}" for name, each in options.items() if plain(each) != plain(defaults[name])
+        ]
+        return f"{type(value).__name__}({', '.join(changed)})"
+    text = repr(value)
+    return f"{type(value).__name__}(...)" if text == object.__repr__(value) else text
 
 
 def _check_graphs(settings: RunSettings) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from drivetrain.core.notebook.output import in_notebook
 from drivetrain.core.synonyms import missing
 from drivetrain.core.validation import by_name
 from drivetrain.run.settings import RunSettings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @by_name
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Trainer(RunSettings):
     """The configuration of runs: validated when it is made, never changed. Every verb builds a new run.
 
@@ -309,12 +310,15 @@ class Trainer(RunSettings):
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
         """Print and return the forecast of a fit: steps, rates, intervals, memory, and conflicts.
 
+        A notebook prints nothing: the last line of a cell shows the returned plan, as a table with the curves
+        of the rates.
         Nothing is trained. Arguments and errors are those of `fit`.
         """
         from drivetrain.trainer.plan.plan import make_plan
 
         plan = make_plan(self, task, train_data, validation_data)
-        print(plan)
+        if not in_notebook():
+            print(plan)
         return plan
 
     @by_name

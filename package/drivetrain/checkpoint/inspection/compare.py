@@ -14,11 +14,13 @@ from drivetrain.checkpoint.inspection.description import mapping, readable, tota
 from drivetrain.checkpoint.saving.index import PURPOSE
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.core.notebook.html import html_table
 from drivetrain.core.types import Json
 
 Kind: TypeAlias = Literal["only in the first", "only in the second", "shape", "dtype", "content"]
 """The kind of a difference; "shape" if both shape and dtype differ."""
 
+_SHOWN = 100  # the most differences in a notebook's table
 _AT_ONCE = 1 << 30
 """The largest group of tensors, in bytes, that is read at once; larger ones are read tensor by tensor."""
 
@@ -66,6 +68,13 @@ class Comparison:
     def is_same(self) -> bool:
         """Whether nothing differs."""
         return not self.tensors and not self.values
+
+    def _repr_html_(self) -> str:
+        """Return the differences as a table, which a notebook shows."""
+        found = [*self.tensors, *self.values]
+        rows = [(each.section, each.name, each.kind, each.first, each.second) for each in found[:_SHOWN]]
+        head = f"{len(rows)} of {len(found)} differences", f"{self.same} tensors are equal", ""
+        return html_table((*head, self.first, self.second), rows)
 
 
 def compare(first: str, second: str) -> Comparison:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from drivetrain.core.messages import columns, sized
+from drivetrain.core.notebook.html import Html, escaped, html_table
 from drivetrain.core.types import Json
-from drivetrain.run.settings import plain
+from drivetrain.run.settings import brief, plain
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,23 @@ class BenchmarkResult:
     rows: Sequence[BenchmarkRow]
     rounds: int
 
+    def _repr_html_(self) -> str:
+        """Return the rows as a table with a bar for the time of a step, which a notebook shows."""
+        (head, *rows), notes = self._table()
+        best = [0.0 if row.step_seconds is None else row.step_seconds.best for row in self.rows]
+        bars = [
+            f'<progress value="{each}" max="{max(best) or 1}"></progress>' if each else "" for each in best
+        ]
+        table = html_table(head, [(*cells, Html(bar)) for cells, bar in zip(rows, bars, strict=True)])
+        return "<br>".join([table, *map(escaped, notes)])
+
     def __str__(self) -> str:
+        lines, notes = self._table()
+        right = range(len(self.rows[0].settings), len(lines[0]) - 1)
+        return "\n".join([*columns(lines, right), "", *notes])
+
+    def _table(self) -> tuple[list[list[str]], list[str]]:
+        """Return the lines of the table, the head first, and the notes below it."""
         names = list(self.rows[0].settings)
         measured = {name for row in self.rows for name in (*_COLUMNS, *row.notes) if _has(row, name)}
         kept = [each for each in _COLUMNS if each in measured]
@@ -112,9 +129,8 @@ class BenchmarkResult:
                     cells[place] = whys.setdefault(row.notes[each], f"[{len(whys) + 1}]")
             failed = f"failed {whys.setdefault(row.failure, f'[{len(whys) + 1}]')}" if row.failure else ""
             lines.append([*(shown(row.settings[name]) for name in names), *cells, failed])
-        numbers = range(len(names), len(names) + len(kept))
         about = f"the best of {self.rounds} rounds, and the range of all" if self.rounds > 1 else "one round"
-        return "\n".join([*columns(lines, numbers), "", about, *(f"{whys[why]} {why}" for why in whys)])
+        return lines, [about, *(f"{number} {why}" for why, number in whys.items())]
 
     def to_json(self) -> dict[str, Json]:
         """Return the rows as JSON."""
@@ -129,14 +145,8 @@ def _has(row: BenchmarkRow, name: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a setting's value as a short text; of a configuration, the options that are set."""
-    if is_dataclass(value) and not isinstance(value, type):
-        given = {each.name: getattr(value, each.name) for each in fields(value)}
-        changed = [
-            f"{each.name}={given[each.name]!r}" for each in fields(value) if given[each.name] != each.default
-        ]
-        return f"{type(value).__name__}({', '.join(changed)})"[:60]
-    return value if isinstance(value, str) else repr(value)[:60]
+    """Return a setting's value as a short text."""
+    return value if isinstance(value, str) else brief(value)[:60]
 
 
 def _cell(name: str, value: ValueRange | None) -> str:

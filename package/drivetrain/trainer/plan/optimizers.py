@@ -37,12 +37,14 @@ class Rate:
         peak: The highest; None with a scheduler of torch's, which knows its rates one after the other only.
         peak_step: The first step at the peak.
         end: At the last step.
+        curve: At about a hundred steps from the first to the last one; empty where the end is unknown.
     """
 
     start: float
     peak: float | None
     peak_step: int | None
     end: float | None
+    curve: tuple[float, ...] = ()
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -222,7 +224,8 @@ def _rates(updater: Updater, spec: OptimizerSpec, steps: int | None) -> dict[str
     found: dict[str, Rate] = {}
     for name, start in starts.items():
         peak = max(history, key=lambda step: history[step][name])
-        found[name] = Rate(start, history[peak][name], peak, history[horizon - 1][name] if ended else None)
+        curve = tuple(each[name] for each in history.values()) if ended else ()
+        found[name] = Rate(start, history[peak][name], peak, curve[-1] if ended else None, curve)
     return found
 
 

@@ -14,6 +14,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.calendar import Totals, Trigger
 from drivetrain.core.errors import shown
 from drivetrain.core.messages import columns, sized
+from drivetrain.core.notebook.html import html_table, sparkline
 from drivetrain.core.stages import at_start
 from drivetrain.data import evaluation_sources
 from drivetrain.engine.memory import as_memory
@@ -119,10 +120,21 @@ class Plan:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plan.items()}
 
     def __repr__(self) -> str:
-        """Return one short line: a notebook shows it below the table that `Trainer.plan` prints."""
+        """Return one short line: a prompt shows it below the lines that `Trainer.plan` prints."""
         return f"<Plan of {self.task}: {_number(self.steps)} steps>"
 
+    def _repr_html_(self) -> str:
+        """Return the plan as a table with the curves of the rates, which a notebook shows."""
+        curves = [(f"curve of {name}", sparkline(each.curve)) for name, each in self.rates.items()]
+        warned = [("warning", each) for each in self.warnings]
+        return html_table((f"plan of {self.task}", ""), [*self._rows(), *curves, *warned])
+
     def __str__(self) -> str:
+        lines = [f"  {each}" for each in columns(self._rows())]
+        warned = (f"warning: {each}" for each in self.warnings)
+        return shown("\n".join([f"plan of {self.task}", *lines, *warned]))
+
+    def _rows(self) -> list[tuple[str, str]]:
         last, rest = self.last_window
         first = ", at the start" if self.stages else ""
         several = f", {self.processes} processes" if self.processes > 1 else ""
@@ -145,9 +157,7 @@ class Plan:
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
             *self._memory_rows(),
         ]
-        lines = [f"  {each}" for each in columns([(name, text) for name, text in rows if text])]
-        warned = (f"warning: {each}" for each in self.warnings)
-        return shown("\n".join([f"plan of {self.task}", *lines, *warned]))
+        return [(name, text) for name, text in rows if text]
 
     def _token_text(self) -> str:
         if self.tokens_per_step is None:
