@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.notebook.html import html_table, sparkline
-from drivetrain.core.notebook.output import new_figure
+from drivetrain.core.notebook.output import new_figure, new_frame
 from drivetrain.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -76,13 +77,23 @@ class FitResult:
         places = {"run directory": self.run_dir, "weights": self.model_path}
         places |= {f"best by {by}": path for by, path in self.best_checkpoints.items()}
         facts += [(name, path) for name, path in places.items() if path is not None]
-        try:
+        history: Sequence[Mapping[str, float]] = ()
+        with suppress(ConfigError):  # without a history there are no curves
             history = self.history
-        except ConfigError:  # no curves
-            history = []
         curves = {name: sparkline([row[name] for row in history if name in row]) for name in self.metrics}
         values = [(name, f"{value:.6g}", curves[name]) for name, value in self.metrics.items()]
         return html_table(("value", "last", "curve"), values) + html_table((), facts)
+
+    def to_pandas(self) -> Any:
+        """Return `history` as a DataFrame of pandas, with a row for each log point and the column "step".
+
+        A name without a value at a log point has NaN there.
+
+        Raises:
+            ConfigError: There is no `history`.
+            MissingDependencyError: pandas is not installed.
+        """
+        return new_frame("FitResult.to_pandas", self.history)
 
     def plot(self, *names: str) -> Figure:
         """Return the logged values as a figure of matplotlib, which a notebook shows.

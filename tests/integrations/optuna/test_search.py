@@ -16,6 +16,7 @@ from drivetrain.cli.main import main
 
 optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
 
+from drivetrain.integrations.optuna import SearchResult, TrialResult  # noqa: E402
 from drivetrain.integrations.optuna.sampling import SeededSampler  # noqa: E402
 from drivetrain.integrations.optuna.space import Space, read_range  # noqa: E402
 
@@ -104,6 +105,8 @@ def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(tmp_path):
     assert found["raises"].failure.startswith("MemoryError: no room (test_search.py:")
     assert "NaN or infinite at step 0" in found["nan"].failure
     assert result.best.trial is found["good"]
+    assert "<td" in result._repr_html_()
+    assert len(result.plot().axes) == 2
 
 
 def test_an_error_of_all_trials_ends_the_search_and_one_with_nothing_left_says_so(tmp_path, caplog):
@@ -151,6 +154,29 @@ def test_several_objectives_have_a_pareto_front(tmp_path):
         _ = result.best
     with pytest.raises(ConfigError, match="checkpoint=False keeps no weights"):
         result.restore(0)
+
+
+def test_a_search_is_a_table_of_the_best_a_frame_and_a_figure(tmp_path):
+    def trial(number):
+        parameters = {"lr": 10.0**-number, "steps": None if number % 2 else "<b>"}
+        loss = {} if number == 3 else {"validation/loss": abs(number - 7.5)}
+        return TrialResult(number, "complete" if loss else "failed", parameters, loss, tmp_path, steps=5)
+
+    trials = tuple(map(trial, range(12)))
+    result = SearchResult(trials, ("validation/loss",), ("maximize",), tmp_path, trials[:1], trial)
+    frame = result.to_pandas()
+    assert frame["lr"].tolist() == [each.parameters["lr"] for each in trials]
+    assert (frame["steps"].tolist(), frame["parameter.steps"][0]) == ([5] * 12, "<b>")
+    assert frame["validation/loss"].isna().tolist() == [each.state == "failed" for each in trials]
+    shown = result._repr_html_()
+    numbers = re.findall('<tr><td style="text-align:left">([0-9]+)<', shown)
+    assert numbers == ["0", "1", "2", "4", "11", "5", "10", "6", "9", "7"]
+    assert ("<b>" in shown, shown.count("<svg")) == (False, 1)
+    values, rates, steps = result.plot().axes
+    assert values.lines[1].get_ydata().tolist() == [7.5] * 11
+    assert (rates.get_xscale(), steps.get_xscale()) == ("log", "linear")
+    with pytest.raises(ConfigError, match="no trial has a parameter 'rate'"):
+        result.plot("rate")
 
 
 def prune(run_dir):

@@ -383,6 +383,7 @@ def test_a_plan_is_readable_and_json():
     assert "268 bytes" in text
     stored = json.loads(json.dumps(found.to_json()))
     assert stored["last_window"] == [1, 29]
+    assert {*stored["rates"]["lr"].pop("curve")} == {0.01}
     assert stored["rates"]["lr"] == {"start": 0.01, "peak": 0.01, "peak_step": 0, "end": 0.01}
     assert stored["validation"] == {"every": "1 epoch", "times": 3, "first": 45, "last": 135}
 

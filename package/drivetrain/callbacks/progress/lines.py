@@ -11,7 +11,7 @@ def short(name: str) -> str:
 
 
 def joined(of: Sequence[str], values: Sequence[tuple[str, str]], columns: int | None = None) -> str:
-    """Return a line: what it is of, and the values by name; broken between two where the screen ends."""
+    """Return a line of its subject and its values by name, broken between two where the screen ends."""
     first, *rest = (*of, *map(" ".join, values))
     lines = [first]
     for part in rest:

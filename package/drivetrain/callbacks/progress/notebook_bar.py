@@ -20,7 +20,7 @@ _COUNTS = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
 _GOING, _FAILED = "#3b82d0", "#d93025"
 
 Line: TypeAlias = tuple[Sequence[str], Sequence[tuple[str, str]]]
-"""What a line is of, such as the epoch and the step, and the values by name."""
+"""The subject of a line, such as the epoch and the step, and its values by name."""
 
 
 class NotebookBar:

@@ -244,7 +244,7 @@ def _bar_class(style: str) -> Any:
     # processes, which on some systems starts one. This bar needs neither.
     kept = {"monitor_interval": 0, "_lock": threading.RLock(), "drawings": 1.0}
     methods = {"show_beside": _show_beside, "keep_line": _keep_line, "end": lambda bar, *_: bar.close()}
-    # tqdm decides in which calls of update() it draws; here the callback has decided already.
+    # The callback decides when to draw, so tqdm has to draw at each update().
     return partial(type("Bar", (tqdm,), kept | methods), mininterval=0.0, miniters=0, dynamic_ncols=True)
 
 

@@ -1,1 +1,1 @@
-"""What notebooks show: tables, small curves and figures."""
+"""Tables, small curves and figures for notebooks."""

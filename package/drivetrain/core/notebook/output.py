@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from drivetrain.core.notebook.figure import Figure
+    from drivetrain.core.notebook.figure import NotebookFigure
 
 
 def in_notebook() -> bool:
@@ -38,7 +39,24 @@ class NotebookOutput:
             self._shown.update(data, raw=True)
 
 
-def new_figure(purpose: str, **options: Any) -> Figure:
+def new_frame(purpose: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a DataFrame of pandas with a row for each mapping.
+
+    Args:
+        purpose: What needs it, for the error.
+        rows: The values by the names of the columns.
+
+    Raises:
+        MissingDependencyError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise MissingDependencyError("pandas", "pandas", purpose) from None
+    return pandas.DataFrame(rows)
+
+
+def new_figure(purpose: str, **options: Any) -> NotebookFigure:
     """Return an empty figure of matplotlib, which a notebook shows whether or not it uses pyplot.
 
     Args:
@@ -49,7 +67,7 @@ def new_figure(purpose: str, **options: Any) -> Figure:
         MissingDependencyError: matplotlib is not installed.
     """
     try:
-        from drivetrain.core.notebook.figure import Figure
+        from drivetrain.core.notebook.figure import NotebookFigure
     except ImportError:
         raise MissingDependencyError("matplotlib", "plots", purpose) from None
-    return Figure(layout="constrained", **options)
+    return NotebookFigure(layout="constrained", **options)

@@ -224,9 +224,9 @@ def search(
 
     found, best, exhausted = ranks.first(collect)
     check_complete(found, best, finished, exhausted)
-    return SearchResult(
-        found, objectives, directory, tuple(found[each] for each in best), restorer(plan.task_and_trainer)
-    )
+    pareto = tuple(found[each] for each in best)
+    restore = restorer(plan.task_and_trainer)
+    return SearchResult(found, objectives, tuple(directions), directory, pareto, restore)
 
 
 def _how_it_goes_on(directory: Path) -> str:
