@@ -99,11 +99,21 @@ def _notebook_page(file: File) -> str:
             parts.append(source)
             continue
         parts.append(f"```python\n{source}\n```")
-        outputs = [each.get("text") or each["data"]["text/plain"] for each in cell["outputs"]]
-        if text := "\n".join("".join(each).rstrip() for each in outputs):
-            parts.append(f"```output\n{text}\n```")
+        parts += filter(None, map(_shown, cell["outputs"]))
     parts.append(f"[This page as a notebook]({posixpath.basename(file.src_uri)})")
     return "\n\n".join(parts) + "\n"
+
+
+def _shown(output: dict[str, Any]) -> str:
+    """Return an output as a notebook shows it: a picture, HTML, or text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        width, content = output["metadata"]["image/png"]["width"], "".join(data["image/png"]).strip()
+        return f'<img src="data:image/png;base64,{content}" width="{width}" alt="figure">'
+    if "text/html" in data:
+        return f'<div class="notebook-output">{"".join(data["text/html"])}</div>'
+    text = "".join(output.get("text") or data["text/plain"]).rstrip()
+    return f"```output\n{text}\n```" if text else ""
 
 
 def _source_page(source: str) -> str:
