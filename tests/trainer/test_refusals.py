@@ -206,6 +206,8 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
             super().__init__()
 
     kept = Regression(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    stopping = EarlyStopping()
+    its_own = type("Its", (Regression,), {"configure_callbacks": lambda self, stage: [stopping]})()
     Trainer(max_steps=1, run_dir=tmp_path, loggers=(), progress_bar=False).fit(kept, pairs())
 
     class NoInitStopping(EarlyStopping):
@@ -285,6 +287,8 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
         "a mode": (lambda: quiet(compile="max-autotune"), "CompileConfig(mode='max-autotune')"),
         "latest": (lambda: quiet().validate(kept, pairs(), checkpoint="latest"), "'last'"),
         "one callback": (lambda: quiet(callbacks=EarlyStopping()), "[EarlyStopping(...)]"),
+        "one twice": (lambda: quiet(callbacks=[stopping, stopping]), "has one EarlyStopping twice"),
+        "also of the task": (fit(its_own, callbacks=[stopping]), "Its.configure_callbacks: ", "twice"),
         "a hook of Keras": (
             lambda: quiet(callbacks=[Keras()]),
             "is a hook of Keras",

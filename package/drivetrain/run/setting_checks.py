@@ -143,6 +143,8 @@ def checked_callbacks(spec: Any, given_by: str = "callbacks") -> tuple[Any, ...]
         )
     callbacks = tuple(spec)
     check_no_class(given_by, *callbacks)
+    if twice := [type(each).__name__ for each in callbacks if sum(each is other for other in callbacks) > 1]:
+        raise ConfigError(f"{given_by} has one {twice[0]} twice, whose hooks would run twice. Give it once")
     Hooks(callbacks)
     return callbacks
 
