@@ -108,13 +108,23 @@ def test_states_of_callbacks_are_restored_with_their_arguments_if_asked_for(tmp_
     }
     best |= {"load_best_model_at_end": True, "max_steps": 2}
     stops = transformers.EarlyStoppingCallback
-    trainer(tmp_path, callbacks=[stops(7)], **best).train()
+
+    class Short(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[misc]
+        def __init__(self, name: str = "") -> None:
+            self.name = name
+
+        def state(self) -> Any:  # without attributes
+            return {"args": {"name": self.name}}
+
+    trainer(tmp_path, callbacks=[stops(7), Short("a"), Short("b")], **best).train()
     for restores, patience in ((True, 7), (False, 1)):
         best["restore_callback_states_from_checkpoint"] = restores
-        made = trainer(tmp_path, callbacks=[stops()], **best)
+        made = trainer(tmp_path, callbacks=[stops(), Short(), Short()], **best)
         made.train(resume_from_checkpoint=True)
         kept = next(each for each in made.callback_handler.callbacks if isinstance(each, stops))
         assert kept.early_stopping_patience == patience
+        names = [each.name for each in made.callback_handler.callbacks if isinstance(each, Short)]
+        assert names == (["a", "b"] if restores else ["", ""])
 
 
 def test_a_second_train_goes_on_with_the_optimizers_state(tmp_path: Path) -> None:

@@ -734,9 +734,10 @@ class CallbackAdapter(OwnCallback):
             if isinstance(each, ExportableState) and found:
                 saved, own_state = found.pop(0), each.state()
                 for part in ("args", "attributes") if restores else ("attributes",):
-                    for name in own_state[part]:  # a file chooses no other attribute
-                        if name in saved[part] and hasattr(each, name):
-                            setattr(each, name, saved[part][name])
+                    values = saved.get(part, {})
+                    for name in own_state.get(part, ()):  # a file chooses no other attribute
+                        if name in values and hasattr(each, name):
+                            setattr(each, name, values[name])
         exported.pop("TrainerControl", None)  # for transformers' own Trainer
         left = sorted(name for name, states in exported.items() if states)
         if left and restores:
