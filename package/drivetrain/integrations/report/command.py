@@ -7,6 +7,7 @@ import html
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ class ReportPage:
 
 
 def watch(page: ReportPage, path: Path, wait: Callable[[float], object] = time.sleep) -> None:
-    """Write the page again whenever the files of its runs change, until all runs have ended.
+    """Write the page again whenever the files of its runs change, until all runs have ended, or Ctrl-C.
 
     Args:
         page: The page.
@@ -114,14 +115,13 @@ def watch(page: ReportPage, path: Path, wait: Callable[[float], object] = time.s
         wait: Waits for so many seconds.
     """
     before = page.state()
-    while not page.has_ended():
-        wait(SECONDS)
-        try:
-            if (now := page.state()) != before:
-                page.write(path, refresh=SECONDS)
-                before = now
-        except (DataError, FileNotFoundError):  # a file that is being replaced, or a run that was deleted
-            continue
+    with suppress(KeyboardInterrupt):
+        while not page.has_ended():
+            wait(SECONDS)
+            with suppress(DataError, FileNotFoundError):  # a file that is being replaced
+                if (now := page.state()) != before:
+                    page.write(path, refresh=SECONDS)
+                    before = now
     line(page.write(path))
 
 

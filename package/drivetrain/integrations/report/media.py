@@ -19,8 +19,8 @@ STEPS = 20
 PIXELS = 320
 """The most pixels of a picture's side; larger ones are made smaller, which Pillow does."""
 
-_BYTES = {"image": 60_000, "audio": 400_000}
-"""The largest file that the page has as it is."""
+_SMALL, _LARGEST = 20_000, 400_000
+"""The bytes of a picture that is taken as it is, and those of the largest file that the page takes."""
 
 _LETTERS, _ROWS, _COLUMNS = 4_000, 50, 20
 
@@ -107,7 +107,7 @@ def _item(kind: str, value: Any) -> Item:
     if kind == "image":
         return _picture(value.image.encoded_image_string)
     if kind == "audio":
-        return _file(value.audio.encoded_audio_string, "audio", value.audio.content_type or "audio/wav")
+        return _file(value.audio.encoded_audio_string, value.audio.content_type or "audio/wav")
     text = b"".join(value.tensor.string_val).decode("utf-8", "replace")
     if _TABLE.match(text):
         lines = text.split("\n")
@@ -131,10 +131,8 @@ def _cells(line: str) -> list[str]:
 def _picture(data: bytes) -> Item:
     kinds = {b"\x89PNG": "image/png", b"GIF8": "image/gif"}
     kind = kinds.get(data[:4], "image/jpeg")
-    if kind == "image/gif" or (len(data) <= _BYTES["image"] and len(data) < 20_000):
-        return _file(data, "image", kind)
-    if not is_installed("PIL"):
-        return _file(data, "image", kind)
+    if kind == "image/gif" or len(data) <= _SMALL or not is_installed("PIL"):
+        return _file(data, kind)
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as picture:
@@ -143,12 +141,12 @@ def _picture(data: bytes) -> Item:
         file = io.BytesIO()
         if picture.mode in ("RGBA", "LA", "P"):
             picture.save(file, "PNG", optimize=True)
-            return _file(file.getvalue(), "image", "image/png") | {"size": size}
+            return _file(file.getvalue(), "image/png") | {"size": size}
         picture.save(file, "JPEG", quality=85)
-        return _file(file.getvalue(), "image", "image/jpeg") | {"size": size}
+        return _file(file.getvalue(), "image/jpeg") | {"size": size}
 
 
-def _file(data: bytes, kind: str, content_type: str) -> Item:
-    if len(data) > _BYTES[kind]:
-        return {"left": f"left out: {len(data) / 1e6:.1f} MB, and a report takes {_BYTES[kind] / 1e6:.2g} MB"}
+def _file(data: bytes, content_type: str) -> Item:
+    if len(data) > _LARGEST:
+        return {"left": f"left out: {len(data) / 1e6:.1f} MB, and a report takes {_LARGEST / 1e6:.1f} MB"}
     return {"src": f"data:{content_type};base64,{base64.b64encode(data).decode()}"}

@@ -31,6 +31,8 @@ function duration(seconds) {
 }
 const plural = (count, word) => `${count.toLocaleString("en-US")} ${word}${count === 1 ? "" : "s"}`;
 
+DATA.settings.sort((a, b) => a.minor - b.minor);
+
 // ---- Curves: the steps are stored as differences.
 for (const curve of DATA.curves)
   for (const each of curve.of)
@@ -62,7 +64,7 @@ function keep() {
   state.scroll = scrollY;
   try { sessionStorage.setItem(KEY, JSON.stringify({ ...state, chosen: [...chosen].map(run => RUNS[run].name), known: RUNS.map(run => run.name) })); } catch { /* no storage here */ }
 }
-if (!CURVES.has(state.metric)) state.metric = DATA.metric;
+if (!CURVES.has(state.metric)) state.metric = CURVES.has(DATA.metric) ? DATA.metric : DATA.curves[0]?.name;
 const theme = new URLSearchParams(location.search).get("theme") || state.theme;
 if (theme) document.documentElement.dataset.theme = theme;
 
@@ -265,7 +267,7 @@ class Chart {
     pen.textAlign = "right";
     pen.fillText("step", right, height - 4);
     pen.save();
-    pen.beginPath(); pen.rect(left, 0, right - left, bottom + 1); pen.clip();
+    pen.beginPath(); pen.rect(left - 3, 0, right - left + 6, bottom + 1); pen.clip();
     if (this.band) this.drawBand(pen);
     if (state.smooth) for (const line of lines) if (line.isChosen) this.stroke(pen, { ...line, y: line.raw }, 1, 0.25);
     for (const line of lines) if (!line.isChosen) this.stroke(pen, line, 1, 0.65);
@@ -773,7 +775,7 @@ function makeSearches() {
     trials.forEach(each => counts.set(each.state, (counts.get(each.state) || 0) + 1));
     add(head, "small", [...counts].map(([name, count]) => `${count} ${name}`).join(" · "));
     const winners = trials.filter(each => search.best.includes(each.number));
-    if (winners.length === 1) { const [it] = winners; add(section, "p", `Best: trial ${it.number}, ${objective} ${number(it.values[objective])}, with ${Object.entries(it.parameters).map(([name, value]) => `${name} ${shownSetting(value)}`).join(", ")}. Its curves are among the chosen ones below.`); if (many && !state.chosen && it.run !== null) pick(it.run); }
+    if (winners.length === 1) { const [it] = winners; add(section, "p", `Best: trial ${it.number}, ${objective} ${number(it.values[objective])}, with ${Object.entries(it.parameters).map(([name, value]) => `${name} ${shownSetting(value)}`).join(", ")}. Its curves are ${many ? "among the chosen ones " : ""}below.`); if (many && !state.chosen && it.run !== null) pick(it.run); }
     else add(section, "p", winners.length ? `No other trial beats ${winners.length} trials in all objectives: ${winners.map(each => each.number).join(", ")}.` : "No trial is complete.");
     const grid = add(section, "div", "", "grid"), begin = highlights.length;
     parallel(grid, search, trials, objective, direction);
@@ -922,10 +924,15 @@ function drawTime() {
   RUNS.forEach((run, place) => { if (shown[place] && (!many || chosen.has(place))) row(run.name, run.time); });
 }
 function drawMessages() {
-  const section = $("messages"), rows = RUNS.flatMap(run => run.messages.map(([attempt, kind, text]) => [run.name, attempt, kind, text]));
+  const section = $("messages"), groups = new Map(); // a sweep has one warning in each of its runs
+  for (const run of RUNS) for (const [attempt, kind, text] of run.messages) {
+    const key = JSON.stringify([kind, text]), where = RUNS.length === 1 ? `attempt ${attempt}` : run.attempts > 1 ? `${run.name}, attempt ${attempt}` : run.name;
+    groups.set(key, [...(groups.get(key) || []), where]);
+  }
+  const rows = [...groups].map(([key, where]) => [where.length > 3 ? `${where[0]} and ${where.length - 1} more` : where.join(", "), ...JSON.parse(key)]);
   add(section, "h2", "Warnings and failures");
   if (!rows.length) add(section, "p", "None was recorded.", "faint");
-  else table(section, ["run", "attempt", "kind", "message"], rows, [1]);
+  else table(section, ["where", "kind", "message"], rows);
 }
 function drawSettings() {
   const section = $("settings"), isOne = RUNS.length === 1;
