@@ -255,13 +255,14 @@ def test_runs_show_and_list_tell_attempts_shares_and_what_cannot_be_read(tmp_pat
         assert text in shown
     found = json.loads(printed("show", run_dir, "--json"))
     assert found == json.loads(json.dumps(read_ledger(run_dir).to_json()))
-    assert json.loads(printed("list", tmp_path, "--json")) == {"runs": [found], "trouble": []}
+    listed = {"runs": [{**found, "best": None}], "searches": [], "trouble": []}
+    assert json.loads(printed("list", tmp_path, "--json")) == listed
     monkeypatch.setenv("COLUMNS", "300")
     other = tmp_path / "other"
     other.mkdir()
     (other / NAME).write_text("torn", encoding="utf-8")
     head, row, trouble = printed("list", tmp_path).splitlines()
-    assert head.split() == ["run", "attempts", "steps", "wall", "goodput", "ended", "heard"]
+    assert head.split() == ["run", "best", "attempts", "steps", "wall", "goodput", "ended", "heard"]
     assert row.split()[:3] == [str(run_dir), "2", "10"]
     monkeypatch.chdir(tmp_path)
     run_dir.rename("runs")
