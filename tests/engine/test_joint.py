@@ -35,8 +35,8 @@ class Ranking(TaskModule):  # an embedding with sparse gradients if asked for, a
 
 
 class OwnStep(Ranking):  # the default, which the engine calls now
-    def optimize(self, engine: Any, pairs: Any) -> Any:
-        return super().optimize(engine, pairs)
+    def optimize(self, engine: Any, weighted_batches: Any) -> Any:
+        return super().optimize(engine, weighted_batches)
 
 
 def rows(batch_size: int = 8) -> DataLoader[Any]:

@@ -22,8 +22,8 @@ class Sharp(Regression):  # sharpness-aware minimisation: the gradient a little 
     def __init__(self) -> None:
         super().__init__(sgd)
 
-    def optimize(self, engine: Any, pairs: Any) -> Optimized:
-        engine.accumulate(pairs)
+    def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
+        engine.accumulate(weighted_batches)
         trained = engine.parameters
         gradients = [each.grad for each in trained]
         norm = torch.stack([each.norm() for each in gradients]).norm()
@@ -32,11 +32,11 @@ class Sharp(Regression):  # sharpness-aware minimisation: the gradient a little 
             torch._foreach_add_(trained, uphill)
             for each in trained:
                 each.grad = None
-        rows, _ = engine.accumulate(pairs)
+        step_values, _ = engine.accumulate(weighted_batches)
         with torch.no_grad():
             torch._foreach_sub_(trained, uphill)
-        applied, norm = engine.update(engine.only_updater, rows, trained)
-        return Optimized(rows, applied, norm)
+        applied, norm = engine.update(engine.optimizer, step_values, trained)
+        return Optimized(step_values, applied, norm)
 
 
 def by_hand(batch: int) -> Tensor:
@@ -76,11 +76,11 @@ def test_a_task_may_make_a_step_of_two_backwards_with_any_split_of_the_batch() -
 
 
 class Several(Regression):  # two steps of one optimizer and one of another for each batch
-    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+    def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
         for name in ("weight", "bias", "weight"):
-            rows, _ = engine.accumulate(pairs)
-            applied, _ = engine.update(engine.updaters[name], rows, engine.parameters)
-        return Optimized(rows, applied)
+            step_values, _ = engine.accumulate(weighted_batches)
+            applied, _ = engine.update(engine.updaters[name], step_values, engine.parameters)
+        return Optimized(step_values, applied)
 
     def configure_optimizers(self) -> Any:
         return {"weight": lambda _: sgd([self.line.weight]), "bias": lambda _: sgd([self.line.bias])}
@@ -99,8 +99,8 @@ def test_a_task_may_step_several_optimizers_in_its_order() -> None:
 
 
 class Plain(Regression):
-    def optimize(self, engine: Any, pairs: Any) -> Optimized:
-        return super().optimize(engine, pairs)
+    def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
+        return super().optimize(engine, weighted_batches)
 
 
 def test_the_default_is_the_engines_own_step_and_parts_of_batches_are_refused() -> None:

@@ -121,7 +121,7 @@ def test_micro_batch_weighs_parts_as_the_data_gave_them() -> None:
     for precision in ("16-true", "bf16-true"):
         options = {"max_epochs": 1, "precision": precision, "train_metrics": False}
         (step,) = quiet(micro_batch=4, **options).steps(Weighed(99), data)
-        assert [weight for _, _, weight in step.rows] == [80000.0, 1005.0, 4.0]
+        assert [weight for _, _, weight in step.step_values] == [80000.0, 1005.0, 4.0]
 
 
 class Drawing(Small):

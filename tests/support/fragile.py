@@ -111,4 +111,4 @@ class LeftBehind(Callback):
             changed = [name for name in names if after.get(name) != self._before.get(name)]
             self.changed[len(self.applied)] = changed
         self.applied.append(run.result.applied)
-        self.losses.append(float(run.result.rows[0][1].reshape(-1)[0]))
+        self.losses.append(float(run.result.step_values[0][1].reshape(-1)[0]))

@@ -112,7 +112,7 @@ class Witness(Callback):
             step=run.progress.steps,
             epoch=run.progress.epoch,
             samples=[micro.batch["index"].tolist() for micro in run.window.micro_batches],
-            values=[values.tolist() for _, values, _ in run.result.rows],
+            values=[values.tolist() for _, values, _ in run.result.step_values],
             norm=float(run.result.grad_norm),
             rates=run.learning_rates(),
         )

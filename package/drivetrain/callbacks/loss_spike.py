@@ -134,11 +134,11 @@ class LossSpike(Callback):
         """Keep the step's loss, on the device."""
         result = run.result
         if self.action == "stop" and result is not None and result.applied:
-            self._pending.append((result.step, result.rows))
+            self._pending.append((result.step, result.step_values))
             if len(self._pending) >= _UNREAD:
                 self._judge()
         elif self.action == "skip" and result is not None and self.metric not in self._names:
-            self._names |= _names(result.rows)
+            self._names |= _names(result.step_values)
 
     def on_log(self, run: Run) -> None:
         """Judge the steps since the last log point or save, or log the number of those that were skipped.

@@ -36,7 +36,7 @@ class StepContext(Protocol):
         sums: Whether the gradient of a step is that of the sum of its losses; see `weigh`.
         parameters: The trained parameters.
         updaters: The optimizers by name.
-        only_updater: The only one of them, or all as one.
+        optimizer: The only one of them, or all as one; see `Updater`.
         interleaved: Whether the training step is a generator that names its optimizers.
         train_metrics: The declared metrics of training, or None.
         placeholders: Runs micro-batches of weight zero without side effects.
@@ -60,7 +60,7 @@ class StepContext(Protocol):
     sums: bool
     parameters: list[nn.Parameter]
     updaters: dict[str, Updater]
-    only_updater: Updater
+    optimizer: Updater
     interleaved: bool
     train_metrics: DeclaredMetrics | None
     placeholders: Placeholders
@@ -73,26 +73,26 @@ class StepContext(Protocol):
     passes: int
     begins_again: bool
 
-    def accumulate(self, pairs: Weighted) -> tuple[list[Row], list[Any]]:
+    def accumulate(self, weighted_batches: Weighted) -> tuple[list[Row], list[Any]]:
         """See `Engine.accumulate`."""
 
     def update(
-        self, updater: Updater, rows: Sequence[Row], parameters: Sequence[Tensor]
+        self, updater: Updater, step_values: Sequence[Row], parameters: Sequence[Tensor]
     ) -> tuple[bool, Tensor | None]:
         """See `Engine.update`."""
 
     def finish(
         self,
         micro_batches: Sequence[MicroBatch],
-        rows: list[Row],
+        step_values: list[Row],
         applied: bool,
         norm: Tensor | None,
-        seen: list[Any],
+        metric_inputs: list[Any],
         total: Everywhere | None,
     ) -> StepResult:
         """See `Engine.finish`."""
 
-    def show_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
+    def show_metrics(self, outputs: Any, batch: Batch, metric_inputs: list[Any]) -> None:
         """See `Engine.show_metrics`."""
 
     def synchronize_buffers(self) -> None:

@@ -214,7 +214,7 @@ class Engine:
             parameter.grad = None
         self._moving = [each for each in self.updaters.values() if each.follows_steps]
         self._max_grad_norm = max_grad_norm
-        self.only_updater = joint_updater([*self.updaters.values()], max_grad_norm)
+        self.optimizer = joint_updater([*self.updaters.values()], max_grad_norm)
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._optimize = self._chosen_optimize()
         if self._optimize is None:
@@ -270,7 +270,7 @@ class Engine:
         self.parameters = [each for each in self.trainable if each.requires_grad]
         for updater in self.updaters.values():
             updater.leave_out_frozen()
-        self.only_updater = joint_updater([*self.updaters.values()], self._max_grad_norm)
+        self.optimizer = joint_updater([*self.updaters.values()], self._max_grad_norm)
         self.model = self.strategy.retrain(self.model)
         self._choose_step()
 
@@ -289,75 +289,78 @@ class Engine:
         self.streams.seed_step(self.progress.steps)
         if self.gate is not None:
             self.gate.begin()
-        pairs, total = weigh(micro_batches, self.sharing, self.placeholders, self.sums)
+        weighted, total = weigh(micro_batches, self.sharing, self.placeholders, self.sums)
         if self._optimize is None:
-            rows, seen = self.accumulate(pairs)
-            applied, norm = self.update(self.only_updater, rows, self.parameters) if pairs else (False, None)
-            return self.finish(micro_batches, rows, applied, norm, seen, total)
-        made = self._optimize(self, pairs)
-        result = self.finish(micro_batches, made.rows, made.applied, made.norm, list(made.seen), total)
-        result.rows = [*made.rows, *made.dropped]
+            values, inputs = self.accumulate(weighted)
+            applied, norm = (
+                self.update(self.optimizer, values, self.parameters) if weighted else (False, None)
+            )
+            return self.finish(micro_batches, values, applied, norm, inputs, total)
+        values, applied, norm, given, dropped = self._optimize(self, weighted)
+        result = self.finish(micro_batches, values, applied, norm, list(given), total)
+        result.step_values = [*values, *dropped]
         return result
 
     @named_place("in the forward")
-    def accumulate(self, pairs: Weighted) -> tuple[list[Row], list[Any]]:
+    def accumulate(self, weighted_batches: Weighted) -> tuple[list[Row], list[Any]]:
         """Run forward and backward of each micro-batch.
 
         Returns:
             The scalars of each, and the inputs for the declared metrics once the step is made.
         """
         strategy, run_step = self.strategy, self.run_step
-        rows: list[Row] = []
-        seen: list[Any] = []
+        step_values: list[Row] = []
+        metric_inputs: list[Any] = []
         self.media = media = None
-        left = len(pairs)
-        for micro_batch, factor in pairs if self.transfer.idle else self.transfer.moving(pairs):
+        left = len(weighted_batches)
+        moved = weighted_batches if self.transfer.idle else self.transfer.moving(weighted_batches)
+        for micro_batch, factor in moved:
             self.passes += 1
             left -= 1
             if self._calls_microbatch:
                 strategy.microbatch(self.model, not left)
             if micro_batch.is_placeholder:
-                rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, factor))
+                step_values.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, factor))
                 continue
             loss, names, values, outputs, media = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(self.task, loss)
-            rows.append((names, values, micro_batch.weight))
+            step_values.append((names, values, micro_batch.weight))
             strategy.backward(loss, factor)
             if self.train_metrics is not None and outputs is not None:
-                self.show_metrics(outputs, micro_batch.batch, seen)
+                self.show_metrics(outputs, micro_batch.batch, metric_inputs)
             if self.micro_batch_end is not None:
                 self.micro_batch_end(micro_batch.batch, outputs)
         self.media = media
-        return rows, seen
+        return step_values, metric_inputs
 
     def bad_batches(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Return how many micro-batches of the last window could not be made, on all ranks."""
         return sum(each.bad for each in micro_batches) if self._alone else self.placeholders.bad
 
-    def show_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
+    def show_metrics(self, outputs: Any, batch: Batch, metric_inputs: list[Any]) -> None:
         """Update the declared metrics with a micro-batch: now, or after the step if it may be skipped.
 
         Args:
             outputs: The outputs of the task's `training_step`.
             batch: The micro-batch.
-            seen: Collects the inputs for later.
+            metric_inputs: Collects the inputs for later.
         """
         with torch.no_grad():
             inputs = self.task.metric_inputs(outputs, batch)
         if self._scaled or self.gate or self.begins_again:
-            seen.append(inputs)
+            metric_inputs.append(inputs)
         else:  # at once, so that one micro-batch's outputs are held, and not those of the whole window
             self.train_metrics.update(inputs, self.progress.micro_batches)  # type: ignore[union-attr]
 
     def update(
-        self, updater: Updater, rows: Sequence[Row], parameters: Sequence[Tensor]
+        self, updater: Updater, step_values: Sequence[Row], parameters: Sequence[Tensor]
     ) -> tuple[bool, Tensor | None]:
         """Unscale, clip, step and clear, with the accumulated gradients; for every kind of loop.
 
         Args:
             updater: The optimizer.
-            rows: The scalars of its micro-batches.
+            step_values: The scalars of its micro-batches.
             parameters: The parameters whose gradients are cleared.
 
         Returns:
@@ -368,7 +371,7 @@ class Engine:
             strategy.unscale(updater.optimizer)
         if self.before_optimizer_step is not None:
             self.before_optimizer_step()
-        refused = self.gate is not None and self.gate.refuses(updater, rows)
+        refused = self.gate is not None and self.gate.refuses(updater, step_values)
         if refused:
             strategy.discard(updater.optimizer)
         elif updater.max_grad_norm is not None:
@@ -382,16 +385,16 @@ class Engine:
         if not applied:
             self.placeholders.drop()
             if not refused:
-                self.refuse_nonfinite(rows, self.progress.steps, strategy.rank)
+                self.refuse_nonfinite(step_values, self.progress.steps, strategy.rank)
         return applied, norm
 
     def finish(
         self,
         micro_batches: Sequence[MicroBatch],
-        rows: list[Row],
+        step_values: list[Row],
         applied: bool,
         norm: Tensor | None,
-        seen: list[Any],
+        metric_inputs: list[Any],
         total: Everywhere | None,
     ) -> StepResult:
         """Count a step, made or skipped, with its batches; update its metrics."""
@@ -405,15 +408,15 @@ class Engine:
         progress.epoch_batches += len(micro_batches)
         if not applied:
             progress.skipped += 1
-            return StepResult(rows, False, norm, step)
+            return StepResult(step_values, False, norm, step)
         progress.steps += 1
         progress.epoch_steps += 1
-        self.buffer.add(rows, step)
-        for inputs in seen:
+        self.buffer.add(step_values, step)
+        for inputs in metric_inputs:
             self.train_metrics.update(inputs, before)  # type: ignore[union-attr]
         for updater in self._moving:
             updater.advance(step + 1)
-        return StepResult(rows, True, norm, step)
+        return StepResult(step_values, True, norm, step)
 
     @contextmanager
     def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:

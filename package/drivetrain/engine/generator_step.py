@@ -13,32 +13,32 @@ from drivetrain.engine.weighting import Weighted
 from drivetrain.task.output import Optimized, no_loss, read_output
 
 
-def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
+def generator_step(engine: StepContext, weighted_batches: Weighted) -> Optimized:
     """Make one step of a generator task: forward, backward and an optimizer's step at each yield."""
     # All bodies of the window run side by side, so that each named optimizer gets the whole window's
     # gradient.
-    pairs = list(engine.transfer.moving(pairs))
-    bodies = [engine.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
-    rows: list[Row] = []
-    seen: list[Any] = []
+    weighted_batches = list(engine.transfer.moving(weighted_batches))
+    bodies = [engine.task.training_step(micro_batch.batch) for micro_batch, _ in weighted_batches]
+    step_values: list[Row] = []
+    metric_inputs: list[Any] = []
     dropped: list[Row] = []
     engine.media = None
     applied, norm = False, None
     while bodies:
         engine.passes += 1
-        yielded = _forward(engine, bodies, pairs)
+        yielded = _forward(engine, bodies, weighted_batches)
         if any(isinstance(each, Returned) for each in yielded):
             engine.ranks.order.note("ends the step")
-            returned = returned_rows(yielded, pairs)
+            returned = returned_rows(yielded, weighted_batches)
             if dropped:  # they may depend on the skipped step
                 dropped += returned
             else:
-                rows += returned
+                step_values += returned
             break
         name, losses = same_optimizer(yielded, engine.updaters)
         updater = engine.updaters[name]
         engine.ranks.order.note(f"steps optimizer {name!r}")
-        own, own_seen = _backward(engine, name, losses, pairs)
+        own, own_inputs = _backward(engine, name, losses, weighted_batches)
         engine.strategy.synchronize(updater.parameters)
         try:
             stepped, norm = engine.update(updater, own, engine.parameters)
@@ -46,49 +46,49 @@ def generator_step(engine: StepContext, pairs: Weighted) -> Optimized:
             raise StrategyError(f"optimizer {name!r}: {error}") from error
         applied = applied or stepped
         if stepped or engine.gate is None:
-            rows += own
-            seen += own_seen
+            step_values += own
+            metric_inputs += own_inputs
             if engine.gate is not None:  # after this, a skip keeps the buffers of this step
                 engine.gate.begin()
         else:  # a skipped step, perhaps of this optimizer alone, enters no average
             dropped += own
-    return Optimized(rows, applied, norm, seen, dropped)
+    return Optimized(step_values, applied, norm, metric_inputs, dropped)
 
 
-def _forward(engine: StepContext, bodies: Sequence[Any], pairs: Weighted) -> list[Any]:
+def _forward(engine: StepContext, bodies: Sequence[Any], weighted_batches: Weighted) -> list[Any]:
     """Run each micro-batch's body to its next yield."""
     return [
         engine.placeholders.forward(engine.task, engine.run_step, body)
         if micro_batch.is_placeholder
         else engine.run_step(body)
-        for body, (micro_batch, _) in zip(bodies, pairs, strict=True)
+        for body, (micro_batch, _) in zip(bodies, weighted_batches, strict=True)
     ]
 
 
 def _backward(
-    engine: StepContext, name: str, losses: Sequence[Any], pairs: Weighted
+    engine: StepContext, name: str, losses: Sequence[Any], weighted_batches: Weighted
 ) -> tuple[list[Row], list[Any]]:
-    """Run backward for one optimizer's losses; return their rows, and what the metrics have seen."""
-    rows: list[Row] = []
-    seen: list[Any] = []
+    """Run backward for one optimizer's losses; return its scalars, and the inputs of metrics."""
+    step_values: list[Row] = []
+    metric_inputs: list[Any] = []
     parameters = engine.updaters[name].parameters
-    for value, (micro_batch, factor) in zip(losses, pairs, strict=True):
+    for value, (micro_batch, factor) in zip(losses, weighted_batches, strict=True):
         loss, names, values, outputs, media = read_output(value)
         if loss is None or values is None or not loss.requires_grad:
             raise no_loss(engine.task, loss)
         if media is not None:
             engine.media = {**(engine.media or {}), **media}
-        rows.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
+        step_values.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
         # Only this optimizer's parameters get gradients, whatever else the loss depends on.
         if micro_batch.is_placeholder:
             engine.placeholders.backward(engine.task, engine.strategy, loss, factor, parameters)
             continue
         engine.strategy.backward(loss, factor, parameters)
         if engine.train_metrics is not None and outputs is not None:
-            engine.show_metrics(outputs, micro_batch.batch, seen)
+            engine.show_metrics(outputs, micro_batch.batch, metric_inputs)
         if engine.micro_batch_end is not None:
             engine.micro_batch_end(micro_batch.batch, outputs)
-    return rows, seen
+    return step_values, metric_inputs
 
 
 class Returned:
@@ -137,10 +137,10 @@ def named(optimizer: str, metric: str) -> str:
     return f"{optimizer}_loss" if metric == "loss" else metric
 
 
-def returned_rows(yielded: Sequence[Any], pairs: Weighted) -> list[Row]:
+def returned_rows(yielded: Sequence[Any], weighted_batches: Weighted) -> list[Row]:
     """Return the scalars that generator steps returned at their end, if any."""
-    rows = []
-    for each, (micro_batch, _) in zip(yielded, pairs, strict=True):
+    step_values = []
+    for each, (micro_batch, _) in zip(yielded, weighted_batches, strict=True):
         if not isinstance(each, Returned):
             raise ConfigError(
                 "with accumulation every micro-batch's training_step must yield the same number of times"
@@ -154,5 +154,5 @@ def returned_rows(yielded: Sequence[Any], pairs: Weighted) -> list[Row]:
             )
         _, names, values, _, _ = read_output(StepOutput(None, metrics=each.value))  # type: ignore[arg-type]
         if values is not None:
-            rows.append((names, values, micro_batch.weight))
-    return rows
+            step_values.append((names, values, micro_batch.weight))
+    return step_values

@@ -105,15 +105,15 @@ class MicroBatches:
         draws, states = HostDraws(), [generator_state(each) for each in self._generators]
         if self.searches:
             self._buffers.keep(engine.task)
-        rows, seen, total, learns = self._until_it_fits(micro_batches, draws, states)
+        step_values, metric_inputs, total, learns = self._until_it_fits(micro_batches, draws, states)
         self._attempted, self._split = [], None
         applied, norm = False, None
         if learns:
             if self._ranks.size > 1:
                 engine.strategy.synchronize(engine.parameters)
-            applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
+            applied, norm = engine.update(engine.optimizer, step_values, engine.parameters)
         self._log_size()
-        return engine.finish(micro_batches, rows, applied, norm, seen, total)
+        return engine.finish(micro_batches, step_values, applied, norm, metric_inputs, total)
 
     def _accumulate(
         self, micro_batches: Sequence[MicroBatch]
@@ -123,27 +123,27 @@ class MicroBatches:
         engine.streams.seed_step(engine.progress.steps)
         if engine.gate is not None:
             engine.gate.begin()
-        pairs, total = weigh(micro_batches, engine.sharing, engine.placeholders, engine.sums)
+        weighted_batches, total = weigh(micro_batches, engine.sharing, engine.placeholders, engine.sums)
         self._whole = max(self._whole, *(each.samples for each in micro_batches))
         self._unlearned, self._split = [], None
         parts: Weighted = []
-        for micro_batch, factor in pairs:
+        for micro_batch, factor in weighted_batches:
             parts += self._shared_parts(micro_batch, factor)
-        if pairs and not parts:  # this rank has nothing to learn from
-            parts = [(self._placeholder(pairs[0][0]), 0.0)]
+        if weighted_batches and not parts:  # this rank has nothing to learn from
+            parts = [(self._placeholder(weighted_batches[0][0]), 0.0)]
         self._attempted = [each.batch for each, _ in parts] + [each.batch for each in self._unlearned]
         self._largest = max((batch_size(each) or 1 for each in self._attempted), default=0)
-        rows, seen = engine.accumulate(parts)
+        step_values, metric_inputs = engine.accumulate(parts)
         # After all others, so that training does not depend on whether metrics are declared.
         for part in self._unlearned:
             with torch.no_grad(), shielded():
                 part = engine.transfer.moved(part)
                 outputs = read_output(engine.run_step(part.batch))[3]
             if outputs is not None:
-                engine.show_metrics(outputs, part.batch, seen)
+                engine.show_metrics(outputs, part.batch, metric_inputs)
         if self.searches and self._ranks.size > 1 and self._ranks.total([0.0])[0]:
             raise _RepeatStep
-        return rows, seen, total, bool(pairs)
+        return step_values, metric_inputs, total, bool(weighted_batches)
 
     def _until_it_fits(
         self, micro_batches: Sequence[MicroBatch], draws: HostDraws, states: Sequence[Any]

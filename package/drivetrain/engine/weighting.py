@@ -73,11 +73,11 @@ def _weigh_together(
     if not weight:
         return [], total
     weight = 1 if sums else weight
-    pairs: Weighted = []
+    weighted_batches: Weighted = []
     for each in micro_batches:
         factor = each.weight * size / weight
-        pairs.append((each, None if factor == 1 else factor))
-    return pairs, total
+        weighted_batches.append((each, None if factor == 1 else factor))
+    return weighted_batches, total
 
 
 def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Placeholders) -> Everywhere:
@@ -239,17 +239,17 @@ class StepResult:
     """The result of one step.
 
     Attributes:
-        rows: The scalars of its micro-batches.
+        step_values: The scalars of its micro-batches.
         applied: False when the step was skipped (16-bit overflow, a window of weight zero, or a loss or
             gradient that a policy refuses).
         grad_norm: The gradient's norm before clipping (0-d, on the device), or None without clipping.
         step: The step's number, from 0.
     """
 
-    __slots__ = ("applied", "grad_norm", "rows", "step")
+    __slots__ = ("applied", "grad_norm", "step", "step_values")
 
-    def __init__(self, rows: list[Row], applied: bool, grad_norm: Tensor | None, step: int) -> None:
-        self.rows = rows
+    def __init__(self, step_values: list[Row], applied: bool, grad_norm: Tensor | None, step: int) -> None:
+        self.step_values = step_values
         self.applied = applied
         self.grad_norm = grad_norm
         self.step = step
@@ -258,7 +258,7 @@ class StepResult:
     def metrics(self) -> dict[str, float]:
         """The weighted means of the step's scalars; reading them waits for the device."""
         buffer = MetricBuffer()
-        buffer.add(self.rows, self.step)
+        buffer.add(self.step_values, self.step)
         return buffer.means()
 
     @property

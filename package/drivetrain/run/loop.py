@@ -88,7 +88,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                 progress.bad_batches += run.engine.bad_batches(window.micro_batches)
             for hook in hooks.on_step_end:
                 hook(run)
-            idle = idle and not run.result.rows
+            idle = idle and not run.result.step_values
             if not left:
                 try:
                     yield run.result

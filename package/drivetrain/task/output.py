@@ -24,17 +24,17 @@ class Optimized(NamedTuple):
     """One optimizer step, as `TaskModule.optimize` returns it.
 
     Attributes:
-        rows: The scalars of its micro-batches; see `Engine.accumulate`.
+        step_values: The scalars of its micro-batches; see `Engine.accumulate`.
         applied: Whether an optimizer made its step.
         norm: The gradient's norm before clipping, or None.
-        seen: The inputs of declared metrics that are updated once the step counts.
+        metric_inputs: The inputs of declared metrics that are updated once the step counts.
         dropped: Scalars that enter no average, because the step that they belong to was skipped.
     """
 
-    rows: list[Any]
+    step_values: list[Any]
     applied: bool
     norm: Tensor | None = None
-    seen: Sequence[Any] = ()
+    metric_inputs: Sequence[Any] = ()
     dropped: Sequence[Any] = ()
 
 

@@ -217,7 +217,7 @@ class TaskModule(nn.Module):
         outputs = call_forward(self, self.inputs(batch))
         return StepOutput(self.loss(outputs, batch), outputs)
 
-    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+    def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
         """Make one optimizer step from micro-batches. The engine makes the same step as this default without
         calling it.
 
@@ -225,17 +225,17 @@ class TaskModule(nn.Module):
         of optimizers. The engine counts it, and the batches, when it returns.
 
         Args:
-            engine: The `Engine`: `accumulate(pairs)` runs forward and backward, and `update(updater, rows,
-                parameters)` clips, steps and clears the gradients of one of `engine.updaters`, or of all by
-                `engine.only_updater`.
-            pairs: The micro-batches, each with the factor of its loss; none if there is
+            engine: The `Engine`: `accumulate(weighted_batches)` runs forward and backward, and
+                `update(updater, step_values, parameters)` clips, steps and clears the gradients of one of
+                `engine.updaters`, or of all by `engine.optimizer`.
+            weighted_batches: The micro-batches, each with the factor of its loss; none if there is
                 nothing to learn from.
         """
-        rows, seen = engine.accumulate(pairs)
-        if not pairs:
-            return Optimized(rows, applied=False)
-        applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
-        return Optimized(rows, applied, norm, seen)
+        step_values, metric_inputs = engine.accumulate(weighted_batches)
+        if not weighted_batches:
+            return Optimized(step_values, applied=False)
+        applied, norm = engine.update(engine.optimizer, step_values, engine.parameters)
+        return Optimized(step_values, applied, norm, metric_inputs)
 
     def validation_step(self, batch: Batch) -> Any:
         """Run one validation batch; return what `training_step` may, or None. Default: outputs and loss."""

@@ -69,7 +69,7 @@ _LOG = logger(__name__)
 
 _TAKES = {
     "loss": ("outputs", "batch"),
-    "optimize": ("engine", "pairs"),
+    "optimize": ("engine", "weighted_batches"),
     "configure_callbacks": ("stage",),
 }
 """The methods of a task whose parameters are easily taken for others, such as those of another library."""

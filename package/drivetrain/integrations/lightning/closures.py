@@ -38,12 +38,12 @@ class NoOptimizer(Optimizer):
         return None if closure is None else closure()
 
 
-def collect(engine: Any, pairs: Any) -> Optimized:
+def collect(engine: Any, weighted_batches: Any) -> Optimized:
     """Run the training steps of a module that trains nothing, without backward."""
     returned: list[Any] = []
     kept = []
     with torch.set_grad_enabled(engine.strategy.name == "single"):  # a wrapper would wait for a backward
-        for micro_batch, share in list(engine.transfer.moving(pairs)):
+        for micro_batch, share in list(engine.transfer.moving(weighted_batches)):
             if micro_batch.is_placeholder:
                 continue
             engine.passes += 1
@@ -106,7 +106,7 @@ class ClosureSteps:
                     # Copies, because the last bit of a product depends on where a tensor begins in memory.
                     slots[name] = [each.clone() for each in slots[name]] if name in slots else []
 
-    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+    def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
         """Make one step of the optimizer.
 
         Raises:
@@ -114,42 +114,45 @@ class ClosureSteps:
         """
         if engine.strategy.name not in _SERVED or engine.precision.loss_scaling:
             raise StrategyError(
-                f"{type(engine.only_updater.optimizer).__name__} evaluates the loss several times in a step,"
+                f"{type(engine.optimizer.optimizer).__name__} evaluates the loss several times in a step,"
                 f" which strategy {engine.strategy.name!r} with precision {engine.precision.name!r} cannot"
                 f" do. Use one of {', '.join(_SERVED)}, without a loss scale"
             )
-        pairs = list(engine.transfer.moving(pairs))
-        rows, seen = engine.accumulate(pairs)
-        losses = [_mean(engine, rows)]
+        weighted_batches = list(engine.transfer.moving(weighted_batches))
+        step_values, metric_inputs = engine.accumulate(weighted_batches)
+        losses = [_mean(engine, step_values)]
 
         def evaluate() -> Tensor:
             if losses:
                 return losses.pop()
             for parameter in engine.parameters:
                 parameter.grad = None
-            self._hooks.repeat(len(pairs))
-            again, _ = engine.accumulate(pairs)
+            self._hooks.repeat(len(weighted_batches))
+            again, _ = engine.accumulate(weighted_batches)
             if engine.before_optimizer_step is not None:
                 engine.before_optimizer_step()
-            updater = engine.only_updater
+            updater = engine.optimizer
             if updater.max_grad_norm is not None:
                 engine.strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
             return _mean(engine, again)
 
         self._evaluate = evaluate
-        applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
+        applied, norm = engine.update(engine.optimizer, step_values, engine.parameters)
         self._evaluate = None
-        return Optimized(rows, applied, norm, seen)
+        return Optimized(step_values, applied, norm, metric_inputs)
 
 
-def _mean(engine: Any, rows: Any) -> Tensor:
+def _mean(engine: Any, step_values: Any) -> Tensor:
     """Return the loss of a window over all ranks."""
-    if len(rows) == 1 and engine.data_ranks.size == 1:  # to the last bit, which a line search may turn on
-        ((names, values, _),) = rows
+    if len(step_values) == 1 and engine.data_ranks.size == 1:
+        # To the last bit, which a line search may turn on.
+        ((names, values, _),) = step_values
         loss: Tensor = values.reshape(-1)[names.index("loss")]
         return loss
-    weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64).cpu() for _, _, weight in rows])
-    losses = [values.reshape(-1)[names.index("loss")].double().cpu() for names, values, _ in rows]
+    weights = torch.stack(
+        [torch.as_tensor(weight, dtype=torch.float64).cpu() for _, _, weight in step_values]
+    )
+    losses = [values.reshape(-1)[names.index("loss")].double().cpu() for names, values, _ in step_values]
     sums = torch.stack([(weights * torch.stack(losses)).sum(), weights.sum()])
     if engine.data_ranks.size > 1:
         sums = torch.stack(engine.data_ranks.all_gather(sums)).sum(0)

@@ -296,7 +296,7 @@ class ModuleHooks(ModuleState, Callback):
         if self.manual is not None:
             self.manual.begin(run)
         elif self._clips is not None:  # the module clips in place of the engine
-            engine.only_updater.max_grad_norm, engine.max_grad_value = None, None
+            engine.optimizer.max_grad_norm, engine.max_grad_value = None, None
         if is_overridden(self.module, "optimizer_step") and engine.strategy.name not in _PLAIN:
             raise StrategyError(
                 f"{type(self.module).__name__}.optimizer_step is not called with strategy"

@@ -22,16 +22,16 @@ class Skipped:
 
     Args:
         engine: The engine.
-        pairs: The micro-batches of this rank, with their shares.
+        weighted_batches: The micro-batches of this rank, with their shares.
 
     Attributes:
         is_last_skipped: Whether the last step returned None.
     """
 
-    def __init__(self, engine: Any, pairs: Weighted) -> None:
+    def __init__(self, engine: Any, weighted_batches: Weighted) -> None:
         self._strategy = engine.strategy
         self._engine = engine
-        self._pairs = pairs
+        self._weighted_batches = weighted_batches
         self._ranks = None if engine.strategy.sharded else engine.sharing
         self._done = 0
         self._lost: list[int] = []  # the numbers of those that returned None
@@ -46,10 +46,10 @@ class Skipped:
             self.is_last_skipped = False
             return loss
         self.is_last_skipped = loss is None
-        if loss is None and not self._pairs[self._done][0].is_placeholder:
+        if loss is None and not self._weighted_batches[self._done][0].is_placeholder:
             self._lost.append(self._done)
         self._done += 1
-        if self._done == len(self._pairs) and self._ranks is not None:
+        if self._done == len(self._weighted_batches) and self._ranks is not None:
             self._sums = torch.tensor(self._own(), dtype=torch.float64)
             if self._ranks.copy:  # another rank has the same batch
                 self._sums.zero_()
@@ -73,31 +73,31 @@ class Skipped:
     def _own(self) -> list[float]:
         """Return the weights of this rank: of the skipped micro-batches, and of all."""
         lost = total = 0.0
-        for number, (micro_batch, _) in enumerate(self._pairs):
+        for number, (micro_batch, _) in enumerate(self._weighted_batches):
             if not micro_batch.is_placeholder:
                 total += float(micro_batch.weight)
                 lost += float(micro_batch.weight) if number in self._lost else 0.0
         return [lost, total]
 
-    def left(self, rows: list[Row], parameters: Sequence[Tensor]) -> list[Row] | None:
+    def left(self, step_values: list[Row], parameters: Sequence[Tensor]) -> list[Row] | None:
         """Make the gradients those of a step without the skipped micro-batches.
 
         Args:
-            rows: The scalars of all micro-batches.
+            step_values: The scalars of all micro-batches.
             parameters: The trained parameters.
 
         Returns:
             The scalars of those that were not skipped; None if no rank has any.
         """
         if self._sums is None and not self._lost:
-            return rows
+            return step_values
         if self._sums is not None:
             self._work.wait()
         lost, total = self._own() if self._sums is None else self._sums.tolist()
         if lost < total:
             if lost:
                 self._strategy.scale_gradients(parameters, total / (total - lost))
-            return [row for number, row in enumerate(rows) if number not in self._lost]
+            return [row for number, row in enumerate(step_values) if number not in self._lost]
         for parameter in parameters:  # of zeros
             parameter.grad = None
         return None

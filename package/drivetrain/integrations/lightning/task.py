@@ -116,21 +116,21 @@ class LightningTask(TaskModule):
         """Run the module's training step."""
         return self.hooks.training_step(batch)
 
-    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+    def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
         """Make one optimizer step, of the batches whose `training_step` returns a loss."""
-        if pairs and self.hooks.trains_nothing:
-            return collect(engine, pairs)
-        if pairs and self.hooks.closures is not None:
-            done: Optimized = self.hooks.closures.optimize(engine, pairs)
+        if weighted_batches and self.hooks.trains_nothing:
+            return collect(engine, weighted_batches)
+        if weighted_batches and self.hooks.closures is not None:
+            done: Optimized = self.hooks.closures.optimize(engine, weighted_batches)
             return done
-        if not (self.may_skip and pairs):
-            return super().optimize(engine, pairs)
-        skipped = self.hooks.skipped = Skipped(engine, pairs)
-        rows, seen = engine.accumulate(pairs)
-        if (rows := skipped.left(rows, engine.parameters)) is None:
+        if not (self.may_skip and weighted_batches):
+            return super().optimize(engine, weighted_batches)
+        skipped = self.hooks.skipped = Skipped(engine, weighted_batches)
+        step_values, metric_inputs = engine.accumulate(weighted_batches)
+        if (step_values := skipped.left(step_values, engine.parameters)) is None:
             return Optimized([], applied=False)
-        applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
-        return Optimized(rows, applied, norm, seen)
+        applied, norm = engine.update(engine.optimizer, step_values, engine.parameters)
+        return Optimized(step_values, applied, norm, metric_inputs)
 
     def validation_step(self, batch: Batch) -> Any:
         """Run the module's validation step.
@@ -157,17 +157,17 @@ class LightningTask(TaskModule):
 class ManualTask(LightningTask):
     """A module with `automatic_optimization = False`, which steps its optimizers itself."""
 
-    def optimize(self, engine: Any, pairs: Any) -> Optimized:
+    def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
         """Run the module's `training_step`, which steps its optimizers; each batch counts once."""
         returned = []
-        for micro_batch, _ in list(engine.transfer.moving(pairs)):
+        for micro_batch, _ in list(engine.transfer.moving(weighted_batches)):
             engine.passes += 1
             body, step = self.training_step(micro_batch.batch), engine.run_step
             if micro_batch.is_placeholder:
                 returned.append(engine.placeholders.forward(self, step, body))
             else:
                 returned.append(step(body))
-        return Optimized(returned_rows(returned, pairs), applied=True)
+        return Optimized(returned_rows(returned, weighted_batches), applied=True)
 
     def training_step(self, batch: Batch) -> Any:
         """Run the module's training step; a generator, as all steps that strategies do not wrap."""

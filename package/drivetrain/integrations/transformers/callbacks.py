@@ -413,7 +413,7 @@ class CallbackAdapter(OwnCallback):
         state.max_steps, state.num_train_epochs = totals.steps or UNLIMITED, _epochs(totals)
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, state.max_steps)
-        updater = run.engine.only_updater
+        updater = run.engine.optimizer
         assert run.train_feed is not None
         self.objects |= {
             "optimizer": updater.optimizer,
@@ -463,7 +463,7 @@ class CallbackAdapter(OwnCallback):
         """Count the window's input, and call `on_step_begin`."""
         if self._heeded:
             self.clear(*ONCE)
-        self._rate = float(run.engine.only_updater.optimizer.param_groups[0]["lr"])
+        self._rate = float(run.engine.optimizer.optimizer.param_groups[0]["lr"])
         real = [each for each in run.window.micro_batches if not (each.is_placeholder or each.bad)]
         for each in real:
             self._count(each.batch)

@@ -241,7 +241,7 @@ def _loop(settings: RunSettings, task: TaskModule, data: Any, engine: Engine) ->
     device, dtype = engine.device, engine.precision.input_dtype
     accumulation: Any = settings.gradient_accumulation_steps
     context = engine.precision.forward_context(device) or nullcontext
-    optimizer, norm = engine.only_updater.optimizer, engine.only_updater.max_grad_norm
+    optimizer, norm = engine.optimizer.optimizer, engine.optimizer.max_grad_norm
     parameters = [each for each in task.parameters() if each.requires_grad]
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
