@@ -1,13 +1,16 @@
 """What a step leaves in attributes of the task, wherever it is, comes back at a resume to the bit."""
 
+import argparse
 import random
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+import re
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ import torch
 from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain import CheckpointConfig, LambdaCallback, rank
 from drivetrain.distributed.ranks import Ranks
@@ -60,18 +63,6 @@ def both(folder: Path, make: Callable[[], Task], **options: Any) -> tuple[Task, 
     return one, other
 
 
-Row = namedtuple("Row", "value number")
-
-
-@dataclass(frozen=True)
-class Settings:
-    temperature: float = 1.0
-
-
-class Phase(Enum):
-    WARM, COLD = 1.5, 0.5
-
-
 class Memory:
     __slots__ = ("count", "rows")
 
@@ -80,14 +71,14 @@ class Memory:
 
     def add(self, value: Tensor) -> float:
         self.count += 1
-        self.rows.append(Row(value, self.count))
-        return sum(each.value.sum().item() * each.number for each in self.rows)
+        self.rows.append((value, self.count))
+        return sum(value.sum().item() * number for value, number in self.rows)
 
     def state_dict(self) -> Any:
-        return {"count": self.count, "rows": self.rows}
+        return {"count": self.count, "rows": [*self.rows]}
 
     def load_state_dict(self, state: Any) -> None:
-        self.count, self.rows = state["count"], state["rows"]
+        self.count, self.rows = state["count"], deque(state["rows"], maxlen=3)
 
 
 def count(task: Any) -> float:
@@ -99,13 +90,12 @@ def count(task: Any) -> float:
     return task.count + len(task.history)
 
 
-def lazily(task: Any) -> float:
-    if task.late is None:
-        task.late = torch.Generator().manual_seed(3), random.Random(4), {"numpy": np.random.default_rng(5)}
-        task.other = task.late
+def draw(task: Any) -> float:
+    if not task.other:
+        task.other = task.drawn[2:]
         del task.early
-    draw = task.late[1].random() + task.other[2]["numpy"].random()
-    return draw + torch.rand(1, generator=task.late[0]).item()
+    first = task.drawn[1].random() + task.other[0]["numpy"].random()
+    return first + torch.rand(1, generator=task.drawn[0]).item()
 
 
 def reset(task: Any) -> float:  # one tensor is replaced, which was another one's at the beginning
@@ -145,36 +135,35 @@ def collect(task: Any) -> float:
     task.seen.add(number * 7)
     task.counts[number % 2, "a"] += 1.5
     task.tally[number % 3] += number
-    task.names[f"{number}"] = complex(number, 1)
+    task.names[f"{number}"] = number
+    task.window.append(number)
     task.names.move_to_end("first")
     task.array[number % 4] += number
     task.turned = (task.turned * 1.1).t()
-    return (
-        sum(task.counts.values()) + task.array.sum() + abs(task.names[f"{number}"]) + task.turned[0, 1].item()
-    )
+    return sum(task.counts.values()) + task.array.sum() + sum(task.window) + task.turned[0, 1].item()
 
 
 def cool(task: Any) -> float:
-    task.settings = replace(task.settings, temperature=task.settings.temperature * 0.9)
-    task.phase = Phase.COLD if task.settings.temperature < 0.8 else Phase.WARM
     task.dropout.p += 0.01
-    task.shape = torch.Size([*task.shape, 2])
-    return task.settings.temperature * task.phase.value + task.dropout.p + len(task.shape)
+    return float(task.dropout.p)
 
 
-def refer(task: Any) -> float:  # what is one object stays one, and views of weights and parents are found
+def refer(task: Any) -> float:  # what is one object stays one, and weights and parents are found
     if not task.shared:
         task.shared.append([1.0])
-        task.others = {"one": task.shared[0], "view": task.line.weight.detach()[:, :2], "task": task}
+        task.others = {"one": task.shared[0], "w": task.line.weight, "task": task}
         task.others["self"] = task.others
     task.shared[0].append(task.shared[0][-1] * 1.5)
-    return (
-        task.others["self"]["one"][-1] + task.others["view"].sum().item() + task.others["task"].shared[0][-1]
-    )
+    return task.others["self"]["one"][-1] + task.others["w"].sum().item() + task.others["task"].shared[0][-1]
 
 
 def keep(**values: Any) -> Touch:
     return lambda task: vars(task).update(deepcopy(values))
+
+
+def begin_drawing(task: Any) -> None:
+    task.drawn = [torch.Generator().manual_seed(3), random.Random(4), {"numpy": np.random.default_rng(5)}]
+    task.other, task.early = None, 1
 
 
 def begin_queue(task: Any) -> None:
@@ -198,7 +187,8 @@ def begin_reset(task: Any) -> None:
 
 
 ARRAYS = {"array": np.zeros(4), "turned": torch.arange(6.0).reshape(2, 3).t(), "seen": {0}}
-CONTAINERS = {"counts": defaultdict(float), "tally": Counter(), "names": OrderedDict(first=1)}
+CONTAINERS: dict[str, Any] = {"counts": defaultdict(float), "tally": Counter(), "names": OrderedDict(first=1)}
+CONTAINERS["window"] = deque(maxlen=2)
 
 KEPT: dict[str, tuple[Touch, Touch]] = {
     "numbers and a list": (keep(count=0, best=float("inf"), history=[]), count),
@@ -206,19 +196,13 @@ KEPT: dict[str, tuple[Touch, Touch]] = {
         lambda task: setattr(task, "memory", Memory()),
         lambda task: task.memory.add(task.line.weight.detach().clone()),
     ),
-    "generators that are made late, and an attribute that goes": (
-        keep(late=None, other=None, early=1),
-        lazily,
-    ),
+    "generators, and an attribute that goes": (begin_drawing, draw),
     "a hidden state that is reset": (begin_reset, reset),
     "a queue, counts in a module, a buffer": (begin_queue, queue),
     "an average of weights, a hidden module": (begin_average, average),
     "an optimizer of the task's own": (begin_learning, learn),
     "containers and arrays": (keep(**ARRAYS, **CONTAINERS), collect),
-    "a frozen data class, a dropout rate": (
-        keep(settings=Settings(), phase=None, shape=torch.Size([])),
-        cool,
-    ),
+    "a dropout rate": (keep(), cool),
     "shared objects": (keep(shared=[], others=None), refer),
 }
 
@@ -325,3 +309,63 @@ def test_validations_leave_generators_as_they_were(tmp_path: Path) -> None:
         quiet(**options).fit(task, pairs(8), pairs(4), resume="auto")
         found.append(task.noise.get_state().tolist())
     assert found[0] == found[2] != found[1]
+
+
+class Note:
+    def __init__(self, name: str, value: int) -> None:
+        self.name, self.value = name, value
+
+
+class Since(Note):
+    def state_dict(self) -> Any:
+        return {"since": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["since"]
+
+
+class Row(NamedTuple):
+    value: int
+
+
+@dataclass
+class Settings:
+    rate: float = 1.0
+
+
+WEIGHT = nn.Parameter(torch.ones(3))
+
+NAMED: dict[str, tuple[Any, ...]] = {  # a value, what changes it or takes its place, and how it is named
+    "a function in a dict": ({"n": 1}, lambda value: value.update(then=print), r"^kept\['then'\]: builtin_"),
+    "a row in a list": ((1, []), lambda value: value[1].append(Row(1)), r"^kept\[1\]\[0\]: tests.*Row$"),
+    "a class in a state": (
+        Since("", 1),
+        lambda value: setattr(value, "value", int),
+        r"\(\)\['since'\]: type$",
+    ),
+    "a data class": (Settings(), lambda value: setattr(value, "rate", 2.0), "Settings$"),
+    "a generator of the fit's own": (None, torch.Generator(), r"^torch\._C\.Generator$"),
+    "a view of a weight": (None, WEIGHT.detach()[:2], r"^a view of 'weight'$"),
+    "an array of another byte order": (np.ones(2, ">f4"), lambda value: value.fill(2), r"^numpy\.ndarray$"),
+    "a namespace": (argparse.Namespace(), lambda value: setattr(value, "rate", 1)),
+    "a date": (datetime(2020, 1, 1), datetime(2020, 1, 2)),
+    "a dict of a class": (UserDict(), lambda value: value.update(rate=1)),
+    "an object in an object": (Note("a", Note("b", 1)), lambda value: setattr(value.value, "value", 2)),  # type: ignore[arg-type]
+    "a number beside an object": ([Note("a", 1), 1], lambda value: value.append(2)),
+    "dates of numpy": (np.array(["2020"], "M8[Y]"), lambda value: value.fill("2021")),
+    "tensors as keys": ({torch.zeros(1): 0}, lambda value: value.update(dict.fromkeys(value, 1))),
+    "a module of the fit's own": ([], lambda value: value.append(nn.Linear(1, 1))),
+    "over 60 MB of text": ("", "a" * (61 << 20)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_changed_value_that_no_checkpoint_holds_is_named(name: str) -> None:
+    value, change, *named = NAMED[name]
+    task = Task(lambda task: vars(task).update(kept=value), count)
+    task.weight = WEIGHT
+    state = AttributeState(task)
+    assert (state.gather(), state.lost) == ([{}], {})
+    task.kept = (change(value), value)[1] if type(change) is FunctionType else change
+    assert ("kept" in state.gather()[0], [*state.lost]) == (False, ["kept"])
+    assert all(re.search(each, state.lost["kept"]) for each in named), state.lost
