@@ -147,7 +147,7 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
 
 
 def test_missing_packages_are_errors_that_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = "drivetrain.callbacks.statistics.device_stats.is_installed"
+    where = "drivetrain.integrations.psutil.device_stats.is_installed"
     monkeypatch.setattr(where, lambda package: False)
     monkeypatch.setattr(torch.version, "hip", None)
     make = partial(quiet, max_steps=1, callbacks=[cb.DeviceStats()])

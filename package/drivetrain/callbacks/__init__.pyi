@@ -14,10 +14,8 @@ from drivetrain.callbacks.profile import Profile as Profile
 from drivetrain.callbacks.progress.progress_bar import ProgressBar as ProgressBar
 from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLength
 from drivetrain.callbacks.statistics.activation_stats import ActivationStats as ActivationStats
-from drivetrain.callbacks.statistics.device_stats import DeviceStats as DeviceStats
 from drivetrain.callbacks.statistics.gradient_norms import GradientNorms as GradientNorms
 from drivetrain.callbacks.statistics.peaks import peak_flops as peak_flops
-from drivetrain.callbacks.statistics.plot_metrics import PlotMetrics as PlotMetrics
 from drivetrain.callbacks.statistics.throughput import Throughput as Throughput
 from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms as WeightHistograms
 from drivetrain.callbacks.summary import ModelSummary as ModelSummary
@@ -25,5 +23,7 @@ from drivetrain.callbacks.summary import ModuleSummary as ModuleSummary
 from drivetrain.callbacks.summary import Summary as Summary
 from drivetrain.callbacks.summary import summarize as summarize
 from drivetrain.callbacks.weight_average import WeightAverage as WeightAverage
-from drivetrain.callbacks.xla_report import XLAReport as XLAReport
 from drivetrain.core.types import EvaluationReader as EvaluationReader
+from drivetrain.integrations.matplotlib.plot_metrics import PlotMetrics as PlotMetrics
+from drivetrain.integrations.psutil.device_stats import DeviceStats as DeviceStats
+from drivetrain.integrations.torch_xla.xla_report import XLAReport as XLAReport

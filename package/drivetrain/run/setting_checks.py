@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.core.errors import ConfigError, MissingDependencyError, nearest
+from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
-from drivetrain.core.registry import is_installed
+from drivetrain.core.registry import Registry
 from drivetrain.core.stages import stages_or_number
 from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
 from drivetrain.run.hooks import Hooks
@@ -22,6 +22,11 @@ from drivetrain.strategies.base import check_supported
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """A check of an argument, by its name and value; returns the value to keep."""
+
+BARS: Registry[Any] = Registry(
+    "progress bar", {"tqdm": "tqdm.std:tqdm", "rich": "drivetrain.integrations.rich.bar:RichBar"}
+)
+"""Classes of progress bars by name; `of_run()` of those that are not tqdm's returns the class for one run."""
 
 _ON_NONFINITE = ("raise", "skip", "stop")
 
@@ -108,8 +113,7 @@ def _log_every(name: str, value: Any) -> Any:
 def _progress_bar(name: str, value: object) -> bool | str:
     if not isinstance(value, str):
         return flag(name, value)
-    if one_of(name, value, ("tqdm", "rich")) == "rich" and not is_installed("rich"):
-        raise MissingDependencyError("rich", "rich", "Trainer(progress_bar='rich')")
+    BARS[value]  # raises where its package is not installed
     return value
 
 

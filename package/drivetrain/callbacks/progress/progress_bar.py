@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.progress.lines import joined, short
 from drivetrain.callbacks.progress.notebook_bar import Line, notebook_bar_class
-from drivetrain.core.errors import MissingDependencyError, plain
+from drivetrain.core.errors import plain
 from drivetrain.core.notebook.output import in_notebook
-from drivetrain.core.registry import is_installed
-from drivetrain.core.validation import by_name, one_of
+from drivetrain.core.validation import by_name
+from drivetrain.run.setting_checks import BARS
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -58,9 +58,8 @@ class ProgressBar(Callback):
 
     def __init__(self, metrics: Sequence[str] | None = None, *, style: str = "tqdm") -> None:
         self.metrics = metrics
-        self.style = one_of("style", style, ("tqdm", "rich"))
-        if style == "rich" and not is_installed("rich"):
-            raise MissingDependencyError("rich", "rich", "progress_bar='rich'")
+        BARS[style]  # raises where its package is not installed
+        self.style = style
         self._fitting = False
         self._epoch = 0
         self._new_bar: Any = None
@@ -234,10 +233,8 @@ def _bar_class(style: str) -> Any:
         return notebook_bar_class()
     if not _has_screen():
         return None
-    if style == "rich":
-        from drivetrain.callbacks.progress.rich_bar import rich_bar_class
-
-        return rich_bar_class()
+    if style != "tqdm":
+        return BARS[style].of_run()
     from tqdm.std import tqdm
 
     # tqdm starts a thread that outlives the bar, to redraw stale bars, and makes a lock for several

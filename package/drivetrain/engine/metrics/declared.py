@@ -67,6 +67,7 @@ class DeclaredMetrics:
     """A task's declared metrics for one purpose: updated together, computed to named floats, reset.
 
     Attributes:
+        metrics: The metrics by name, on the device.
         results: What each metric returned when they were computed last, by name; that of an `EpochMetric` on
             rank 0 alone.
         drawn: The metrics that are drawn: a matrix or a curve that they compute gives no numbers.
@@ -93,11 +94,11 @@ class DeclaredMetrics:
                     " has update, compute and reset, as torchmetrics' have"
                 )
         self._device, self._ranks = device, ranks
-        self._metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
-        self._of_epoch = {name: each for name, each in self._metrics.items() if isinstance(each, EpochMetric)}
-        self._added_up = {name: each for name, each in self._metrics.items() if name not in self._of_epoch}
+        self.metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
+        self._of_epoch = {name: each for name, each in self.metrics.items() if isinstance(each, EpochMetric)}
+        self._added_up = {name: each for name, each in self.metrics.items() if name not in self._of_epoch}
         self._updates = tuple(metric.update for metric in self._added_up.values())
-        turn_synchronisation_off(self._metrics)
+        turn_synchronisation_off(self.metrics)
         if not ranks.alone:
             check_joinable(self._added_up)
         self.updated = False
@@ -105,26 +106,19 @@ class DeclaredMetrics:
         self.drawn: Collection[str] = ()
 
     def __bool__(self) -> bool:
-        return bool(self._metrics)
+        return bool(self.metrics)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._metrics.values())
-
-    def with_plot(self) -> dict[str, Any]:
-        """Return the metrics that have a method `plot`, as torchmetrics' have."""
-        plots = {name: getattr(each, "plot", None) for name, each in self._metrics.items()}
-        # The plot of torchmetrics' base class raises.
-        own = {name for name, plot in plots.items() if getattr(plot, "__qualname__", "") != "Metric.plot"}
-        return {name: each for name, each in self._metrics.items() if name in own and callable(plots[name])}
+        return iter(self.metrics.values())
 
     def directions(self) -> dict[str, str]:
         """Return "max" or "min" for each metric that has `higher_is_better`, as torchmetrics' have."""
-        higher = {name: getattr(each, "higher_is_better", None) for name, each in self._metrics.items()}
+        higher = {name: getattr(each, "higher_is_better", None) for name, each in self.metrics.items()}
         return {name: "max" if each else "min" for name, each in higher.items() if isinstance(each, bool)}
 
     def copies(self) -> DeclaredMetrics:
         """Return a fresh, reset copy, for another loader."""
-        copied = {name: copy.deepcopy(metric) for name, metric in self._metrics.items()}
+        copied = {name: copy.deepcopy(metric) for name, metric in self.metrics.items()}
         other = DeclaredMetrics(copied, self._device, self._ranks)
         other.reset()
         return other
@@ -196,7 +190,7 @@ class DeclaredMetrics:
         return self._ranks.first(values)
 
     def reset(self) -> None:
-        for metric in self._metrics.values():
+        for metric in self.metrics.values():
             metric.reset()
         self.updated = False
 
@@ -204,17 +198,17 @@ class DeclaredMetrics:
         """Return the states of all metrics, copied."""
         return {
             "updated": self.updated,
-            "metrics": {name: _metric_state(name, metric) for name, metric in self._metrics.items()},
+            "metrics": {name: _metric_state(name, metric) for name, metric in self.metrics.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         stored = state["metrics"]
-        if set(stored) != set(self._metrics):
+        if set(stored) != set(self.metrics):
             raise CheckpointError(
                 f"the checkpoint has training metrics {sorted(stored)}, the task declares"
-                f" {sorted(self._metrics)}"
+                f" {sorted(self.metrics)}"
             )
-        for name, metric in self._metrics.items():
+        for name, metric in self.metrics.items():
             _load_metric(name, metric, stored[name])
         self.updated = bool(state["updated"])
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from drivetrain.callbacks.progress.lines import joined, short
+from drivetrain.core.errors import MissingDependencyError
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+except ImportError:
+    raise MissingDependencyError("rich", "rich", "Trainer(progress_bar='rich')") from None
 
 _BAR = 20
 _TIMES = 18  # columns of the times and the spaces between
@@ -21,6 +25,21 @@ class RichBar:
     progress: ClassVar[Progress]
     drawings = 0.2
     """How often it is drawn, compared with tqdm's bar: drawing takes 2 ms, ten times as long."""
+
+    @classmethod
+    def of_run(cls) -> type[RichBar]:
+        """Return the class of the bars of one run, which share a display on stderr."""
+        columns = [
+            TextColumn("{task.description}", markup=False),
+            BarColumn(_BAR),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}", markup=False),
+        ]
+        # Without a thread that draws: the callback decides when.
+        display = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+        return type("Bar", (cls,), {"progress": display})
 
     def __init__(
         self, *, total: int | None, desc: str, initial: int = 0, unit: str = "step", leave: bool = True
@@ -68,21 +87,3 @@ class RichBar:
             self.progress.remove_task(self._task)
         if all(each.stop_time is not None for each in self.progress.tasks):
             self.progress.stop()
-
-
-def rich_bar_class() -> type[RichBar]:
-    """Return the class of the bars of one run, which share a display on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = [
-        TextColumn("{task.description}", markup=False),
-        BarColumn(_BAR),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[values]}", markup=False),
-    ]
-    # Without a thread that draws: the callback decides when.
-    display = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-    return type("Bar", (RichBar,), {"progress": display})

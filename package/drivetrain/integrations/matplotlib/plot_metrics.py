@@ -69,7 +69,7 @@ class PlotMetrics(Callback):
                 "PlotMetrics draws metrics of validations, and this fit has no validation data, or its task"
                 " no metrics()"
             )
-        able = declared.with_plot()
+        able = {name: each for name, each in declared.metrics.items() if _has_plot(each)}
         for name in self.metrics or ():
             if name not in able:
                 raise ConfigError(
@@ -94,6 +94,12 @@ class PlotMetrics(Callback):
                 if result is None or full is None or (self.metrics is None and is_flat(result)):
                     continue
                 run.log(f"{full}/plot", Figure(_plot(metric, result)))
+
+
+def _has_plot(metric: Any) -> bool:
+    plot = getattr(metric, "plot", None)
+    # The plot of torchmetrics' base class raises.
+    return callable(plot) and getattr(plot, "__qualname__", "") != "Metric.plot"
 
 
 def _plot(metric: Any, result: Any) -> Any:

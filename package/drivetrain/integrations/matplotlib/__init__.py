@@ -1,0 +1,1 @@
+"""matplotlib: figures of metrics."""

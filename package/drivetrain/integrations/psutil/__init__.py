@@ -1,0 +1,1 @@
+"""psutil: the use of the machine while a fit runs."""

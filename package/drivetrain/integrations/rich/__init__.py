@@ -1,0 +1,1 @@
+"""rich: the bar of `Trainer(progress_bar="rich")`."""

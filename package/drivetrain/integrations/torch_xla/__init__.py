@@ -1,0 +1,1 @@
+"""torch_xla: a report of what XLA compiled and ran."""
