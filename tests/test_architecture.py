@@ -347,8 +347,10 @@ def test_the_core_names_no_project_that_an_integration_is_for(sources: list[Sour
     allowed |= {"checkpoint/weights/torch_files.py", "task/optim/quantized.py", "task/attributes.py"}
     allowed |= {"run/setting_checks.py"}  # a lazy row
     folders = {each.name for each in (PACKAGE / "integrations").iterdir() if each.name[0] != "_"}
-    # XLA's strategies are its back end, and figures of matplotlib are what loggers take and results give.
-    projects = (folders - {"hub", "matplotlib", "report", "torch_xla"}) | {"peft", "pytorch_lightning"}
+    # XLA's strategies are its back end, figures of matplotlib are what loggers take and results give, and
+    # "tensorboard" is the default of Trainer(loggers=).
+    known = {"hub", "matplotlib", "report", "tensorboard", "torch_xla"}
+    projects = (folders - known) | {"peft", "pytorch_lightning"}
     named = {
         source.place
         for source in sources

@@ -6,7 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from tests.loggers.test_tensorboard import scalars
+from tests.integrations.tensorboard.test_tensorboard import scalars
 from tests.support.messages import warned
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet

@@ -1,5 +1,6 @@
 from drivetrain.core.types import CheckpointLogger as CheckpointLogger
 from drivetrain.core.types import RunLogger as RunLogger
+from drivetrain.integrations.tensorboard.logger import TensorBoardLogger as TensorBoardLogger
 from drivetrain.loggers.base import LOGGERS as LOGGERS
 from drivetrain.loggers.base import Logger as Logger
 from drivetrain.loggers.base import LoggerSpec as LoggerSpec
@@ -17,4 +18,3 @@ from drivetrain.loggers.media import MediaLogger as MediaLogger
 from drivetrain.loggers.media import Table as Table
 from drivetrain.loggers.media import Text as Text
 from drivetrain.loggers.media import Video as Video
-from drivetrain.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger

@@ -22,7 +22,7 @@ LoggerSpec: TypeAlias = str | Logger | Sequence[str | Logger]
 LOGGERS: Registry[Callable[[Path], Logger]] = Registry(
     "logger",
     {
-        "tensorboard": "drivetrain.loggers.tensorboard:TensorBoardLogger",
+        "tensorboard": "drivetrain.integrations.tensorboard.logger:TensorBoardLogger",
         "csv": "drivetrain.loggers.csv:CSVLogger",
         "jsonl": "drivetrain.loggers.jsonl:JSONLinesLogger",
         "aim": "drivetrain.integrations.trackers.aim:AimLogger",

@@ -13,13 +13,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drivetrain.loggers.graph import check_graph, trace_graph
-
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import make_directory
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
+from drivetrain.integrations.tensorboard.graph import check_graph, trace_graph
 from drivetrain.loggers.files import Appended, flat, to_json
 from drivetrain.loggers.media import Audio, BinCounts, Histogram, Kind, Media, Table, Text
 
