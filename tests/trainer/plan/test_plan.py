@@ -215,55 +215,6 @@ def _stream_dtype(options):
     return task.dtype
 
 
-class Layer(nn.Module):
-    runs = 0
-
-    def __init__(self, number, unlike):
-        super().__init__()
-        self.number, self.rate = number, number * unlike
-        self.norm, self.inner, self.outer = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        Layer.runs += 1
-        return x + self.outer(torch.relu(self.inner(self.norm(x))))
-
-
-class Deep(TaskModule):  # layers whose setting `rate` is the same or not
-    def __init__(self, unlike=0.0):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(number, unlike) for number in range(20))
-
-    def training_step(self, batch):
-        for layer in self.layers:
-            batch = layer(batch)
-        return batch.square().mean()
-
-
-class Alternating(Deep):  # every second layer is followed by what takes memory too
-    def training_step(self, batch):
-        for number, layer in enumerate(self.layers):
-            batch = layer(batch).sin() if number % 2 else layer(batch)
-        return batch.square().mean()
-
-
-@pytest.mark.parametrize("again", [False, True, "selective"])
-def test_equal_layers_are_counted_without_running_each(again):
-    found = []
-    for unlike in (0.0, 0.5):
-        Layer.runs = 0
-        memory = {"memory": {"activation_checkpointing": again}}
-        plan = quiet(max_epochs=1, **memory).plan(Deep(unlike), [torch.ones(8, 16)])
-        found.append((plan.memory["activations"], Layer.runs))
-    (equal, few), (each, all_of_them) = found
-    assert equal == each
-    # With recomputation the first runs once more, and so does each one that backward comes to.
-    assert (few, all_of_them) == ((9, 20) if again is False else (15, 41))
-    alternating = [
-        quiet(max_epochs=1, **memory).plan(Alternating(rate), [torch.ones(8, 16)]) for rate in (0, 1)
-    ]
-    assert alternating[0].memory["activations"] == alternating[1].memory["activations"] > equal
-
-
 class Vocabulary(TaskModule):  # its loss takes most of the memory
     def __init__(self):
         super().__init__()

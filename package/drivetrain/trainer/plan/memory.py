@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,24 @@ from drivetrain.strategies.wrapping import apply_tied, batch_norms
 from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
 from drivetrain.task.task import StepModule, TaskModule
-from drivetrain.trainer.plan.equal_blocks import LeftOut, StepMemory, memory_by_few_blocks
 from drivetrain.trainer.plan.optimizers import Built, on_meta
 
 _CPU = torch.device("cpu")
 """The device of tensors without values. Fake ones of a GPU start CUDA, and no fork could use it then."""
+
+
+class StepMemory(NamedTuple):
+    """The memory of one micro-batch, in bytes.
+
+    Attributes:
+        activations: What its forward keeps for backward, the batch, and a block's activations while it is
+            recomputed.
+        temporary: What is there besides at the peak: the model's outputs, such as logits, and the gradients
+            of activations.
+    """
+
+    activations: int
+    temporary: int
 
 
 class Unknown(Exception):  # noqa: N818 - the reason is a value here, which the plan shows
@@ -79,7 +92,7 @@ def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batc
     """Run one micro-batch on tensors that have shapes, dtypes and a device, but no values.
 
     Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
-    needed. The task is a copy, and stays as it is. Rows of equal blocks are shortened.
+    needed. The task is a copy, and stays as it is.
 
     Raises:
         Unknown: The step needs values, as `tensor.item()` does, or raises.
@@ -89,8 +102,8 @@ def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batc
     strategy, precision = settings.select_strategy(), as_precision(settings.precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     context = precision.forward_context(_CPU) or nullcontext
-
-    def measure(copy: Any) -> StepMemory:
+    try:
+        copy: Any = precision.convert_module(on_meta(task))
         with mode:
             _make_fake(copy, None if held is None else held.forward_dtype)
             fake = tree_map(_fake, batch)
@@ -98,13 +111,10 @@ def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batc
         again = _recompute(settings, strategy, copy, watch)
         with mode, watch:
             kept, outputs = _run(copy, context, fake, watch)
-        recomputed = max(again.values(), default=0)
-        return StepMemory(kept + recomputed, max(0, outputs - recomputed))
-
-    try:
-        return memory_by_few_blocks(precision.convert_module(on_meta(task)), on_meta, measure)
     except Exception as error:
         raise Unknown(f"a step without values raises {_short(error)}") from error
+    recomputed = max(again.values(), default=0)
+    return StepMemory(kept + recomputed, max(0, outputs - recomputed))
 
 
 def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch) -> tuple[int, int]:
@@ -133,10 +143,9 @@ def _backward(task: TaskModule, losses: Iterable[Any], watch: MemoryWatch) -> in
     """Run a backward; returns the most bytes that were there besides those before it and the gradients."""
     before = watch.restart()
     try:
-        with suppress(LeftOut):
-            for loss in losses:
-                if isinstance(loss, Tensor) and loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
+        for loss in losses:
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
         return max(0, watch.peak_without(each.grad for each in task.parameters()) - before)
     finally:
         for each in task.parameters():
