@@ -4,9 +4,10 @@ import math
 
 import pytest
 from tests.support.outcome import weights
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import ConfigError, EarlyStopping, NonFiniteError
+from drivetrain.callbacks import DeviceStats
 
 NAN, INF = math.nan, math.inf
 
@@ -128,6 +129,13 @@ def test_a_metric_that_is_not_logged_is_refused_at_the_first_evaluation_with_the
     with pytest.raises(ConfigError, match=r"'validation/los', .*Did you mean 'validation/loss'"):
         run.fit()
     assert run.progress.epoch == 1
+    losses_of, callbacks = [], [EarlyStopping("los"), DeviceStats()]
+    task = variant(
+        loss=lambda self, *given: losses_of.append(Regression.loss(self, *given)) or losses_of[-1]
+    )()
+    with pytest.raises(ConfigError, match="'los'"):
+        quiet(max_epochs=3, callbacks=callbacks).fit(task, pairs(4), pairs(4))
+    assert len(losses_of) == 4  # of one epoch: no callback of ours logs such a name
     with pytest.raises(ConfigError, match=r"'train/los', .* Did you mean 'train/loss'"):
         train(drive, EarlyStopping("train/los"), [0.5] * 4)
     run = drive(EarlyStopping())

@@ -9,6 +9,7 @@ from drivetrain.callbacks.lambda_callback import LambdaCallback
 from drivetrain.core.calendar import Trigger
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every
+from drivetrain.core.public import HOMES
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -48,10 +49,7 @@ class Watched:
         self._value_at = -1
         if not self._required:
             return
-        self._user_callbacks_log = any(
-            isinstance(each, LambdaCallback) or not type(each).__module__.startswith("drivetrain.callbacks.")
-            for each in run.callbacks
-        )
+        self._user_callbacks_log = any(map(_is_of_the_user, run.callbacks))
         stage, validates = run.names.stage_of(self.name), run.triggers.validate.every is not None
         if stage in ("test", "predict"):
             raise self._error("which a fit does not give", self._possible(run))
@@ -128,3 +126,9 @@ class Watched:
 
     def _error(self, why: str, names: Iterable[str]) -> ConfigError:
         return ConfigError(f"{self._who}, {why}. {nearest(self.name, names)}{self._otherwise}")
+
+
+def _is_of_the_user(callback: object) -> bool:
+    module = type(callback).__module__
+    is_ours = module.startswith("drivetrain.callbacks.") or module in HOMES["drivetrain.callbacks"].values()
+    return isinstance(callback, LambdaCallback) or not is_ours
