@@ -57,8 +57,7 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
         "misspelt active": (partial(profile, {**ONE, "actve": 1}), "did you mean 'active'"),
         "schedule of a table": (partial(profile, ONE, "table"), "no effect on 'table'"),
         "misspelt option": (partial(profile, options={"record_shape": True}), "did you mean 'record_shapes'"),
-        "two profilers": (
-            partial(profile, ONE, ("trace", "python"), options={"with_stack": True}), "only slot"),
+        "kind python": (partial(profile, kinds=("table", "python")), "'with_stack': True", "cProfile"),
         "statistic": (partial(stats, statistics=("mean", "median")), "'median'", "did you mean 'mean'"),
         "interval of time": (partial(histograms, every="10 minutes"), "every=", "whole epochs"),
         "over_ranks": (partial(cb.DeviceStats, over_ranks="sum"), "over_ranks", "'sum'"),

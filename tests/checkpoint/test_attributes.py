@@ -276,30 +276,6 @@ def test_what_one_rank_loses_is_named_and_equal_values_are_sent_by_the_first_alo
     assert lost == {"handle": "tests.checkpoint.test_attributes.Handle on rank 1"}
 
 
-class Noisy(Regression):  # has an extra state, which sets an attribute
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.noise = 0, torch.Generator()
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        self.count += 1
-        return super().loss(outputs, batch) * torch.rand(1, generator=self.noise).sum()
-
-    def get_extra_state(self) -> int:
-        return 100
-
-    def set_extra_state(self, state: int) -> None:
-        self.count = state
-
-
-def test_own_extra_states_come_after_attributes(tmp_path: Path) -> None:
-    trainer = quiet(max_steps=3, checkpoint=True, run_dir=tmp_path)
-    trainer.fit(first := Noisy(), pairs())
-    trainer.fit(task := Noisy(), pairs(), resume="auto")
-    assert (first.count, task.count) == (3, 100)
-    assert torch.equal(task.noise.get_state(), first.noise.get_state())
-
-
 def test_validations_leave_generators_as_they_were(tmp_path: Path) -> None:
     found = []
     for where, last in (("whole", None), ("parts", 1), ("parts", None)):
@@ -316,14 +292,6 @@ class Note:
         self.name, self.value = name, value
 
 
-class Since(Note):
-    def state_dict(self) -> Any:
-        return {"since": self.value}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state["since"]
-
-
 class Row(NamedTuple):
     value: int
 
@@ -338,11 +306,7 @@ WEIGHT = nn.Parameter(torch.ones(3))
 NAMED: dict[str, tuple[Any, ...]] = {  # a value, what changes it or takes its place, and how it is named
     "a function in a dict": ({"n": 1}, lambda value: value.update(then=print), r"^kept\['then'\]: builtin_"),
     "a row in a list": ((1, []), lambda value: value[1].append(Row(1)), r"^kept\[1\]\[0\]: tests.*Row$"),
-    "a class in a state": (
-        Since("", 1),
-        lambda value: setattr(value, "value", int),
-        r"\(\)\['since'\]: type$",
-    ),
+    "a class in a state": (Memory(), lambda value: setattr(value, "count", int), r"\(\)\['count'\]: type$"),
     "a data class": (Settings(), lambda value: setattr(value, "rate", 2.0), "Settings$"),
     "a generator of the fit's own": (None, torch.Generator(), r"^torch\._C\.Generator$"),
     "a view of a weight": (None, WEIGHT.detach()[:2], r"^a view of 'weight'$"),

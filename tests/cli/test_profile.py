@@ -14,7 +14,7 @@ from drivetrain import Profile, Trainer
 from tests.support.tasks import Regression, pairs
 
 settings = {"strategy": "cpu", "progress_bar": False, "run_dir": "own", "loggers": "csv", **SETTINGS}
-trainer = Trainer(max_epochs=1, callbacks=[Profile(kinds="python")], **settings)
+trainer = Trainer(max_epochs=1, callbacks=[Profile(kinds="memory")], **settings)
 assert sys.argv[1:] == ["--rate", "1"]
 """
 FIT = """

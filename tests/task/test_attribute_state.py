@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.checkpoint.test_attributes import Handle, Note, Task, count, keep, train
 from tests.support.messages import warned
-from torch import nn
+from tests.support.tasks import Regression, pairs, quiet
+from torch import Tensor, nn
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint import DirectoryCheckpointIO
@@ -74,3 +75,27 @@ def test_odd_attributes_neither_end_a_fit_nor_reach_what_others_hold(tmp_path: P
     assert (task.count, task.stage.value, task.act) == (4, 2, torch.tanh)
     assert task.read.tolist() == [4] * 4
     assert [(each.name, each.value) for each in STAGES] == [("warm", 1), ("train", 2)]
+
+
+class Noisy(Regression):  # has an extra state, which sets an attribute
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.noise = 0, torch.Generator()
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.count += 1
+        return super().loss(outputs, batch) * torch.rand(1, generator=self.noise).sum()
+
+    def get_extra_state(self) -> int:
+        return 100
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_own_extra_states_come_after_attributes(tmp_path: Path) -> None:
+    trainer = quiet(max_steps=3, checkpoint=True, run_dir=tmp_path)
+    trainer.fit(first := Noisy(), pairs())
+    trainer.fit(task := Noisy(), pairs(), resume="auto")
+    assert (first.count, task.count) == (3, 100)
+    assert torch.equal(task.noise.get_state(), first.noise.get_state())

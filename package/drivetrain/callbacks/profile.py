@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
-import pstats
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -36,7 +33,7 @@ _LOG = logger(__name__)
 
 register_opaque(__file__)
 
-KINDS = ("table", "trace", "memory", "python")
+KINDS = ("table", "trace", "memory")
 
 _SCHEDULE = {"wait": 8, "warmup": 2, "active": 3, "repeat": 1}
 
@@ -48,7 +45,7 @@ _OPTIONS = ("record_shapes", "with_stack", "with_flops", "with_modules", "experi
 _ACTIVE = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
 _ROWS = 50
-"""The rows of a text that lists operators or functions."""
+"""The rows of a text that lists operators."""
 
 Schedule = Mapping[str, int] | Callable[[int], ProfilerAction]
 
@@ -61,10 +58,10 @@ class Profile(Callback):
       clipping, optimizer, each hook of each callback, log points, validation, saving. It is printed at the
       end, and written as text and JSON.
     - "trace": a trace of chosen steps by `torch.profiler`, with the phases as ranges, for
-      https://ui.perfetto.dev or chrome://tracing.
+      https://ui.perfetto.dev or chrome://tracing. With ``options={"with_stack": True}`` it has each Python
+      function.
     - "memory": on CUDA, a snapshot of all that chosen steps allocated and freed, for
       https://pytorch.org/memory_viz; on a CPU, a list of the operators that allocated most.
-    - "python": the time of each Python function in chosen steps, by `cProfile`, for `python -m pstats`.
 
     The table has the host's times: no phase waits for a device. A GPU works behind the host, and its time
     shows where the host waits for it, as at log points. A trace has the times of both.
@@ -74,10 +71,10 @@ class Profile(Callback):
     are not profiled. A file that cannot be written is left out with a warning.
 
     Args:
-        schedule: The steps for "trace", "memory" and "python": a mapping of the arguments of
+        schedule: The steps for "trace" and "memory": a mapping of the arguments of
             `torch.profiler.schedule`, or its result. None is
             ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the steps 10, 11 and 12.
-        kinds: Some of "table", "trace", "memory" and "python".
+        kinds: Some of "table", "trace" and "memory".
         ranks: The ranks to profile: a number, several, or "all". Each writes its own files.
         folder: The folder for the files; None takes `profile` in the run directory.
         options: Options of `torch.profiler.profile` for "trace": `record_shapes`, `with_stack`, `with_flops`,
@@ -119,11 +116,6 @@ class Profile(Callback):
             raise ConfigError("Profile(schedule=) has no effect on 'table', which covers all steps")
         if self.options and "trace" not in self.kinds:
             raise ConfigError("Profile(options=) is for 'trace', and kinds= has no 'trace'")
-        if self.options.get("with_stack") and "python" in self.kinds:
-            raise ConfigError(
-                "Profile: 'with_stack' and the kind 'python' both need the interpreter's only slot for a"
-                " profiler. Leave one of them out"
-            )
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that there is a directory to write to, and that all kinds and ranks can be profiled.
@@ -200,7 +192,6 @@ class _ProfileSession:
         self._first: int | None = None  # the first step of the present recording, or None
         self._recorded = False
         self._profiler: Any = None
-        self._python: cProfile.Profile | None = None
         self._range: record_function | None = None
         on_cpu = run.engine.device.type == "cpu"
         self._lists_memory = "memory" in profile.kinds and on_cpu
@@ -261,29 +252,11 @@ class _ProfileSession:
         if self._profiler is not None:
             self._profiler.start_trace()
             self.clock.traced = True
-        if "python" in self._profile.kinds:
-            self._start_python()
-
-    def _start_python(self) -> None:
-        found = cProfile.Profile()
-        try:
-            if sys.getprofile() is not None:  # which Python 3.11 would replace
-                raise ValueError("another profiling tool is active")
-            found.enable()
-        except ValueError as error:
-            raise ConfigError(
-                f"Profile cannot record the Python functions of step {self._number}: {error}. End it,"
-                " or leave 'python' out of kinds"
-            ) from error
-        self._python = found
 
     def _finish(self, last: int) -> None:
         """End to record, and write the files of the steps up to `last`."""
         first, self._first = self._first, None
-        python, self._python = self._python, None
         profiler, self._profiler = self._profiler, None
-        if python is not None:
-            python.disable()
         if profiler is not None:
             if first is None:  # only prepared
                 profiler.start_trace()
@@ -291,9 +264,6 @@ class _ProfileSession:
         if first is None:
             return
         steps = f"steps-{first}-{last}"
-        if python is not None:
-            self._write(f"python-{steps}", ".prof", python.dump_stats)
-            self._write(f"python-{steps}", ".txt", lambda path: _list_functions(python, path))
         if self._snapshots_memory:
             self._write(f"memory-{steps}", ".pickle", torch.cuda.memory._dump_snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -376,6 +346,11 @@ def _checked_kinds(kinds: object) -> tuple[str, ...]:
     given = (kinds,) if isinstance(kinds, str) else kinds
     if not isinstance(given, Sequence) or not given:
         raise ConfigError(f"Profile(kinds=...) takes some of {', '.join(map(repr, KINDS))}, not {kinds!r}")
+    if "python" in given:
+        raise ConfigError(
+            "Profile has no kind 'python'. Give kinds='trace', options={'with_stack': True}, or run the"
+            " program by python -m cProfile"
+        )
     return tuple(dict.fromkeys(one_of("kind of profile", each, KINDS) for each in given))
 
 
@@ -417,11 +392,6 @@ def _action(schedule: Callable[[int], ProfilerAction], number: int) -> ProfilerA
             " torch.profiler.ProfilerAction"
         )
     return action
-
-
-def _list_functions(profile: cProfile.Profile, path: Path) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(_ROWS)
 
 
 def _table(content: Mapping[str, Any], clock: Clock) -> str:

@@ -92,14 +92,12 @@ def take_profiler(given: Any) -> list[Profile]:
         raise ConfigError(f"profiler={given!r}: use torch_xla.debug.profiler, or callbacks=[XLAReport()]")
     if isinstance(given, str):
         return [Profile(kinds=PROFILERS[one_of("profiler", given, PROFILERS)])]
-    names = {"SimpleProfiler": "simple", "AdvancedProfiler": "advanced"}
-    name = names.get(type(given).__name__)
-    if name is None or not is_theirs(type(given)):
+    if type(given).__name__ != "SimpleProfiler" or not is_theirs(type(given)):
         raise ConfigError(
             f"profiler={type(given).__name__}(...) cannot be taken over. Give callbacks=[Profile(...)] of"
             " drivetrain, whose schedule= and options= are those of torch.profiler"
         )
-    return [Profile(kinds=PROFILERS[name], folder=given.dirpath)]
+    return [Profile(kinds="table", folder=given.dirpath)]
 
 
 def module_callbacks(module: Any, given: Any = ()) -> TakenCallbacks:

@@ -120,7 +120,7 @@ _ARGUMENTS = (
     ),
     _mapped(
         "profiler",
-        '`Profile`: "simple" is its table, "advanced" its kind "python", "pytorch" its trace',
+        '`Profile`: "simple" is its table, "pytorch" its trace; "advanced" is refused',
         "simple",
         "phases and files have other names; the last two take the steps 10 to 12, or those of"
         " `Profile(schedule=)`",
@@ -362,7 +362,7 @@ LOGGERS: Mapping[str, LightningRow] = {
 }
 """The loggers, by the names of their classes."""
 
-PROFILERS: Mapping[str, str] = {"simple": "table", "advanced": "python", "pytorch": "trace"}
+PROFILERS: Mapping[str, str] = {"simple": "table", "pytorch": "trace"}
 """The kinds of `Profile` by the names of profilers."""
 
 PRECISIONS: Mapping[str, str] = {
