@@ -113,14 +113,14 @@ class Callback(Hooked):
             ConfigError: It does not fit; says why.
         """
 
-    def preparing(self, task: TaskModule) -> AbstractContextManager[object]:
+    def modify_task(self, task: TaskModule) -> AbstractContextManager[object]:
         """Return a context manager that changes the task before a fit places it and builds its optimizers.
 
         The fit, like `Trainer.plan`, runs inside it, and the fit's parameters may be other objects.
         """
         return nullcontext()
 
-    def around(self, run: Run) -> AbstractContextManager[object]:
+    def wrap_run(self, run: Run) -> AbstractContextManager[object]:
         """Return a context manager that has the whole run inside it, from before a checkpoint is loaded until
         after the last hook, `on_exception` included.
         """

@@ -106,7 +106,7 @@ class Freeze(Callback):
     # The fit.
 
     @contextmanager
-    def preparing(self, task: TaskModule) -> Iterator[None]:
+    def modify_task(self, task: TaskModule) -> Iterator[None]:
         """Freeze what is frozen for the whole fit in the block; afterwards, all is as before it.
 
         Raises:

@@ -145,7 +145,7 @@ class Profile(Callback):
             )
 
     @contextmanager
-    def around(self, run: Run) -> Iterator[None]:
+    def wrap_run(self, run: Run) -> Iterator[None]:
         """Profile the block, if it is a fit.
 
         Raises:

@@ -116,7 +116,7 @@ class WeightAverage(Callback):
     # The hooks.
 
     @contextmanager
-    def around(self, run: Run) -> Iterator[None]:
+    def wrap_run(self, run: Run) -> Iterator[None]:
         """Forget the weights of a fit after it: its task keeps those that it ended with."""
         try:
             yield

@@ -149,7 +149,7 @@ class Engine:
         self.channel: FailureChannel | None = None  # that of a Trainer's run on several ranks
         self.weight_updates = WeightUpdates(self.precision.updates_of_weights, seed, self.progress)
         self.closing = ExitStack()  # undone when the engine ends, with or without an error
-        self.closing.enter_context(self.precision.running())
+        self.closing.enter_context(self.precision.process_context())
 
     # The methods for a task, which the Trainer uses.
 

@@ -79,7 +79,7 @@ class Clock:
         finally:
             self.end(calls)
 
-    def around(self, name: Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, name: Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose calls are spans.
 
         Args:

@@ -39,7 +39,7 @@ def timing_parts(run: Run, before_step: Callable[[int], None]) -> Iterator[None]
             (strategy, "optimizer_step", "optimizer"),
             (run, "log_training", "log point"),
         ):
-            timed = run.clock.around(_name_in_stage(run, name), getattr(owner, method))
+            timed = run.clock.wrap(_name_in_stage(run, name), getattr(owner, method))
             _replace(stack, owner, method, timed)
         for feed in (run.train_feed, *(feed for _, feed in run.evaluation_feeds)):
             if feed is not None:
@@ -70,7 +70,7 @@ def _watch_forward(stack: ExitStack, run: Run) -> None:
     engine, freeze, named = run.engine, run.engine.freeze, _name_in_stage(run, "forward")
 
     def watch() -> None:
-        engine.run_step = run.clock.around(named, engine.run_step)
+        engine.run_step = run.clock.wrap(named, engine.run_step)
 
     def leave() -> None:
         engine.run_step = getattr(engine.run_step, "__wrapped__", engine.run_step)
@@ -121,7 +121,7 @@ def _watch_hooks(stack: ExitStack, run: Run) -> None:
         labels.append(name if seen[name] == 1 else f"{name} {seen[name]}")
     for hook in HOOKS:
         new = [
-            run.clock.around(partial(str, f"{label}.{hook}"), getattr(callback, hook))
+            run.clock.wrap(partial(str, f"{label}.{hook}"), getattr(callback, hook))
             for label, callback in zip(labels, run.callbacks, strict=True)
             if is_used(getattr(callback, hook, None))
         ]

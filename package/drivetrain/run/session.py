@@ -94,10 +94,10 @@ def run_context(settings: RunSettings, run: Run) -> Iterator[None]:
                 run.stopping = channel.stopping
         elif limit is not None:
             stack.enter_context(_watchdog(limit, run))
-        around = stack.enter_context(ExitStack())
+        wrapped = stack.enter_context(ExitStack())
         try:
             for each in run.callbacks:
-                around.enter_context(each.around(run))
+                wrapped.enter_context(each.wrap_run(run))
             yield
             _restore_task(run)
         except GeneratorExit:

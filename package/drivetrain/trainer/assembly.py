@@ -301,7 +301,7 @@ def _fit_run(
     check_strategy_settings(settings, engine.strategy, size)
     if resume is None and not may_start_again() and starts_early(callbacks):
         feed.begin(until=totals.epochs_until(engine.progress))  # which is at its beginning
-    engine.closing.enter_context(preparing(callbacks, task))
+    engine.closing.enter_context(modify_task(callbacks, task))
     frozen = frozen_parameters(settings, engine, task)
     train_metrics = _made_metrics(engine, declared) if settings.train_metrics else None
     engine.prepare_task(
@@ -430,11 +430,11 @@ def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[s
 
 
 @contextmanager
-def preparing(callbacks: Sequence[Any], task: TaskModule) -> Iterator[None]:
-    """Run the block, a fit, inside `preparing(task)` of the callbacks."""
+def modify_task(callbacks: Sequence[Any], task: TaskModule) -> Iterator[None]:
+    """Run the block, a fit, inside `modify_task(task)` of the callbacks."""
     with ExitStack() as stack:
         for each in callbacks:
-            stack.enter_context(each.preparing(task))
+            stack.enter_context(each.modify_task(task))
         yield
 
 

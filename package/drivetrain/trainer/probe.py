@@ -68,7 +68,7 @@ class _Probed(_Unwatched):
     def configure_callbacks(self, stage: str) -> Sequence[Any]:
         """Leave out all callbacks but those that change the task before its optimizers are built."""
         callbacks = super().configure_callbacks(stage)
-        return [each for each in callbacks if type(each).preparing is not Callback.preparing]
+        return [each for each in callbacks if type(each).modify_task is not Callback.modify_task]
 
 
 def unwatched(task: TaskModule, overrides: type[_Unwatched] = _Unwatched) -> TaskModule:

@@ -28,13 +28,13 @@ class LightningCallbacks(Callback):
         self.callbacks = tuple(callbacks)
 
     @contextmanager
-    def preparing(self, task: TaskModule) -> Iterator[None]:
+    def modify_task(self, task: TaskModule) -> Iterator[None]:
         """Call their `setup` before the fit builds its optimizers, and their hooks from then on."""
         self._join(task)
         yield
 
     @contextmanager
-    def around(self, run: Run) -> Iterator[None]:
+    def wrap_run(self, run: Run) -> Iterator[None]:
         """Call their hooks in the run."""
         self._join(run.task)
         yield

@@ -30,7 +30,7 @@ class TorchFlags(Callback):
         self.anomalies = anomalies
 
     @contextmanager
-    def around(self, run: Run) -> Iterator[None]:
+    def wrap_run(self, run: Run) -> Iterator[None]:
         """Set the switches for the block."""
         cudnn = torch.backends.cudnn
         before = torch.are_deterministic_algorithms_enabled()

@@ -135,7 +135,7 @@ class Precision:
         """
         return ""
 
-    def running(self) -> AbstractContextManager[object]:
+    def process_context(self) -> AbstractContextManager[object]:
         """Return the context that applies process-wide while an engine with this precision lives."""
         return nullcontext()
 

@@ -42,7 +42,7 @@ class TF32(Precision):
         """Those of float32, with products in TF32."""
         return super().dtypes._replace(compute="tf32")
 
-    def running(self) -> AbstractContextManager[object]:
+    def process_context(self) -> AbstractContextManager[object]:
         """Return a context that turns TF32 on in cuBLAS and cuDNN."""
         return _allowed()
 

@@ -227,7 +227,7 @@ def _by_hand(settings: RunSettings, task: TaskModule, data: Any, engine: Engine,
     Compilation(settings.compile, engine.strategy).add(task)
     task.train()
     with (
-        engine.precision.running(),
+        engine.precision.process_context(),
         begun("fit", task, data),
         closing(_loop(settings, task, fit_data(data, None)[0], engine)) as steps,
     ):

@@ -27,8 +27,8 @@ from drivetrain.trainer.assembly import (
     check_task,
     checked_fit_data,
     make_triggers,
+    modify_task,
     planned_totals,
-    preparing,
     with_callbacks_of,
 )
 from drivetrain.trainer.data_objects import begun
@@ -218,7 +218,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         if validates:  # for its errors: an empty loader, or one without a batch size
             size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
-        with known_fit(task, totals), preparing(settings.callbacks, task):
+        with known_fit(task, totals), modify_task(settings.callbacks, task):
             built = Built(settings, task, totals)
             train_loaded(task)
             process = _Process(settings, strategy, built, task, train_data)
