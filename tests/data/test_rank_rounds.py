@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SubsetRandomSampler
 
 from drivetrain.core.random_streams import mix
-from drivetrain.data import Everywhere, Feed, Measure, Shard, Transfer, as_source, evaluation_sources
+from drivetrain.data import Feed, GlobalCounts, Measure, Shard, Transfer, as_source, evaluation_sources
 
 CPU = Transfer(torch.device("cpu"))
 
@@ -53,7 +53,7 @@ def test_any_number_of_ranks_sees_the_epoch_of_one(count, ranks, size, shuffle, 
         assert len({each.advance for each in together}) == 1
         if ranks > 1:
             total = sum(each.samples for each in together)
-            assert {each.everywhere for each in together} == {Everywhere(total, total, 0)}
+            assert {each.global_counts for each in together} == {GlobalCounts(total, total, 0)}
             assert together[0].advance == total
 
 
@@ -124,7 +124,7 @@ def test_batches_of_a_batch_sampler_stay_whole():
     ]
     assert [each.advance for each in shards[1]] == [4, 6, 1]
     # Each rank knows the samples of all: nobody has to be asked.
-    assert [each.everywhere for each in shards[1]] == [Everywhere(each, each, 0) for each in (4, 6, 1)]
+    assert [each.global_counts for each in shards[1]] == [GlobalCounts(each, each, 0) for each in (4, 6, 1)]
     assert in_order(read(data, 3, position=4)) == list(range(4, 11))
 
 
@@ -137,7 +137,7 @@ def test_ready_batches_of_a_dataset_are_dealt_out_one_to_each():
     ]
     assert [each.advance for each in shards[1]] == [2, 2, 1]
     assert [each.samples for each in shards[1]] == [3, 3, 0]
-    assert {each.everywhere for each in shards[0]} == {None}  # how long another's batch is, is not known
+    assert {each.global_counts for each in shards[0]} == {None}  # how long another's batch is, is not known
 
 
 def test_a_sampler_that_divides_the_data_itself_is_undone():
@@ -288,8 +288,8 @@ def test_what_travels_to_workers_is_a_batchs_own_indices():
 def test_weights_and_tokens_of_the_task_are_left_to_be_added_up():
     measure = Measure(weight=lambda batch: batch[0].sum(), tokens=lambda batch: 7)
     first, second = read(loader(3, 2), 2, measure=measure)
-    assert [(each.weight, each.tokens, each.everywhere) for each in first] == [(1.0, 7, None)]
-    assert [(each.weight, each.tokens, each.everywhere) for each in second] == [(2.0, 7, None)]
+    assert [(each.weight, each.tokens, each.global_counts) for each in first] == [(1.0, 7, None)]
+    assert [(each.weight, each.tokens, each.global_counts) for each in second] == [(2.0, 7, None)]
 
 
 @given(count=st.integers(1, 40), size=st.integers(1, 8), ranks=st.integers(1, 6))

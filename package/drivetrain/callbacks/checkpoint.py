@@ -171,7 +171,7 @@ class CheckpointSaver(Callback):
         best = self._best_by(run) if run.latest_at == progress.steps else []
         if run.saves_now or run.stop_reason is not None:
             due.append("")
-        if (due or best) and not run.nonfinite.spoiled:
+        if (due or best) and not run.nonfinite.diverged:
             self._save(run, due, best)
 
     def _best_by(self, run: Run) -> list[str]:
@@ -237,13 +237,13 @@ class CheckpointSaver(Callback):
             StorageError: The end of the run is not saved. It is raised even if save errors are tolerated,
                 because no later save can follow.
         """
-        if run.nonfinite.spoiled is None and (best := self._best_by(run)):
+        if run.nonfinite.diverged is None and (best := self._best_by(run)):
             self._save(run, (), best)  # by the last log point, which comes after the saves
         with run.timed("save"):
             self.wait_for_save(run)
         for watched in self._all_watched():
             watched.end(run)
-        if run.nonfinite.spoiled is not None:
+        if run.nonfinite.diverged is not None:
             return
         if run.failure is None:
             self._restore_best(run)

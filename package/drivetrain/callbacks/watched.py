@@ -116,7 +116,7 @@ class Watched:
 
     def end(self, run: Run) -> None:
         """Check after training that the value has come."""
-        cut_short = run.stop_reason in run.stopping.signals or run.nonfinite.spoiled is not None
+        cut_short = run.stop_reason in run.stopping.signals or run.nonfinite.diverged is not None
         if self.name not in run.metrics and not cut_short:
             self._refuse(run)
 

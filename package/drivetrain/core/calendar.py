@@ -41,7 +41,7 @@ class Place(NamedTuple):
     samples: int = 0
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive windows of equal size in one epoch; the epoch's last may be short.
 
     Attributes:
@@ -118,26 +118,26 @@ class Calendar:
 
     def windows(self) -> Iterator[tuple[int, bool]]:
         """Return the micro-batches of each window from the place begun at, and whether it is the last."""
-        return chain.from_iterable(map(self._sizes, self._stretches(self.begun, self._exact)))
+        return chain.from_iterable(map(self._sizes, self._segments(self.begun, self._exact)))
 
-    def _sizes(self, of: Stretch) -> Iterator[tuple[int, bool]]:
+    def _sizes(self, of: Segment) -> Iterator[tuple[int, bool]]:
         before = of.end.windows - of.start.windows - 1
         last = of.rounds - before * of.batches, not self._left(of.end)
         return chain(repeat((of.batches, False), before), (last,))
 
     def sequence_lengths(self) -> Iterator[int]:
         """Return the length of the sequences of each micro-batch from the place begun at."""
-        stretches = self._stretches(self.begun, self._exact)
-        return chain.from_iterable(repeat(each.length, each.rounds) for each in stretches)
+        segments = self._segments(self.begun, self._exact)
+        return chain.from_iterable(repeat(each.length, each.rounds) for each in segments)
 
     def batch_sizes(self, epoch: int) -> Iterator[int]:
         """Return the samples of each micro-batch of an epoch, from the place begun at or of a later epoch."""
         at = self.begun if epoch == self.begun.epoch else self._start_of(epoch, self.begun)
-        return chain.from_iterable(repeat(each.batch_size, each.rounds) for each in self._stretches(at))
+        return chain.from_iterable(repeat(each.batch_size, each.rounds) for each in self._segments(at))
 
     def batches_before(self, position: int) -> int:
         """Return the batches of all processes in the epoch that is read, before a position in samples."""
-        for each in self._stretches(self.begun):
+        for each in self._segments(self.begun):
             if position < each.end.position:
                 before = each.start.rounds * self._shards
                 return before + (position - each.start.position) // each.batch_size
@@ -166,12 +166,12 @@ class Calendar:
             if not each or start.windows + each * epochs > windows:
                 at = _repeated(start, end, (windows - start.windows) // each if each else 0)
                 break
-        for stretch in self._stretches(at):
-            if stretch.end.windows >= windows:
-                made = windows - stretch.start.windows
-                rounds = min(made * stretch.batches, stretch.rounds)
-                return self._moved(stretch.start, made, rounds, stretch.batch_size)
-            at = stretch.end
+        for segment in self._segments(at):
+            if segment.end.windows >= windows:
+                made = windows - segment.start.windows
+                rounds = min(made * segment.batches, segment.rounds)
+                return self._moved(segment.start, made, rounds, segment.batch_size)
+            at = segment.end
         return at
 
     def step_of(self, every: Every) -> int:
@@ -234,12 +234,12 @@ class Calendar:
 
     def _last_of(self, at: Place) -> Place:
         """Return the place after the last window of an epoch."""
-        for each in self._stretches(at):
+        for each in self._segments(at):
             at = each.end
         return at
 
-    def _stretches(self, at: Place, bounded: bool = True) -> Iterator[Stretch]:
-        """Yield the stretches of equal windows from a place to the end of its epoch."""
+    def _segments(self, at: Place, bounded: bool = True) -> Iterator[Segment]:
+        """Yield the segments of equal windows from a place to the end of its epoch."""
         while True:
             batches = self.batches.at(_counted(self.batches, at))
             size = self.batch_size.at(_counted(self.batch_size, at))
@@ -252,7 +252,7 @@ class Calendar:
                 windows = min(windows, _until_change(stages, at, batches * size * self._shards))
             rounds = min(windows * batches, left)
             end = self._moved(at, windows, rounds, size, bounded)
-            yield Stretch(at, end, batches, size, length)
+            yield Segment(at, end, batches, size, length)
             at = end
 
     def _left(self, at: Place) -> int:

@@ -9,7 +9,7 @@ from drivetrain.data.length_grouped import LengthGroupedSampler as LengthGrouped
 from drivetrain.data.reading import as_source as as_source
 from drivetrain.data.reading import evaluation_sources as evaluation_sources
 from drivetrain.data.reading import pin_memory_for as pin_memory_for
-from drivetrain.data.shard import Everywhere as Everywhere
+from drivetrain.data.shard import GlobalCounts as GlobalCounts
 from drivetrain.data.shard import Shard as Shard
 from drivetrain.data.sources import Source as Source
 from drivetrain.data.split_source import already_split as already_split

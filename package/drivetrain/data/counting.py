@@ -13,7 +13,7 @@ from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
 from drivetrain.data.rank_rounds import SharedBatch
-from drivetrain.data.shard import Everywhere
+from drivetrain.data.shard import GlobalCounts
 from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.transfer import MicroBatch
 
@@ -53,14 +53,14 @@ def count_batch(shared: SharedBatch, measure: Measure, skips: bool, place: Calla
         raise _unknown_kind(batch, place())
     weight = samples if measure.weight is None else _weight(measure.weight(batch), place)
     tokens = 0 if measure.tokens is None else _tokens(measure.tokens(batch))
-    everywhere = None
+    global_counts = None
     if skips:
         weight = float(weight)  # also one on a device: a process with a bad batch has no tensor there
     elif known is not None and measure.weight is None and measure.tokens is None:
-        everywhere = Everywhere(known, known, 0)
+        global_counts = GlobalCounts(known, known, 0)
     if is_placeholder:  # multiplied, because a weight may be a tensor on the device
         weight, samples, tokens = weight * 0, 0, 0
-    return MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
+    return MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, global_counts)
 
 
 def _unknown_kind(batch: Batch, place: str) -> DataError:

@@ -396,6 +396,6 @@ class IndexedSource(Source):
     def _shared_batch(self, batch: Any, indices: IndexBatch, contents: Fingerprint | None) -> SharedBatch:
         part = indices.slice
         assert part is not None
-        samples, everywhere = (len(indices), part.samples) if self.knows_samples else (None, None)
+        samples, total = (len(indices), part.samples) if self.knows_samples else (None, None)
         evidence = None if indices.probe is None else Evidence(self._noted, contents)
-        return SharedBatch(batch, part.advance, samples, part.is_placeholder, everywhere, evidence)
+        return SharedBatch(batch, part.advance, samples, part.is_placeholder, total, evidence)

@@ -46,7 +46,7 @@ class SharedBatch(NamedTuple):
         advance: How far the whole round moves the position.
         samples: Its number of samples, if the source knows it.
         is_placeholder: Whether it is a placeholder, another process's batch.
-        everywhere: The number of samples in the round, if that is known.
+        total: The number of samples in the round, if that is known.
         evidence: The round's evidence, if it was asked for.
     """
 
@@ -54,7 +54,7 @@ class SharedBatch(NamedTuple):
     advance: int
     samples: int | None
     is_placeholder: bool
-    everywhere: int | None
+    total: int | None
     evidence: Evidence | None = None
 
 

@@ -23,7 +23,7 @@ WHOLE = Shard()
 """All of the data, for one process."""
 
 
-class Everywhere(NamedTuple):
+class GlobalCounts(NamedTuple):
     """The totals over all processes in one global micro-batch, or in a window.
 
     Attributes:

@@ -219,13 +219,13 @@ def _every_round(batches: Iterable[Batch], source: Source) -> Iterator[SharedBat
     while together := list(itertools.islice(iterator, size)):
         is_placeholder = rank >= len(together)
         counts = [batch_size(each) for each in together]
-        everywhere = None if None in counts else sum(counts)  # type: ignore[arg-type]
+        total = None if None in counts else sum(counts)  # type: ignore[arg-type]
         evidence = None
         if source.needs_evidence:
             source.needs_evidence = False
             evidence = Evidence(None, fingerprint((together[0], together[-1])))
         which = 0 if is_placeholder else rank
-        yield SharedBatch(together[which], len(together), counts[which], is_placeholder, everywhere, evidence)
+        yield SharedBatch(together[which], len(together), counts[which], is_placeholder, total, evidence)
 
 
 class IterableSource(Source):

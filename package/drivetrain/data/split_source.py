@@ -140,7 +140,7 @@ class SplitSource(Source):
             self._placeholder = batch if has else self._placeholder
             yield self._round(batch, samples, None if unknown else int(total))
 
-    def _round(self, batch: Batch | None, samples: int | None, everywhere: int | None) -> SharedBatch:
+    def _round(self, batch: Batch | None, samples: int | None, total: int | None) -> SharedBatch:
         """Return this process's part of a round, which is a placeholder if it has no further batch."""
         ended = batch is None
         lent = self._placeholder if ended else batch
@@ -148,7 +148,7 @@ class SplitSource(Source):
             return SharedBatch(BAD, 1, 0, ended, None, None)
         evidence = Evidence(None, None if ended else fingerprint(lent)) if self.needs_evidence else None
         self.needs_evidence = False
-        return SharedBatch(lent, 1, None if ended else samples, ended, everywhere, evidence)
+        return SharedBatch(lent, 1, None if ended else samples, ended, total, evidence)
 
     def _borrow(self, batch: Batch | None) -> None:
         """Use another process's batch as the placeholder if there is none yet; all processes call it."""

@@ -26,7 +26,7 @@ import torch
 
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import copied_bytes, map_tensors, move
-from drivetrain.data.shard import Everywhere
+from drivetrain.data.shard import GlobalCounts
 
 _SMALL = 1 << 16
 """Bytes; of less than that the driver takes a copy at once, from memory that is not pinned as well."""
@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
         advance: How far it moves the data's position.
         is_placeholder: Whether it is a placeholder: another process's batch, run because this process has no
             samples in the round.
-        everywhere: The totals over all processes in the round, if they are known without a collective.
+        global_counts: The totals over all processes in the round, if they are known without a collective.
         bad: Whether it could not be made; its batch is None and its weight 0.
         host: The batch as the data gave it, neither moved nor cast, if `Transfer.keeps_host` is set.
     """
@@ -54,7 +54,7 @@ class MicroBatch(NamedTuple):
     tokens: int = 0
     advance: int = 1
     is_placeholder: bool = False
-    everywhere: Everywhere | None = None
+    global_counts: GlobalCounts | None = None
     bad: bool = False
     host: Batch = None
 

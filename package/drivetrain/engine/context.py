@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Batch
-from drivetrain.data import Everywhere, MicroBatch, Transfer
+from drivetrain.data import GlobalCounts, MicroBatch, Transfer
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import Row
@@ -88,7 +88,7 @@ class StepContext(Protocol):
         applied: bool,
         norm: Tensor | None,
         metric_inputs: list[Any],
-        total: Everywhere | None,
+        total: GlobalCounts | None,
     ) -> StepResult:
         """See `Engine.finish`."""
 

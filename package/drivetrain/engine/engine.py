@@ -22,7 +22,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import Streams
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import by_name, check_no_class
-from drivetrain.data import Everywhere, Feed, MicroBatch, Shard, Transfer, as_source, pin_memory_for
+from drivetrain.data import Feed, GlobalCounts, MicroBatch, Shard, Transfer, as_source, pin_memory_for
 from drivetrain.data.consistency import check_data
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.lifetime import ProgramChannel
@@ -395,7 +395,7 @@ class Engine:
         applied: bool,
         norm: Tensor | None,
         metric_inputs: list[Any],
-        total: Everywhere | None,
+        total: GlobalCounts | None,
     ) -> StepResult:
         """Count a step, made or skipped, with its batches; update its metrics."""
         progress, step, before = self.progress, self.progress.steps, self.progress.micro_batches

@@ -119,8 +119,8 @@ class EngineData:
             self._streams.seed_step(step + number * _STRIDE)
             progress.position += micro_batch.advance
             progress.micro_batches += 1
-            everywhere = micro_batch.everywhere
-            progress.samples += micro_batch.samples if everywhere is None else everywhere.samples
+            global_counts = micro_batch.global_counts
+            progress.samples += micro_batch.samples if global_counts is None else global_counts.samples
             self._window.handed = self._last = micro_batch
             yield micro_batch.batch
         self._end(progress)

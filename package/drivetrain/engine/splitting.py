@@ -21,7 +21,7 @@ from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_m
 from drivetrain.core.random_streams import HostDraws, generator_state, load_generator_state, shielded
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count
-from drivetrain.data import Everywhere, MicroBatch, batch_size
+from drivetrain.data import GlobalCounts, MicroBatch, batch_size
 from drivetrain.data.counting import Count
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.context import StepContext
@@ -117,7 +117,7 @@ class MicroBatches:
 
     def _accumulate(
         self, micro_batches: Sequence[MicroBatch]
-    ) -> tuple[list[Row], list[Any], Everywhere | None, bool]:
+    ) -> tuple[list[Row], list[Any], GlobalCounts | None, bool]:
         """Run forward and backward of all parts; also return whether any rank had something to learn from."""
         engine = self._engine
         engine.streams.seed_step(engine.progress.steps)
@@ -147,7 +147,7 @@ class MicroBatches:
 
     def _until_it_fits(
         self, micro_batches: Sequence[MicroBatch], draws: HostDraws, states: Sequence[Any]
-    ) -> tuple[list[Row], list[Any], Everywhere | None, bool]:
+    ) -> tuple[list[Row], list[Any], GlobalCounts | None, bool]:
         """Return the result of `_accumulate`, repeated with smaller parts as long as memory runs out."""
         while True:
             try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.data import GlobalCounts, MicroBatch
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine.metrics.means import MetricBuffer, Row
 from drivetrain.engine.placeholder import Placeholders, has_zero_weight, zero_gradients
@@ -27,7 +27,7 @@ Weighted = list[tuple[MicroBatch, float | Tensor | None]]
 
 def weigh(
     micro_batches: Sequence[MicroBatch], ranks: Ranks | None, placeholders: Placeholders, sums: bool = False
-) -> tuple[Weighted, Everywhere | None]:
+) -> tuple[Weighted, GlobalCounts | None]:
     """Give each micro-batch of a window its factor, its part of the window's weight.
 
     A micro-batch of weight zero has nothing to learn from, and its mean loss is usually 0 / 0. A single
@@ -55,12 +55,12 @@ def weigh(
 
 def _weigh_together(
     micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Placeholders, sums: bool
-) -> tuple[Weighted, Everywhere | None]:
+) -> tuple[Weighted, GlobalCounts | None]:
     """Give each micro-batch its factor in the step that several ranks make."""
-    if len(micro_batches) == 1 and micro_batches[0].everywhere is not None:
-        total = micro_batches[0].everywhere
-    elif None not in (known := [each.everywhere for each in micro_batches]):
-        total = Everywhere(*map(sum, zip(*known, strict=True)))
+    if len(micro_batches) == 1 and micro_batches[0].global_counts is not None:
+        total = micro_batches[0].global_counts
+    elif None not in (known := [each.global_counts for each in micro_batches]):
+        total = GlobalCounts(*map(sum, zip(*known, strict=True)))
     else:
         # Placeholders come last: they draw after all others. A resumed run may use another batch as
         # placeholder, and still draws the same for the others.
@@ -80,7 +80,7 @@ def _weigh_together(
     return weighted_batches, total
 
 
-def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Placeholders) -> Everywhere:
+def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Placeholders) -> GlobalCounts:
     weights = [each.weight for each in micro_batches]
     on_device = next((each.device for each in weights if isinstance(each, Tensor)), None)
     counts = [sum(each.samples for each in micro_batches), sum(each.tokens for each in micro_batches)]
@@ -91,7 +91,7 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Plac
         placeholders.bad = int(bad)
         if weight and lack:
             placeholders.borrow(micro_batches, ranks)
-        return Everywhere(weight, int(samples), int(tokens))
+        return GlobalCounts(weight, int(samples), int(tokens))
     # `torch.full` waits for nothing, as a number's copy from the host would.
     placed = [
         each if isinstance(each, Tensor) else torch.full((), each, device=on_device) for each in weights
@@ -99,7 +99,7 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Plac
     summed = torch.stack(placed).sum()
     ranks.add(summed)
     samples, tokens = ranks.total(counts)
-    return Everywhere(summed, int(samples), int(tokens))
+    return GlobalCounts(summed, int(samples), int(tokens))
 
 
 class OpenWindow:

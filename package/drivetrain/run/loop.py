@@ -217,7 +217,7 @@ def _log(run: Run, done: set[str]) -> None:
 
 
 def _validate(run: Run, done: set[str]) -> None:
-    if run.nonfinite.spoiled is None:
+    if run.nonfinite.diverged is None:
         validate(run)
     done.add("validate")
     _pass_boundary(run)
@@ -293,8 +293,8 @@ def _validate_at_end(run: Run) -> None:
 
 def _ends_itself(run: Run) -> bool:
     """Return whether a fit that has stopped was ended neither by a signal, its caller nor an error."""
-    spoiled = run.failure is not None or run.nonfinite.spoiled
-    return not spoiled and run.stop_reason not in (_LEFT, *run.stopping.signals)
+    failed = run.failure is not None or run.nonfinite.diverged
+    return not failed and run.stop_reason not in (_LEFT, *run.stopping.signals)
 
 
 def _is_put_off(run: Run) -> bool:

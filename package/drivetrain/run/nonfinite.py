@@ -31,7 +31,7 @@ class NonFinitePolicy:
 
     Attributes:
         choice: "raise", "skip" or "stop".
-        spoiled: The error that has stopped the run in order; nothing of the run may be saved any more.
+        diverged: The error that has stopped the run in order; nothing of the run may be saved any more.
         reason: Why the policy has stopped the run, or None.
         find: Returns where a step's numbers were first not finite on this rank, as a pair: how close the
             place is to the cause, from 0, and the place. None without a detector.
@@ -40,7 +40,7 @@ class NonFinitePolicy:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self.choice = "raise"
-        self.spoiled: NonFiniteError | None = None
+        self.diverged: NonFiniteError | None = None
         self.reason: str | None = None
         self.find: Callable[[int], tuple[int, str] | None] | None = None
         self._in_a_row: dict[str, int] = {}
@@ -78,9 +78,9 @@ class NonFinitePolicy:
         run.stopping.restart_is_pointless = True
         if self.choice != "stop":
             raise error
-        if self.spoiled is not None:
+        if self.diverged is not None:
             return
-        self.spoiled = error
+        self.diverged = error
         last = run.last_checkpoint
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved"
         self.reason = f"{error.what}; {kept}"
@@ -192,7 +192,7 @@ class NonFinitePolicy:
                 " infinite in each; nothing was trained",
                 "Look at the loss and at the data",
             )
-        if self.spoiled is not None or self._checked == self._run.progress.steps:
+        if self.diverged is not None or self._checked == self._run.progress.steps:
             return
         try:
             self.check_weights()

@@ -388,7 +388,7 @@ class Run(RunState):
             ConfigError: The task has a new parameter that is not trained.
         """
         self.check_parameters()
-        if self.nonfinite.spoiled:
+        if self.nonfinite.diverged:
             return
         start = perf_counter()
         try:

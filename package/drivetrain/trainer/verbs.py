@@ -245,7 +245,7 @@ def _result(settings: RunSettings, run: Run, saver: CheckpointSaver | None) -> F
         None if directory is None else Path(shown(str(directory)) or directory),
         shown(run.last_checkpoint),
         next(iter(best.values()), None),
-        shown(saver.weights) if saver and run.nonfinite.spoiled is None else None,
+        shown(saver.weights) if saver and run.nonfinite.diverged is None else None,
         None if table is None else shown(str(table)),
         best,
         saver.best_value() if saver else None,

@@ -171,7 +171,7 @@ class TrialReport(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         """Check that the objectives have come, unless a NaN or an infinity has ended the fit."""
-        self.nonfinite = run.nonfinite.spoiled
+        self.nonfinite = run.nonfinite.diverged
         if self.nonfinite is not None:
             return
         before = run.failure

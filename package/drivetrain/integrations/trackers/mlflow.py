@@ -169,7 +169,7 @@ class MLflowTracker(Tracker):
         from drivetrain.integrations.trackers.mlflow_model import register_model
 
         run = self._run
-        if run is None or run.nonfinite.spoiled is not None:
+        if run is None or run.nonfinite.diverged is not None:
             return
         try:
             self._check_answers()
