@@ -148,11 +148,11 @@ class SharedSettings(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one process holds of a task during a step, for a plan.
+    """The memory that one process needs for a task during a step, for a plan.
 
     Attributes:
         fractions: The part of a parameter's elements that a process keeps, of those that are divided.
-        divided: What is divided so: "parameters", "gradients" and "optimizer" (its state).
+        divided: The divided parts: "parameters", "gradients" and "optimizer" (its state).
         gathered: Bytes of weights and gradients that are whole for a while, such as those of a block in use.
         offloaded: Those of the three that are kept in the host's memory.
         forward_dtype: The dtype of the weights in a forward; None means that of the stored ones.

@@ -98,7 +98,7 @@ class Float8(Precision):
 
     @property
     def dtypes(self) -> Dtypes:
-        """Those of bfloat16 mixed precision, with float8 in linear layers."""
+        """The dtypes of bfloat16 mixed precision, with float8 in linear layers."""
         others = super().dtypes
         return others._replace(compute=f"float8_e4m3fn in linear layers, else {others.compute}")
 

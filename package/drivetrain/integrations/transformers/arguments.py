@@ -40,7 +40,7 @@ _PUSHES = {"end": "end", "every_save": "save", "checkpoint": "checkpoint", "all_
 
 @dataclass(frozen=True)
 class ReportLine:
-    """What became of an option.
+    """The translation of one option.
 
     Attributes:
         name: The option's name.

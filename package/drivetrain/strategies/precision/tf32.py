@@ -39,7 +39,7 @@ class TF32(Precision):
 
     @property
     def dtypes(self) -> Dtypes:
-        """Those of float32, with products in TF32."""
+        """The dtypes of float32, with products in TF32."""
         return super().dtypes._replace(compute="tf32")
 
     def process_context(self) -> AbstractContextManager[object]:

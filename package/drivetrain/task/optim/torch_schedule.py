@@ -95,7 +95,7 @@ class TorchSchedule:
 
     @property
     def unit(self) -> str:
-        """What its steps follow: "steps", "epochs" or "validations"."""
+        """The unit of its steps: "steps", "epochs" or "validations"."""
         if self.every is None:
             return "steps" if self.metric is None else _VALIDATIONS
         assert isinstance(self.every, Every)
