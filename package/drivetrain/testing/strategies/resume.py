@@ -114,7 +114,7 @@ class SampleRecord(Callback):
                 self.samples += [(run.progress.epoch, index) for index in each.batch["index"].tolist()]
 
     def on_step_end(self, run: Any) -> None:
-        mine = sum(float(weight) for _, _, weight in run.result.rows)
+        mine = sum(float(weight) for _, _, weight in run.result.step_values)
         total, weight = run.engine.data_ranks.total([run.result.loss * mine if mine else 0.0, mine])
         self.losses.append(total / weight)
 
