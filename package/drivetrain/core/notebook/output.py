@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook; a copy of the kernel's process is not."""
+    """Return whether this process is the kernel of a notebook, or a copy of it that ipykernel lets send."""
     ipython: Any = sys.modules.get("IPython")
     kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
     own = getattr(getattr(kernel, "session", None), "pid", os.getpid())
