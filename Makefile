@@ -23,17 +23,27 @@ VENV_LIBRARIES := .venv-libraries
 # Those that go into one environment: a file of tests/integrations/lightning/libraries each.
 LIBRARIES ?= audio images projects science series tables
 VENV_LOWEST := .venv-lowest
-# Extras whose lowest versions are tested, an environment each, for together they do not resolve; accelerate's is that of
+# Extras whose lowest versions are tested, an environment each or for those that resolve together; accelerate's is that of
 # transformers. Their tests, less those of what newer releases brought: weight averages, the command line, which needs
-# jsonargparse 4.53, and the tables of transformers' newest options.
-LOWEST ?= deepspeed hub lightning search torchao transformers
-# What the tests need beside the extra, of versions that take the lowest numpy.
+# jsonargparse 4.53, the tables of transformers' newest options, and a setting of wandb's by which a test waits less.
+LOWEST ?= deepspeed hub lightning search servers tools torchao trackers transformers
+LOWEST_EXTRAS_servers := aim,clearml,neptune
+LOWEST_EXTRAS_tools := completion,examples,media,pandas,plots,remote,rich,s3,stats
+LOWEST_EXTRAS_trackers := codecarbon,comet,dvclive,media,swanlab,trackio,wandb
+# What the tests need beside the extra, of versions that take the lowest numpy and botocore.
+LOWEST_PACKAGES_servers := plotly
+LOWEST_PACKAGES_tools := aiobotocore==2.26.0 boto3==1.41.5 flask flask-cors 'moto[s3]'
 LOWEST_PACKAGES_transformers := 'datasets<2.20' peft 'pyarrow<21'
 LOWEST_TESTS_deepspeed := tests/strategies/deepspeed/test_config.py
 LOWEST_TESTS_hub := tests/integrations/hub/test_hub.py
 LOWEST_TESTS_lightning := $(addprefix tests/integrations/lightning/test_,callbacks.py checkpoint.py data.py doors.py task.py) -k "not average"
 LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
+LOWEST_TESTS_servers := tests/integrations/trackers -m "not extended" -k "not command"
+LOWEST_TESTS_tools := $(addprefix tests/checkpoint/storage/test_,remote.py s3.py) $(addprefix tests/callbacks/test_,notebook_results.py progress_bar.py) \
+	$(addprefix tests/callbacks/statistics/test_,device_stats.py plot_metrics.py) tests/loggers/test_media.py \
+	$(addprefix tests/cli/test_,main.py runs.py) -m "not (nightly or extended)"
 LOWEST_TESTS_torchao := tests/task/optim/test_quantized.py
+LOWEST_TESTS_trackers := tests/integrations/trackers -m "not extended" -k "not command and not (wandb and killed)"
 LOWEST_TESTS_transformers := tests/strategies/accelerate/test_accelerate.py \
 	$(addprefix tests/integrations/transformers/test_,trainer.py export.py checkpoint_folders.py) \
 	-W "ignore:Deprecated in 0.9.0:DeprecationWarning"
@@ -205,9 +215,9 @@ $(VENV_LIBRARIES)/%/.ready: setup.cfg Makefile tests/integrations/lightning/libr
 .PRECIOUS: $(VENV_LOWEST)/%/.ready
 $(VENV_LOWEST)/%/.ready: setup.cfg setup.py Makefile tests/support/lowest.py
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(PYTHON) tests/support/lowest.py $* > $(@D)/constraints.txt
+	$(PYTHON) tests/support/lowest.py $(or $(LOWEST_EXTRAS_$*),$*) > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e '.[$*]' \
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e '.[$(or $(LOWEST_EXTRAS_$*),$*)]' \
 		$(LOWEST_PACKAGES_$*) cloudpickle hypothesis pytest pytest-rerunfailures pytest-xdist
 	touch $@
 

@@ -136,3 +136,17 @@ def test_the_lowest_versions_are_the_bounds_of_the_package_and_of_each_extra() -
         rows = [Requirement(row) for row in (setup["options"]["install_requires"] + text).split()]
         bounds = {(row.name, each.version) for row in rows for each in row.specifier if each.operator == ">="}
         assert found == sorted(f"{name}=={version}.*" for name, version in bounds if name != "torch"), extra
+
+
+def test_the_lowest_versions_of_each_extra_are_tested_or_there_is_a_reason() -> None:
+    setup, makefile = ConfigParser(), (ROOT / "Makefile").read_text(encoding="utf-8")
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    (names,) = re.findall(r"^LOWEST \?= (.*)$", makefile, re.M)
+    together = dict(re.findall(r"^LOWEST_EXTRAS_(\w+) := (.*)$", makefile, re.M))
+    tested = {extra for name in names.split() for extra in together.get(name, name).split(",")}
+    elsewhere = {"accelerate": "transformers", "xla": "its one version, in make xla"}
+    newest = "make trackers tests the newest: the lowest is older than what it needs today"
+    elsewhere |= dict.fromkeys(("azureml", "mlflow", "ray"), newest)
+    ours = {"bench", "docs", "test", "trackers"}  # of those who work on the project
+    assert sorted(setup["options.extras_require"]) == sorted({*tested, *elsewhere, *ours})
+    assert {*names.split()} == {*re.findall(r"^LOWEST_TESTS_(\w+) := ", makefile, re.M)}

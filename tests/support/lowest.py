@@ -1,4 +1,4 @@
-"""The lowest versions of setup.cfg, as constraints for pip: `python tests/support/lowest.py EXTRA`."""
+"""The lowest versions of setup.cfg, as constraints for pip: `python tests/support/lowest.py EXTRA,EXTRA`."""
 
 import configparser
 import re
@@ -21,4 +21,4 @@ def lowest(*extras: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(lowest(*sys.argv[1:])))
+    print("\n".join(lowest(*sys.argv[1].split(","))))
