@@ -20,5 +20,5 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has values: one on the meta device has none, nor has a fake one of a plan."""
+    """Return whether a tensor has values: those on the meta device and a plan's fake ones have none."""
     return not (tensor.is_meta or type(tensor).__name__ == "FakeTensor")  # its module is slow to import

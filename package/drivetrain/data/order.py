@@ -224,7 +224,7 @@ class Order:
 def unshuffled(sampler: Iterable[Any]) -> Iterable[Any]:
     """Return a sampler of the same samples in the dataset's order, if the sampler only shuffles.
 
-    One that draws which samples it gives is returned unchanged, and so is one of the user's own class.
+    A sampler that draws its samples, or is of the user's own class, is returned unchanged.
     """
     kind = type(sampler)
     if isinstance(sampler, RandomSampler) and kind.__iter__ is RandomSampler.__iter__:

@@ -259,7 +259,7 @@ class IterableSource(Source):
         self._restored = False
         self._used_up = False
         self._begun: weakref.ref[Any] | None = None
-        # One with a length begins anew by its __iter__; a generator has none.
+        # Data with a length begins anew by its __iter__; a generator has no length.
         self.one_shot = isinstance(data, Iterator) and iter(data) is data and not hasattr(data, "__len__")
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:

@@ -145,7 +145,7 @@ class Updater:
 
     @property
     def follows_steps(self) -> bool:
-        """Whether anything is to be done after each step."""
+        """Whether something follows each step."""
         timed = self.torch_schedule
         return self.schedule is not None or (timed is not None and timed.unit == "steps")
 

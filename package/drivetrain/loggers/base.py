@@ -87,7 +87,7 @@ def _check_takes(logger: Any) -> None:
 def takes(spec: str | Logger, kind: Kind) -> bool:
     """Return whether a logger, or the one that a name stands for, takes values of a kind."""
     made = LOGGERS[spec] if isinstance(spec, str) else spec
-    # What a function makes is not known before.
+    # The logger that a function makes is not known before.
     return kind in getattr(made, "takes", ()) or (isinstance(spec, str) and not isinstance(made, type))
 
 

@@ -130,7 +130,7 @@ def set_aside(path: Path) -> None:
 
 
 class Appended:
-    """A file to which whole pieces are appended: if the disk has no room for a piece, none of it is written.
+    """A file that grows by whole pieces: a piece for which the disk has no room is not written at all.
 
     Otherwise half a row, or half an event, would spoil everything that is written after it.
 

@@ -35,7 +35,7 @@ _ENDS = ("on_step_end", "on_epoch_end", "on_evaluation_end")
 """Hooks that end what another began: the last callback to begin it is the first to end it."""
 
 _LAST = ("on_fit_end", "on_exception")
-"""The same for a fit, in which savers come last: their files have what the others have changed."""
+"""The same for a fit. Savers come last, so that their files have all changes of the other hooks."""
 
 register_hooks(HOOKS)
 
@@ -46,7 +46,7 @@ def is_used(hook: object) -> bool:
 
 
 class Hooked:
-    """The base of `drivetrain.Callback`, by which the run's layer knows a callback."""
+    """The base of `drivetrain.Callback`; this layer knows callbacks by it."""
 
 
 class Hooks:

@@ -70,7 +70,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             window = next(windows, None)
             fetched = perf_counter()
             timing["data"] += fetched - start
-            if window is None:  # a resumed epoch of which nothing was left
+            if window is None:  # a resumed epoch that was over already
                 _end_step(run, epoch_ended=True)
                 break
             run.window = window

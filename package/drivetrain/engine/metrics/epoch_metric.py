@@ -46,7 +46,7 @@ class EpochMetric:
             parameters `predictions` and `references`, such as the `compute` of a metric of evaluate, gets
             them by name.
         transform: Called with the inputs of each batch on the device, such as
-            `lambda outputs, target: (outputs.argmax(-1), target)`. Its result is kept in their place, which
+            `lambda outputs, target: (outputs.argmax(-1), target)`. Its result is kept instead of them, and
             takes less memory.
         padding: The value that fills up shorter rows if batches differ in another dimension than the first,
             such as -100 for token labels. None refuses such batches.
