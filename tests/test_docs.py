@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, REFERENCE = ROOT / "docs", ROOT / "docs" / "reference"
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+WORK = DOCS / "how-to" / "work"  # whose programs campaigns/test_kinds_of_work.py runs
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 SLOW = {"benchmark.md", "check-resume.md", "compile.md", "deepspeed-checkpoints.md", "launching.md"}
 SLOW |= {"write-a-strategy.md", "write-an-inexact-strategy.md"}
@@ -77,7 +78,7 @@ def changed() -> list[Path]:  # the pages that PAGES names; without it, README.m
     for command in commands:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         found |= {ROOT / line.split()[-1] for line in listed.stdout.splitlines()}
-    return [page for page in PAGES if page in found]
+    return [page for page in PAGES if page in found and page.parent != WORK]
 
 
 def run_python(page: Path, block: Block, namespace: dict[str, Any]) -> str:
@@ -191,7 +192,7 @@ def test_the_blocks_of_changed_pages_run(run_pages: Any) -> None:
 
 @pytest.mark.landing(long=True)
 def test_the_blocks_of_all_pages_run(run_pages: Any) -> None:
-    run_pages([page for page in PAGES if page.name not in SLOW and page != README])
+    run_pages([p for p in PAGES if p.name not in SLOW and p != README and p.parent != WORK])
 
 
 @pytest.mark.nightly

@@ -1,0 +1,81 @@
+"""The kinds of work of docs/how-to/work as loops of plain torch.
+
+Each function trains the task of its page, with an optimizer, a loss and a step written by hand, and yields
+the losses. A nightly test compares them with those of the page's fit to a millionth.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+Losses = Iterator[float]
+
+
+def stepped(loss: torch.Tensor, *optimizers: torch.optim.Optimizer) -> float:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.item()
+
+
+def decayed(module: nn.Module, decay: float) -> list[dict[str, Any]]:  # matrices and kernels alone
+    parameters = list(module.parameters())
+    matrices, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+
+
+def warm_cosine(warmup: int, total: int, step: int) -> float:
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+
+
+def images(task: Any, batches: Any) -> Losses:
+    net = task.net
+    sgd = torch.optim.SGD(decayed(net, 5e-4), lr=0.1, momentum=0.9, nesterov=True, fused=True)
+    schedule = LambdaLR(sgd, lambda step: warm_cosine(9, 88, step))
+    for batch in batches:
+        image, label = batch["image"], batch["label"]
+        share = torch.distributions.Beta(0.2, 0.2).sample()
+        other = torch.randperm(len(label))
+        scores = net(share * image + (1 - share) * image[other])
+        losses = [F.cross_entropy(scores, each, label_smoothing=0.1) for each in (label, label[other])]
+        yield stepped(share * losses[0] + (1 - share) * losses[1], sgd)
+        schedule.step()
+
+
+def recommender(task: Any, batches: Any) -> Losses:
+    users, items, head = task.tables["user"], task.tables["item"], task.head
+    sparse = torch.optim.SparseAdam([users.weight, items.weight], lr=1e-2)
+    adamw = torch.optim.AdamW(decayed(head, 0.01), lr=2e-3, fused=True)
+    for batch in batches:
+        user = users(batch["user"])
+        scores = []
+        for item in (batch["item"], torch.randint_like(batch["item"], 300)):
+            item = items(item)
+            scores.append((user * item).sum(-1) + head(torch.cat([user, item, user * item], -1)).squeeze(-1))
+        yield stepped(-F.logsigmoid(scores[0] - scores[1]).mean(), sparse, adamw)
+
+
+def gan(task: Any, batches: Any) -> Losses:
+    generator, critic = task.generator, task.critic
+    of_critic, of_generator = (
+        torch.optim.Adam(each.parameters(), lr=2e-3, betas=(0.0, 0.9), fused=True)
+        for each in (critic, generator)
+    )
+    for real in batches:
+        for _ in range(3):
+            fake = generator(torch.randn(len(real), 4)).detach()
+            distance = critic(real).mean() - critic(fake).mean()
+            share = torch.rand(len(real), 1)
+            between = (share * real + (1 - share) * fake).requires_grad_()
+            (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+            yield stepped((slope.norm(dim=1) - 1).square().mean() - distance, of_critic)
+        yield stepped(-critic(generator(torch.randn(len(real), 4))).mean(), of_generator)
