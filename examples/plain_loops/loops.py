@@ -31,6 +31,10 @@ def decayed(module: nn.Module, decay: float) -> list[dict[str, Any]]:  # matrice
     return [{"params": matrices, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
 
 
+def warm_line(warmup: int, total: int, step: int) -> float:
+    return (step + 1) / (warmup + 1) if step < warmup else (total - step) / (total - warmup)
+
+
 def warm_cosine(warmup: int, total: int, step: int) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -79,3 +83,85 @@ def gan(task: Any, batches: Any) -> Losses:
             (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
             yield stepped((slope.norm(dim=1) - 1).square().mean() - distance, of_critic)
         yield stepped(-critic(generator(torch.randn(len(real), 4))).mean(), of_generator)
+
+
+def diffusion(task: Any, batches: Any) -> Losses:
+    adamw = torch.optim.AdamW(task.parameters(), lr=3e-3, weight_decay=0.0, fused=True)
+    for image, label in batches:
+        level = torch.randint(50, (len(image),))
+        noise = torch.randn_like(image)
+        angle = torch.linspace(0.02, 0.98, 50)[level, None] * math.pi / 2
+        yield stepped(F.mse_loss(task(angle.cos() * image + angle.sin() * noise, level, label), image), adamw)
+
+
+def contrastive(task: Any, batches: Any) -> Losses:
+    adamw = torch.optim.AdamW(decayed(task, 1e-2), lr=2e-3, fused=True)
+    schedule = LambdaLR(adamw, lambda step: warm_cosine(10, 80, step))
+    for image in batches:
+        first, second = (F.normalize(task.projector(task.encoder(task.view(image)))) for _ in range(2))
+        positive = (first * second).sum(dim=1) / 0.2
+        yield stepped(((first @ second.T / 0.2).logsumexp(dim=1) - positive).mean(), adamw)
+        schedule.step()
+
+
+def reinforcement_learning(task: Any, batches: Any) -> Losses:
+    online, target = task.online, task.target
+    adam = torch.optim.Adam(online.parameters(), lr=2e-3, fused=True)
+    for number, batch in enumerate(batches):
+        if number % 20 == 0:
+            target.load_state_dict(online.state_dict())
+        before, after = (F.one_hot(batch[name], 5).flatten(1).float() for name in ("place", "next"))
+        with torch.no_grad():
+            rows = torch.arange(len(after))
+            wanted = batch["reward"] + 0.95 * ~batch["done"] * target(after)[rows, online(after).argmax(1)]
+        adam.zero_grad()
+        loss = F.smooth_l1_loss(online(before)[torch.arange(len(before)), batch["action"]], wanted)
+        loss.backward()
+        nn.utils.clip_grad_norm_(online.parameters(), 10.0)
+        adam.step()
+        yield loss.item()
+
+
+def time_series(task: Any, batches: Any) -> Losses:
+    adamw = torch.optim.AdamW(task.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    schedule = LambdaLR(adamw, lambda step: warm_cosine(5, 80, step))
+    quantiles = torch.tensor([0.1, 0.5, 0.9])
+    for batch in batches:
+        error = batch["values"][:, 8:, None] - task(batch["values"])[:, 7:-1]
+        error = error[batch["real"][:, 8:]]
+        loss = torch.maximum(quantiles * error, (quantiles - 1) * error).mean()
+        adamw.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        adamw.step()
+        schedule.step()
+        yield loss.item()
+
+
+def texts(task: Any, batches: Any) -> Losses:
+    adamw = torch.optim.AdamW(decayed(task, 0.01), lr=3e-3, fused=True)
+    schedule = LambdaLR(adamw, lambda step: warm_line(10, 150, step))
+    for batch in batches:
+        loss = F.cross_entropy(task(batch["text"]), batch["label"])
+        adamw.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        adamw.step()
+        schedule.step()
+        yield loss.item()
+
+
+def segmentation(task: Any, batches: Any) -> Losses:
+    adamw = torch.optim.AdamW(decayed(task, 1e-4), lr=1e-2, fused=True)
+    schedule = LambdaLR(adamw, lambda step: warm_cosine(0, 80, step))
+    for batch in batches:
+        scores, mask = task(batch["image"]), batch["mask"]
+        pixel = F.binary_cross_entropy_with_logits(
+            scores[mask != 255], mask[mask != 255].float(), reduction="none"
+        )
+        focal = ((1 - (-pixel).exp()) ** 2 * pixel).mean()
+        share, is_disc = scores.sigmoid() * (mask != 255), (mask == 1).float()
+        both = (share * is_disc).sum((1, 2))
+        dice = 1 - (2 * both + 1) / (share.sum((1, 2)) + is_disc.sum((1, 2)) + 1)
+        yield stepped(focal + (dice * (mask != 255).sum((1, 2))).sum() / (mask != 255).sum(), adamw)
+        schedule.step()

@@ -25,7 +25,9 @@ class Step(NamedTuple):
 
 def loss_of(returned: Any) -> torch.Tensor:
     loss = getattr(returned, "loss", returned)
-    return loss["loss"] if isinstance(loss, dict) else loss
+    loss = loss["loss"] if isinstance(loss, dict) else loss
+    assert isinstance(loss, torch.Tensor)
+    return loss
 
 
 def recorded(step: Callable[..., Any], steps: list[Step]) -> Callable[..., Any]:
