@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if sent != f"Bearer {TOKEN}" and self.parts[0] != "lfs":
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                raise RefusedError(401, "RepoNotFound", f"Invalid credentials: {sent}")
+                raise RefusedError(401, "RepoNotFound", f"Invalid credentials: {str(sent).split()[-1]}")
             method()
         except RefusedError as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": str(refusal)}

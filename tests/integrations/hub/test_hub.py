@@ -1,6 +1,7 @@
 """Publishing to the Hub, and resuming from it, with the Hub's own client."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from drivetrain.checkpoint import verify
 from drivetrain.cli.main import main
 from drivetrain.core.errors import CheckpointError, ConfigError, Preempted
 from drivetrain.integrations.hub import CardData, Publish, push
+from drivetrain.integrations.hub import publish as publishing
 from drivetrain.integrations.hub.client import HubError, client
 from drivetrain.testing import run_distributed
 
@@ -30,7 +32,7 @@ REPOSITORY = "org/line"
 
 
 class Wide(TaskModule):  # a task whose weights do not fit into one packet
-    def __init__(self, width: int = 1024, token: str = "") -> None:
+    def __init__(self, width: int = 1024, token: str = "", note: str = "") -> None:
         super().__init__()
         torch.manual_seed(3)
         self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.1), nn.Linear(width, 1))
@@ -108,25 +110,29 @@ def test_checkpoint_push_command(hub: Any, tmp_path: Path, capsys: pytest.Captur
     run_dir = tmp_path / "run"
     trainer(run_dir, epochs=1).fit(Wide(), pairs())
     words = ["checkpoint", "push", str(run_dir), REPOSITORY, "--license", "mit", "--checkpoint", "--json"]
-    assert main(words) == 0
+    assert main([*words, "--revision", "side", "--tag", "short"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["commit"].startswith(hub.address)
-    assert {"README.md", "last-checkpoint/manifest.json"} <= files()
+    assert {"README.md", "last-checkpoint/manifest.json"} <= files("side")
+    head = head_of((downloaded(tmp_path / "downloaded", "side") / "README.md").read_text())
+    assert (head["license"], head["tags"]) == ("mit", ["drivetrain", "short"])
     assert main(["checkpoint", "push", str(run_dir), "not a name"]) == 2
     assert "'organisation/name'" in capsys.readouterr().err
 
 
 def test_no_error_and_no_upload_shows_a_token(hub: Any, tmp_path: Path) -> None:
-    secret = "hf_markerTokenThatMustNeverBeSeen"
-    trainer(tmp_path / "run", epochs=1).fit(Wide(token=secret), pairs())
+    secret, plain = "hf_markerTokenThatMustNeverBeSeen", "secret-of-no-known-form"
+    trainer(tmp_path / "run", epochs=1).fit(Wide(token=secret, note=plain), pairs())
     # The HTTP library's own error quotes the header that it cannot send, and the server's answer the token.
-    said_of = {"hf_markerToken\nThatBreaksTheHeader": "<hidden>", "secret-of-no-known-form": "401"}
+    said_of = {"hf_markerToken\nThatBreaksTheHeader": "<hidden>", plain: "401"}
     for token, said in said_of.items():
         with pytest.raises(HubError, match="org/line was not uploaded") as failure:
             push(tmp_path / "run", REPOSITORY, token=token)
         assert said in str(failure.value)
         assert not [part for part in ("marker", "Breaks", "secret-of") if part in str(failure.value)]
-        assert failure.value.__suppress_context__
+        assert (failure.value.__suppress_context__, failure.value.__cause__) == (True, None)
+    with pytest.raises(HubError, match=r"json holds the Hub's token"):
+        push(tmp_path / "run", REPOSITORY, token=plain, checkpoint=True)
     push(tmp_path / "run", REPOSITORY, checkpoint=True)
     for path in (*(tmp_path / "run").rglob("*"), *downloaded(tmp_path / "all").rglob("*")):
         assert path.is_dir() or secret.encode() not in path.read_bytes(), path
@@ -150,7 +156,9 @@ def test_refusals(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         trainer(run_dir, Publish(REPOSITORY), checkpoint=False)
     trainer(run_dir, epochs=1).fit(Wide(), pairs())
     push(run_dir, REPOSITORY, checkpoint=True)
-    with pytest.raises(HubError, match=r"no checkpoint was read from org/line: .*401") as failure:
+    with pytest.raises(
+        HubError, match=r"no checkpoint was read from org/line: RepositoryNotFoundError: 401"
+    ) as failure:
         resumed(token="hf_anotherTokenThatIsWrong")
     assert "hf_another" not in str(failure.value)
     upload("last-checkpoint/model.safetensors", b"{}")
@@ -166,16 +174,18 @@ def test_resume_from_the_hub_on_another_machine(hub: Any, tmp_path: Path) -> Non
     # Without a repository a run begins anew.
     first = Publish(REPOSITORY, "checkpoint")
     trainer(tmp_path / "first", first, epochs=1).fit(Wide(), pairs(), pairs(), resume="hub")
-    resumed = Wide()
-    again = trainer(tmp_path / "second", Publish(REPOSITORY, "checkpoint"))
+    resumed, begun = Wide(), list[int]()
+    notes = LambdaCallback(on_fit_start=lambda run: begun.append(run.progress.steps))
+    again = trainer(tmp_path / "second", Publish(REPOSITORY, "checkpoint"), notes)
     result = again.fit(resumed, pairs(), pairs(), resume="hub")
     assert (result.progress.steps, result.progress.epoch) == (10, 2)
     assert (tmp_path / "second" / "checkpoints" / "step-00000005").is_dir()
     assert weights(resumed) == weights(undisturbed)
     # Its own newer checkpoint comes before that of the Hub.
     push(tmp_path / "first", REPOSITORY, checkpoint=True)
-    more = trainer(tmp_path / "second", Publish(REPOSITORY), epochs=3)
+    more = trainer(tmp_path / "second", Publish(REPOSITORY), notes, epochs=3)
     assert more.fit(Wide(), pairs(), pairs(), resume="hub").progress.steps == 15
+    assert begun == [5, 10]
 
 
 FOLDERS = {"checkpoint": {"last-checkpoint"}}
@@ -201,13 +211,16 @@ def test_publish_uploads_as_often_as_asked(hub: Any, tmp_path: Path, every: str)
     for name in FOLDERS.get(every, ()):
         verify(str(downloaded(tmp_path / "downloaded", "trained") / name))
     if every == "all":
-        resuming = Publish(REPOSITORY, "all", revision="trained")
-        result = trainer(tmp_path / "other", resuming, epochs=3).fit(Wide(), pairs(), resume="hub")
-        assert (result.progress.steps, result.progress.epoch) == (15, 3)
+        resuming, begun = Publish(REPOSITORY, "all", revision="trained"), list[int]()
+        notes = LambdaCallback(on_fit_start=lambda run: begun.append(run.progress.steps))
+        trainer(tmp_path / "other", resuming, notes, epochs=3).fit(Wide(), pairs(), resume="hub")
+        assert begun == [10]
 
 
 def train_on_two(folder: str) -> None:
-    trainer(Path(folder), Publish(REPOSITORY, "checkpoint"), strategy="ddp").fit(Wide(), pairs())
+    publish = Publish(REPOSITORY, "checkpoint")
+    trainer(Path(folder), publish, strategy="ddp").fit(Wide(), pairs())
+    assert (publish._newest is None) == (os.environ["RANK"] == "1")
 
 
 @pytest.mark.landing
@@ -256,6 +269,7 @@ def preempted(folder: str) -> None:
         if run.progress.steps == 3:
             signal.raise_signal(signal.SIGTERM)
 
+    publishing._GRACE = 0.0  # of a fit that fails
     callbacks = Publish(REPOSITORY, "checkpoint"), LambdaCallback(on_step_end=stop)
     with pytest.raises(Preempted):
         trainer(Path(folder), *callbacks).fit(Wide(), pairs())
