@@ -30,9 +30,9 @@ LOWEST ?= deepspeed hub lightning search servers tools torchao trackers transfor
 LOWEST_EXTRAS_servers := aim,clearml,neptune
 LOWEST_EXTRAS_tools := completion,examples,media,pandas,plots,remote,rich,s3,stats
 LOWEST_EXTRAS_trackers := codecarbon,comet,dvclive,media,swanlab,trackio,wandb
-# What the tests need beside the extra, of versions that take the lowest numpy and botocore.
+# What the tests need beside the extra, of versions that take the lowest numpy, botocore and matplotlib.
 LOWEST_PACKAGES_servers := plotly
-LOWEST_PACKAGES_tools := aiobotocore==2.26.0 boto3==1.41.5 flask flask-cors 'moto[s3]'
+LOWEST_PACKAGES_tools := aiobotocore==2.26.0 boto3==1.41.5 flask flask-cors 'moto[s3]' 'pyparsing<3.3'
 LOWEST_PACKAGES_transformers := 'datasets<2.20' peft 'pyarrow<21'
 LOWEST_TESTS_deepspeed := tests/strategies/deepspeed/test_config.py
 LOWEST_TESTS_hub := tests/integrations/hub/test_hub.py
