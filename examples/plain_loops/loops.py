@@ -165,3 +165,41 @@ def segmentation(task: Any, batches: Any) -> Losses:
         dice = 1 - (2 * both + 1) / (share.sum((1, 2)) + is_disc.sum((1, 2)) + 1)
         yield stepped(focal + (dice * (mask != 255).sum((1, 2))).sum() / (mask != 255).sum(), adamw)
         schedule.step()
+
+
+def graphs(task: Any, batches: Any) -> Losses:
+    adamw = torch.optim.AdamW(decayed(task, 1e-3), lr=3e-3, fused=True)
+    for batch in batches:
+        outputs = task(batch["mark"], batch["edges"], batch["graph"])
+        yield stepped((outputs - batch["target"]).square().mean(), adamw)
+
+
+def tables(task: Any, batches: Any) -> Losses:
+    adamw = torch.optim.AdamW(decayed(task, 0.05), lr=5e-3, fused=True)
+    task.train()
+    for batch in batches:
+        yield stepped(F.cross_entropy(task(batch["numbers"], batch["group"]), batch["label"]), adamw)
+
+
+def distill(task: Any, batches: Any) -> Losses:  # from the teacher's outputs as a column
+    adamw = torch.optim.AdamW(task.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+    for batch in batches:
+        learnt, taught = task.net(batch["x"]).log_softmax(-1), batch["taught"].log_softmax(-1)
+        yield stepped(F.kl_div(learnt, taught, log_target=True, reduction="batchmean"), adamw)
+
+
+def language_model(task: Any, batches: Any) -> Losses:  # in bfloat16, two micro-batches for a step
+    adamw = torch.optim.AdamW(decayed(task, 0.1), lr=3e-3, betas=(0.9, 0.95), fused=True)
+    schedule = LambdaLR(adamw, lambda step: 0.1 + 0.9 * warm_cosine(1, 16, step) if step else 0.5)
+    for pair in zip(batches, batches, strict=True):
+        tokens = sum(batch["targets"].numel() for batch in pair)
+        adamw.zero_grad()
+        for batch in pair:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = task(batch["tokens"])
+                loss = F.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten())
+            (loss * batch["targets"].numel() / tokens).backward()
+            yield loss.item()
+        nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        adamw.step()
+        schedule.step()

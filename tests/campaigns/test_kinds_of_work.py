@@ -59,8 +59,11 @@ def replayed(steps: list[Step]) -> Iterator[Any]:
         yield copy.deepcopy(step.batch)
 
 
+PAGES = [*sorted(WORK.glob("*.md")), WORK.parent / "distill.md", WORK.parent / "language-model.md"]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("page", sorted(WORK.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_kind_of_work_has_the_losses_of_a_plain_loop(
     page: Path, environment_is_set: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
