@@ -39,13 +39,11 @@ from drivetrain.task.optim.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, REFERENCE = ROOT / "docs", ROOT / "docs" / "reference"
-README = ROOT / "README.md"
+README, WORK = ROOT / "README.md", DOCS / "how-to" / "work"  # campaigns/test_kinds_of_work.py runs WORK
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
-WORK = DOCS / "how-to" / "work"  # whose programs campaigns/test_kinds_of_work.py runs
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 SLOW = {"benchmark.md", "check-resume.md", "compile.md", "deepspeed-checkpoints.md", "launching.md"}
-SLOW |= {"write-a-strategy.md", "write-an-inexact-strategy.md"}
-"""Pages whose blocks start many processes, or compile."""
+SLOW |= {"write-a-strategy.md", "write-an-inexact-strategy.md"}  # these start many processes, or compile
 
 
 class Block(NamedTuple):  # `line`: of the page, where the text begins
@@ -178,8 +176,7 @@ def run_pages(
             except Exception:
                 wrong.append(f"{named(page)}: {traceback.format_exc()}")
             os.chdir(tmp_path)
-            if os.environ != before:
-                wrong.append(f"{named(page)} changes the environment")
+            wrong += [f"{named(page)} changes the environment"] if os.environ != before else []
         assert not wrong, "\n\n".join(wrong)
 
     return run
@@ -253,9 +250,8 @@ def test_the_pages_that_people_open_first_are_short_and_begin_with_an_example() 
     first = "data write-a-task metrics checkpoints-and-resume loggers callbacks strategies precision memory"
     for name in (first + " command-line search launching").split():
         page = DOCS / "how-to" / f"{name}.md"
-        assert len(page.read_text(encoding="utf-8").split()) <= 1500, (
-            f"{named(page)}: more goes into {name}-in-detail"
-        )
+        words = len(page.read_text(encoding="utf-8").split())
+        assert words <= 1500, f"{named(page)}: more goes into {name}-in-detail"
         assert blocks(page)[0].line <= 10, f"{named(page)}: an example comes first"
         assert len(blocks(page)[0].text.splitlines()) <= 25, f"{named(page)}: the example is shorter"
 
