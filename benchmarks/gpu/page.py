@@ -44,8 +44,9 @@ def status(report: Report | None) -> str:
         return f"the same code as on the CPU; not yet run on a GPU ({link} would)"
     parts = report["parts"]
     tests = [test["outcome"] for part in parts for test in part["tests"]]
-    failed, passed = tests.count("failed"), tests.count("passed")
-    return f"{link} on one {report['device']['gpu']}: {passed} tests passed and {failed} failed"
+    failed = tests.count("failed")
+    tested = f"[one {report['device']['gpu']}](docs/explanation/gpu.md)"
+    return f"{tested}, where {failed} of {len(tests)} tests failed" if failed else tested
 
 
 def readme(text: str, report: Report | None) -> str:

@@ -101,7 +101,7 @@ def test_page_and_readme_say_what_has_run(tmp_path: Path) -> None:
     assert all(f"| {each.name} |" in page(None) for each in PLAN)
     assert set(PARTS) == {each.name for each in PLAN if not each.is_test}
     done = report("facts", [])
-    assert f"on one {done['device']['gpu']}: 0 tests passed and 0 failed |" in readme(text, done)
+    assert f"[one {done['device']['gpu']}](docs/explanation/gpu.md) |" in readme(text, done)
     assert "not yet run" in status(report("facts", [], size="small"))
     assert "not yet run" in status(report("facts", [], refused="no GPU", parts=[]))
 
