@@ -24,7 +24,7 @@ Check: TypeAlias = Callable[[str, Any], Any]
 """A check of an argument, by its name and value; returns the value to keep."""
 
 BARS: Registry[Any] = Registry(
-    "progress bar", {"tqdm": "tqdm.std:tqdm", "rich": "drivetrain.integrations.rich.bar:RichBar"}
+    "progress_bar", {"tqdm": "tqdm.std:tqdm", "rich": "drivetrain.integrations.rich.bar:RichBar"}
 )
 """Classes of progress bars by name; `of_run()` of those that are not tqdm's returns the class for one run."""
 
