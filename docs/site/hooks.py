@@ -191,14 +191,11 @@ def _rows(registry: str) -> str:
 
 
 def _help(command: str) -> str:
-    """The help of a command, 88 columns wide; the Trainer's arguments for `drivetrain fit` only."""
+    """The help of a command, 88 columns wide; of `drivetrain fit`, with the texts of all arguments."""
     text = io.StringIO()
     with mock.patch.dict(os.environ, COLUMNS="88"), contextlib.redirect_stdout(text):
-        command_line([*command.split(), "--help"])
-    usage, trainer, _ = text.getvalue().partition("\narguments of Trainer: length:")
-    if not trainer or command == "fit":
-        return f"```text\n{text.getvalue().rstrip()}\n```"
-    return f"```text\n{usage.rstrip()}\n```\n\nThe arguments of the Trainer are those of `drivetrain fit`."
+        command_line([*command.split(), "--help", *(["all"] if command == "fit" else [])])
+    return f"```text\n{text.getvalue().rstrip()}\n```"
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

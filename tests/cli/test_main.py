@@ -13,7 +13,7 @@ from tests.support.forked import run_forked
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain.cli import launch
-from drivetrain.cli.main import main
+from drivetrain.cli.main import _LISTS, _OTHERS, _RUNS, main
 from drivetrain.core.version import __version__
 from drivetrain.run.ledger_report import KINDS, NAME, read_ledger
 
@@ -154,8 +154,8 @@ def test_env_lists_versions_devices_and_extras(drive):
 
 def test_usage_errors_return_2_and_help_returns_0(capsys):
     path = list(sys.path)
-    assert (main([]), main(["tarin"]), main(["--help"]), main(["fit", "--help"])) == (2, 2, 0, 0)
-    assert "--trainer.max_epochs" in capsys.readouterr().out
+    assert (main([]), main(["tarin"]), main(["--help"]), main(["runs"])) == (2, 2, 0, 2)
+    assert capsys.readouterr().out.count("usage: ") == 3
     for line, nearest in {
         "launch --devces 2 train.py": "--devices",
         "checkpoint show run --tensor": "--tensors",
@@ -165,6 +165,19 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
         assert main(line.split()) == 2
         assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
     assert sys.path == path
+
+
+def test_help_fits_on_a_screen_and_has_three_examples(drive):
+    shapes = "--task shapes.Shapes --data shapes.Data "
+    groups = ("checkpoint", "runs", "checkpoint export", "runs report", "search show")
+    for command in ("--help", *groups, *(_RUNS | _LISTS | _OTHERS)):
+        first, *rest = f"{command} {shapes if command == 'fit' else ''}--help".split()
+        code, out, _ = drive(first, " ".join(rest), quiet=False)
+        assert (code, len(out.splitlines()) <= 46) == (0, True), out
+        assert out.count("\n  drivetrain ") >= (2 if command in _LISTS else 3), out
+        if command == "fit":
+            for text in ("--task.NAME: hidden=8, rate=0.1", "length: max_epochs, max", "num_workers=0"):
+                assert text in out
 
 
 def test_launch_finds_the_machines_at_their_address_or_rendezvous():

@@ -229,7 +229,7 @@ def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here):
 
 
 def test_help_lists_every_argument_with_its_text_and_default(drive, typed):
-    code, out, _ = drive("fit", "--task typed.Typed --trainer.strategy ddp --help", quiet=False)
+    code, out, _ = drive("fit", "--task typed.Typed --trainer.strategy ddp --help all", quiet=False)
     text = " ".join(out.split())
     assert code == 0
     names = ("strategy.bucket_mb", "checkpoint.keep_last", *trainer("").to_json())

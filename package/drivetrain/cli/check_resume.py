@@ -7,17 +7,6 @@ from collections.abc import Sequence
 from drivetrain.cli.parser import Parser, program_words
 from drivetrain.testing.resume.check import Check, check_program
 
-_EPILOG = """\
-Run the first 10 steps of a script, save after 5, kill after 7 and resume:
-  drivetrain check-resume train.py --batch-size 32
-Save earlier, with an epoch that ends within the steps:
-  drivetrain check-resume --steps 8 --save-after 3 --epoch 4 train.py
-Run two processes, or this package's command line:
-  drivetrain check-resume --nproc 2 train.py
-  drivetrain check-resume -m drivetrain fit --task digits.Digits --data digits.data
-The exit code is 0 if nothing differs, and 1 if something differs or the program fails.
-"""
-
 
 def run(words: Sequence[str]) -> int:
     """Check a program, print the report and return the exit code."""
@@ -34,7 +23,7 @@ def _parser() -> Parser:
         prog="drivetrain check-resume",
         description="Run a program three times: through, killed, and resumed. Compare, and report what was"
         " not saved.",
-        epilog=_EPILOG,
+        epilog="The exit code is 0 if nothing differs, and 1 if something differs or the program fails.",
     )
     add = parser.add_argument
     add("--steps", type=int, default=10, metavar="N", help="steps to compare; default: 10")

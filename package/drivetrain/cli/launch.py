@@ -43,17 +43,6 @@ _REFUSAL = re.compile(r"(^|: )(drivetrain\.core\.errors\.)?(ConfigError|MissingD
 _CLOSING = 60.0
 """Seconds that the last attempt's rendezvous may stay open and refuse the next attempt."""
 
-_EPILOG = """\
-One machine with 4 GPUs, or 4 processes on its CPU:
-  drivetrain launch --devices 4 train.py --batch-size 32
-Two machines, each with its number as --node-rank:
-  drivetrain launch --devices 4 --nodes 2 --node-rank 0 --address first-host train.py
-Machines that join and leave, and a restart after a failure:
-  drivetrain launch --devices 4 --nodes 1:4 --rendezvous first-host:29400 --max-restarts 3 train.py
-A module, such as this package's command line:
-  drivetrain launch --devices 2 -m drivetrain fit --task digits.Digits --trainer.devices 2
-"""
-
 _PORT = 29500
 """The default port of the first machine, as in torchrun."""
 
@@ -95,7 +84,6 @@ def _parser() -> Parser:
     parser = Parser(
         prog="drivetrain launch",
         description="Start a program as several processes that train together.",
-        epilog=_EPILOG,
     )
     add = parser.add_argument
     add("--devices", default="auto", metavar="N", help="processes on this machine; default: one for each GPU")

@@ -142,7 +142,7 @@ def _complete() -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="drivetrain", description="Train PyTorch tasks.")
+    parser = Parser(prog="drivetrain", description="Train PyTorch tasks. Each command has --help.")
     parser.add_argument("--version", action="version", version=f"drivetrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in (_RUNS | _LISTS | _OTHERS).items():

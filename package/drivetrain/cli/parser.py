@@ -6,6 +6,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any, NoReturn
 
 from drivetrain.core.errors import ConfigError, nearest
@@ -13,15 +14,22 @@ from drivetrain.core.synonyms import help_with, row
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes only full option names, and suggests the nearest for an unknown one."""
+    """A parser that takes only full option names, and suggests the nearest for an unknown one.
+
+    Its help ends with examples. Where a command is missing, the help is printed.
+    """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
+        self.epilog = "\n\n".join(filter(None, (_examples(self.prog), self.epilog)))
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words."""
+        if not args and self._subparsers is not None:
+            self.print_help()
+            self.exit(2)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [
@@ -51,11 +59,31 @@ class Parser(argparse.ArgumentParser):
 
     def add_program(self) -> None:
         """Add the program that a command runs, and its arguments; see `program_words`."""
-        self.formatter_class = argparse.RawDescriptionHelpFormatter  # for the examples in the epilog
         add = self.add_argument
         add("-m", "--module", action="store_true", help="the program is a module, as for python -m")
         add("program", help="a file")
         add("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps each line of a text but indented ones, which can be copied."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(
+            each if each.startswith(" ") else fill(each, width, indent) for each in text.split("\n")
+        )
+
+
+def _examples(command: str) -> str:
+    """Return the first three of `examples.txt` that call a command."""
+    text = resources.files(__package__).joinpath("examples.txt").read_text(encoding="utf-8")
+    found = re.findall(r"^\S.*\n(?:  .*\n)+", text, re.M)
+    called = [each for each in found if re.search(rf"\n  {command}\s", each)]
+    return "".join([*{each.partition("\n")[2]: each for each in called}.values()][:3])  # each line once
 
 
 def program_words(parsed: argparse.Namespace) -> list[str]:

@@ -21,17 +21,6 @@ from drivetrain.trainer.observer import observing
 
 Step = TypeVar("Step")
 
-_EPILOG = """\
-Run the first 20 steps of a script, and trace the last 3:
-  drivetrain profile train.py --batch-size 32
-List the memory and the Python functions too:
-  drivetrain profile --kinds table,trace,memory,python train.py
-Profile this package's command line, or all ranks of several:
-  drivetrain profile -m drivetrain fit --task digits.Digits --data digits.data
-  drivetrain profile --ranks all -m drivetrain fit --task digits.Digits --data digits.data --trainer.devices 2
-The program ends where the run after its first fit would begin.
-"""
-
 
 def run(words: Sequence[str]) -> int:
     """Profile a program's first fit, print the table and the paths of the files, and return the exit code."""
@@ -130,7 +119,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="drivetrain profile",
         description="Run steps of a program's first fit, print the time of each phase, and trace the last.",
-        epilog=_EPILOG,
+        epilog="The program ends where the run after its first fit would begin.",
     )
     add = parser.add_argument
     add("--steps", type=int, default=20, metavar="N", help="steps to run; default: 20")

@@ -14,6 +14,8 @@ import functools
 import inspect
 import operator
 import re
+import shutil
+import textwrap
 from abc import ABC
 from argparse import SUPPRESS, ArgumentError
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -64,21 +66,19 @@ class _Option(NamedTuple):
 
 _OPTIONS = {
     "--task": _Option("NAME", "module.Class or path/to/file.py:Class"),
-    "--data": _Option(
-        "NAME", "an object with train_data() and so on, its class, or a function that returns one"
-    ),
+    "--data": _Option("NAME", "an object, or its class, with train_data()..."),
     "--train-data": _Option(
         "NAME",
-        "a loader, dataset or function, for training alone",
+        "a loader, dataset or function to train on",
         ("fit", "plan", "summary", "search", "benchmark"),
     ),
     "--validation-data": _Option(
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
     ),
-    "--resume": _Option("auto|PATH", "resume from run_dir's newest checkpoint, or from a path", ("fit",)),
+    "--resume": _Option("auto|PATH", "run_dir's newest checkpoint, or the one at a path", ("fit",)),
     "--optimizer-settings": _Option(
-        "program|checkpoint",
-        "where a resume has other settings of the optimizer: take this program's, or the checkpoint's",
+        "FROM",
+        "whose a resume takes: program or checkpoint",
         ("fit",),
     ),
     "--checkpoint": _Option(
@@ -88,15 +88,11 @@ _OPTIONS = {
     ),
     "--save-to": _Option("DIR", "write the outputs to files in this directory", ("predict",)),
     "--joined": _Option(None, "join the outputs of all batches to one", ("predict",)),
-    "--metrics": _Option(
-        None, "compute the values of a validation too; the data needs targets", ("predict",)
-    ),
+    "--metrics": _Option(None, "the values of a validation too; needs targets", ("predict",)),
     "--depth": _Option("NUMBER", "the levels of modules to show, 1 by default", ("summary",)),
-    "--trials": _Option("NUMBER", "trials of the search, those of earlier starts included", ("search",)),
+    "--trials": _Option("NUMBER", "trials in all, those of earlier starts too", ("search",)),
     "--objective": _Option("NAMES", "logged names to optimise; default: validation/loss", ("search",)),
-    "--direction": _Option(
-        "minimize|maximize", "one for each objective; default: by well-known names", ("search",)
-    ),
+    "--direction": _Option("NAMES", "minimize or maximize, for each objective", ("search",)),
     "--storage": _Option("URL|PATH", "sqlite:///FILE or a journal; default: in run_dir", ("search",)),
     "--sampler": _Option("NAME", "tpe, random, grid, gp or nsga2; default: tpe", ("search",)),
     "--pruner": _Option("NAME", "median, halving or hyperband; default: none", ("search",)),
@@ -115,8 +111,8 @@ _OPTIONS = {
         "on a Mac: run operations that MPS lacks on the CPU",
         ("fit", "validate", "test", "predict", "search"),
     ),
-    "--config": _Option("FILE", "a YAML or JSON file with the same settings; the command line wins"),
-    "--print-config": _Option(None, "print the settings as a configuration file, and stop"),
+    "--config": _Option("FILE", "a YAML or JSON file; the command line wins"),
+    "--print-config": _Option(None, "print the settings as such a file, and stop"),
     "--json": _Option(None, "print JSON"),
     "--debug": _Option(None, "show the traceback of every error"),
 }
@@ -172,8 +168,8 @@ class Settings:
 
     def _build(self, command: str, purpose: str) -> None:
         self._found = _objects(self._tree)
-        if self._options.get("help"):
-            _full_parser(command, purpose, self._tree, self._found).print_help()
+        if "help" in self._options:
+            _print_help(command, purpose, self._tree, self._found, self._options["help"] == "all")
             raise SystemExit(0)
         self._kinds = _given_kinds(self._tree["trainer"])
         self._parser = Arguments(exit_on_error=False, parser_mode=_MODE, print_config=None)
@@ -293,9 +289,7 @@ def _candidates(completer: Any, metavar: Any, prefix: str, **rest: Any) -> list[
 def _read(command: str, words: Sequence[str]) -> tuple[dict[str, Any], Tree]:
     """Return the options without a dot, and the tree of the file with all other options applied."""
     pairs, others = dotted(words)
-    parser = Parser(prog=f"drivetrain {command}", add_help=False, exit_on_error=False)
-    parser.add_argument("-h", "--help", action="store_true", default=SUPPRESS)
-    _add_options(parser, command)
+    parser = _short_parser(command)
     try:
         options = dict(vars(parser.parse_args(others)))
     except ArgumentError as error:
@@ -385,7 +379,7 @@ def _full_parser(command: str, purpose: str, tree: Tree, found: Mapping[str, Any
     parser = Arguments(
         prog=f"drivetrain {command}",
         description=f"{purpose.capitalize()}.",
-        usage=f"drivetrain {command} --task NAME --data NAME [--trainer.NAME VALUE] [OPTION]",
+        usage=_USAGE.format(command),
         allow_abbrev=False,
         parser_mode=_MODE,
         print_config=None,
@@ -397,6 +391,46 @@ def _full_parser(command: str, purpose: str, tree: Tree, found: Mapping[str, Any
             kinds[name] = _options_of(name, tree["trainer"][name])
     _add_arguments(parser, tree, found, kinds)
     return parser
+
+
+def _short_parser(command: str) -> Parser:
+    """Return a parser of the options without a dot."""
+    usage = _USAGE.format(command)
+    parser = Parser(prog=f"drivetrain {command}", usage=usage, add_help=False, exit_on_error=False)
+    shown = "print this; with `all`, explain every argument"
+    add = parser.add_argument
+    add("-h", "--help", nargs="?", const=False, choices=("all",), metavar="all", default=SUPPRESS, help=shown)
+    _add_options(parser, command)
+    return parser
+
+
+def _print_help(command: str, purpose: str, tree: Tree, found: Mapping[str, Any], is_all: bool) -> None:
+    """Print the help: of all arguments, or the options and the other arguments' names with their defaults."""
+    if is_all:
+        _full_parser(command, purpose, tree, found).print_help()
+        return
+    arguments = Arguments(exit_on_error=False, parser_mode=_MODE, print_config=None)
+    _add_arguments(arguments, tree, found, {})
+    lines = ["Arguments as --trainer.NAME VALUE, with defaults other than none and false:"]
+    for group in arguments._action_groups:
+        names = [each for each in group._group_actions if not each.dest.endswith("help")]
+        if names:
+            title = str(group.title).partition(": ")[2] or f"--{names[0].dest.partition('.')[0]}.NAME"
+            text = f"{title}: {', '.join(map(_with_default, names))}"
+            room = shutil.get_terminal_size((80, 24)).columns
+            lines.append(textwrap.fill(text, room, initial_indent="  ", subsequent_indent="    "))
+    short = _short_parser(command)
+    short.description = f"{purpose[0].upper()}{purpose[1:]}."
+    short.epilog = "\n".join([*str(short.epilog).splitlines(), *lines])
+    short.print_help()
+
+
+def _with_default(action: Any) -> str:
+    name, default = action.dest.rpartition(".")[2], action.default
+    if default is None or default is False or default is SUPPRESS:
+        return str(name)
+    shown = ",".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+    return f"{name}={shown}" if shown != "" else str(name)
 
 
 def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
@@ -507,6 +541,7 @@ def _parameters(function: Any) -> Collection[str]:
 # Messages.
 
 _MODE = "drivetrain"
+_USAGE = "drivetrain {} --task NAME --data NAME [--trainer.NAME VALUE] [OPTION]"
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
 _WORDS |= {"collections.abc.Mapping": "a mapping ({a: 1, b: 2})"}
 _WORDS |= {"NoneType": "none", "list": "a list (a,b,c)", "tuple": "a list (a,b,c)"}
