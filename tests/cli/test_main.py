@@ -1,5 +1,6 @@
 """The commands, as a user runs them."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain.cli import launch
 from drivetrain.cli.main import _LISTS, _OTHERS, _RUNS, main
+from drivetrain.cli.references import importable_here
 from drivetrain.core.version import __version__
 from drivetrain.run.ledger_report import KINDS, NAME, read_ledger
 
@@ -174,10 +176,19 @@ def test_help_fits_on_a_screen_and_has_three_examples(drive):
         first, *rest = f"{command} {shapes if command == 'fit' else ''}--help".split()
         code, out, _ = drive(first, " ".join(rest), quiet=False)
         assert (code, len(out.splitlines()) <= 46) == (0, True), out
-        assert out.count("\n  drivetrain ") >= (2 if command in _LISTS else 3), out
+        assert out.count("\n  drivetrain ") >= (2 if command in ("new", *_LISTS) else 3), out
         if command == "fit":
             for text in ("--task.NAME: hidden=8, rate=0.1", "length: max_epochs, max", "num_workers=0"):
                 assert text in out
+
+
+def test_a_new_project_trains_and_passes_its_test(drive, here, monkeypatch):
+    assert drive("new", "my_rings", quiet=False)[0] == 0
+    monkeypatch.chdir("my_rings")
+    code, out, err = drive("fit", "--config config.yaml --trainer.max_epochs 1 --data.count 64")
+    assert (code, "after 2 steps" in out) == (0, True), err
+    with importable_here():
+        importlib.import_module("test_my_rings").test_it_learns(here)
 
 
 def test_launch_finds_the_machines_at_their_address_or_rendezvous():

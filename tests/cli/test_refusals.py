@@ -110,6 +110,10 @@ def test_what_the_other_commands_refuse(refuse, tmp_path):
     refuse("strategies", {"--trainer.seed 3": "argument --trainer.seed. Allowed: '--debug', '--json'."})
     refuse("summary", {"--task shapes.Shapes --depth x": "--depth must be a whole number"})
     refuse("runs", {"show nowhere": "no ledger.jsonl", "list nowhere": "no run with a ledger.jsonl"}, code=1)
+    names = {"torch": "already the name of a module", "a-b": "such as my_task", "none.py": "such as"}
+    (tmp_path / "made").mkdir()
+    refuse("new", {**names, "class": "such as my_task", "made": f"{tmp_path / 'made'} exists already"})
+    (tmp_path / "made").rmdir()
     export = f"export {tmp_path}"
     refuse("checkpoint", {f"{export} w.pt": "add --format torch"})
     refuse("checkpoint", {f"{export} w.safetensors --format torch": "a name such as model.pt"})

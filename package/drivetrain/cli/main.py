@@ -44,6 +44,7 @@ _LISTS = {
     "strategies": "list the strategies, what they need and which can run here",
 }
 _OTHERS = {
+    "new": "write a small project that trains",
     "launch": "start a program as several processes, on one machine or many",
     "check-resume": "kill and resume a program, and name the first difference",
     "profile": "train a program for some steps, and say what the time went to",
