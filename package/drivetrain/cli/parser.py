@@ -27,9 +27,6 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the words."""
-        if not args and self._subparsers is not None:
-            self.print_help()
-            self.exit(2)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [
@@ -49,6 +46,9 @@ class Parser(argparse.ArgumentParser):
         if choice:
             hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
             raise ConfigError(f"{self.prog}: there is no {choice[1]!r}. {hint}")
+        if self._subparsers is not None and "are required" in message:
+            self.print_help()
+            self.exit(2)
         super().error(message)
 
     def add_common(self, json: bool = True) -> None:
