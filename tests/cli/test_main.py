@@ -130,6 +130,10 @@ def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):
     assert (code, "nowhere" in err, "Traceback" in err) == (1, True, False)
     code, _, err = drive("validate", f"{line} --debug")
     assert (code, "Traceback" in err) == (1, True)
+    before = sorted(here.iterdir())
+    for place in ("", "--trainer.run_dir=a/b"):
+        code, _, err = drive("fit", f"{SHAPES} --trainer.max_epochs 1 --resume nosuch {place}")
+        assert (code, "no checkpoint found at 'nosuch'" in err, sorted(here.iterdir())) == (1, True, before)
     (here / "bad.py").write_text("data = [3.0]\n", encoding="utf-8")
     line = "--task shapes.Shapes --data bad.data --trainer.max_epochs 1 --trainer.run_dir r"
     code, _, err = drive("fit", line)

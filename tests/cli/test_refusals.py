@@ -29,6 +29,8 @@ def test_mistakes_in_the_arguments_of_fit(refuse):
         f"{SHAPES} --task.kind gelu": "--task.kind must be 'relu' or 'tanh', not 'gelu'",
         f"{SHAPES} --data.count 5": "--data.count has no effect",
         "--task shapes.Needy --data shapes.data": "a value is missing: give --task.classes VALUE",
+        f"{SHAPES} --trainer.run_dir=${{oc.env:HOME}}/x": "no variables such as ${oc.env:HOME}. Write",
+        f"{SHAPES} --resume ${{HOME}}/x": "no variables such as ${HOME}",
         f"{SHAPES} --resum auto": "Did you mean '--resume'?",
         f"{SHAPES} --config nowhere.json": "cannot be read",
     }

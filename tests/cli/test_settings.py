@@ -134,9 +134,14 @@ def test_python_the_line_and_the_printed_file_make_the_same_trainer(here):
         assert files[0].as_file() == given.as_file()
 
 
-def test_spellings_and_functions(here):
+def test_spellings_homes_and_functions(here, monkeypatch):
     found = trainer("--trainer.max-epochs 3 --trainer.seed 1 --trainer.seed=2")
     assert (found.max_epochs, found.seed) == (3, 2)
+    monkeypatch.setenv("HOME", str(here))
+    (here / "a.yaml").write_text("trainer: {run_dir: ~/a, assets: [~/b]}", encoding="utf-8")
+    found = settings("--config ~/a.yaml --resume=~/c --task.name=~d --task shapes.Shapes")
+    expected = [f"{here}/a", [f"{here}/b"], f"{here}/c"]
+    assert [*found._section("trainer").values(), found.option("resume")] == expected
     line = "--task shapes.Shapes --train-data shapes.make_data --train-data.count 3"
     assert settings(line).make("train_data").count == 3
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import os
 import re
 import shutil
 import textwrap
@@ -39,6 +40,7 @@ from drivetrain.cli.settings_tree import (
     TEXTS,
     Tree,
     dotted,
+    expanded,
     lay_over,
     read_file,
     read_value,
@@ -298,7 +300,11 @@ def _read(command: str, words: Sequence[str]) -> tuple[dict[str, Any], Tree]:
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times; give one file")
     is_search = command == "search"
-    tree = read_file(options["config"], SEARCH if is_search else ()) if files else {"trainer": {}}
+    tree = (
+        read_file(os.path.expanduser(options["config"]), SEARCH if is_search else ())
+        if files
+        else {"trainer": {}}
+    )
     for name in OBJECTS:
         if name in options:
             lay_over(tree, name, options[name])
@@ -307,7 +313,8 @@ def _read(command: str, words: Sequence[str]) -> tuple[dict[str, Any], Tree]:
             tree["space"] = {**tree.get("space", {}), option.removeprefix("space."): value}
         else:
             lay_over(tree, option, value)
-    return {**tree, **options}, tree
+    tree = expanded(tree)
+    return {**tree, **expanded(options)}, tree
 
 
 def _objects(tree: Tree) -> dict[str, Any]:

@@ -5,6 +5,8 @@ A task, data, a strategy and a precision are mappings with a name, `class_path`,
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,22 @@ _LARGEST = 4 << 20
 
 _PLACES = (*OBJECTS, *(f"trainer.{name}" for name in NAMED))
 """Settings that describe an object."""
+
+
+def expanded(value: Any) -> Any:
+    """Return settings with the home directory for `~/` at the beginning of a text; `${...}` is refused."""
+    if isinstance(value, dict):
+        return type(value)({name: expanded(each) for name, each in value.items()})
+    if isinstance(value, list):
+        return type(value)(map(expanded, value))
+    if not isinstance(value, str):
+        return value
+    if found := re.search(r"\$\{[\w.:]+[^}]*\}", value):
+        raise ConfigError(
+            f"{value!r}: settings have no variables such as {found[0]}. Write the value, or give it on the"
+            ' command line, where the shell fills in "$NAME"'
+        )
+    return os.path.expanduser(value) if value.startswith("~/") else value
 
 
 def dotted(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:

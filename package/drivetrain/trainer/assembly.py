@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -314,7 +314,7 @@ def _fit_run(
         show=bool(settings.progress_bar),
     )
     _preflight(settings, engine, task, totals)
-    run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
+    run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task, engine.closing))
     saver, start = None, Start()
     if settings.checkpoint is not False or resume is not None:
         from drivetrain.trainer.checkpoints import open_checkpoints
@@ -461,27 +461,43 @@ def given_run_dir(run_dir: str | os.PathLike[str]) -> Path:
     return given
 
 
-def pick_run_dir(settings: RunSettings, task: TaskModule) -> Path | None:
+def pick_run_dir(settings: RunSettings, task: TaskModule, closing: ExitStack) -> Path | None:
     """Return the run directory: the given one, or a new one if the run writes files.
 
-    The path is absolute, because the task may change the working directory.
+    The path is absolute, because the task may change the working directory. At `closing`, a directory is
+    removed that the fit has made and that is empty, as after a refusal.
 
     Raises:
         ConfigError: A file has its name. The error comes now, not hours later at the first save.
     """
     if settings.run_dir is not None:
-        return given_run_dir(settings.run_dir)
+        given = given_run_dir(settings.run_dir)
+        closing.callback(_remove_empty, _missing(given))
+        return given
     if not has_run_dir(settings):
         return None
     stem = f"{settings.run_name or type(task).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):
         path = Path("runs").absolute() / (f"{stem}-{number}" if number else stem)
+        missing = _missing(path)
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):  # another run has made it, or removed an empty "runs"
             continue
+        closing.callback(_remove_empty, missing)
         return path
     raise ConfigError("no free name for a new run directory under 'runs'; give the Trainer a run_dir")
+
+
+def _missing(path: Path) -> list[Path]:
+    """Return a path and those of its parents that do not exist, the path first."""
+    return [each for each in (path, *path.parents) if not each.exists()]
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    with suppress(OSError):  # one that holds files, and its parents, stay
+        for each in directories:
+            each.rmdir()
 
 
 def with_defaults(
