@@ -143,6 +143,24 @@ def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):
         drive("fit", "--task broken.Task --data shapes.data")
 
 
+@pytest.mark.parametrize(("name", "expected"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
+def test_a_signal_ends_a_fit_with_its_exit_code(drive, here, name, expected):
+    (here / "ends.py").write_text(
+        "import os, shapes, signal\n"
+        "class Ends(shapes.Shapes):\n"
+        "    def loss(self, outputs, batch):\n"
+        "        os.kill(os.getpid(), getattr(signal, self.signal))\n"
+        "        return super().loss(outputs, batch)\n"
+        "    def __init__(self, signal: str):\n"
+        "        super().__init__()\n"
+        "        self.signal = signal\n",
+        encoding="utf-8",
+    )
+    line = f"--task ends.Ends --task.signal {name} --data shapes.data --trainer.max_epochs 1"
+    code, _, err = drive("fit", f"{line} --trainer.run_dir run")
+    assert (code, "Traceback" in err) == (expected, False), err
+
+
 def test_the_command_line_names_the_jsonargparse_that_it_needs(drive, monkeypatch):
     monkeypatch.setattr("jsonargparse.__version__", "4.46.0")
     code, _, err = drive("plan", SHAPES)

@@ -180,8 +180,9 @@ class Settings:
             self._given = self._parser.parse_object(_values(self._tree, self._found), defaults=False)
         except ArgumentError as error:
             explained = self._explained(error.message)
-            if "config" in self._options:
-                explained = ConfigError(f"{explained} (with --config {self._options['config']})")
+            sources = [f"--config {self._options['config']}"] if "config" in self._options else []
+            if sources := [*sources, *_variables(command)]:
+                explained = ConfigError(f"{explained} (with {', '.join(sources)})")
             raise explained from None
         self._made = self._parser.instantiate(self._given)
 
@@ -290,21 +291,18 @@ def _candidates(completer: Any, metavar: Any, prefix: str, **rest: Any) -> list[
 
 def _read(command: str, words: Sequence[str]) -> tuple[dict[str, Any], Tree]:
     """Return the options without a dot, and the tree of the file with all other options applied."""
-    pairs, others = dotted(words)
+    pairs, others = dotted([*_variables(command).values(), *words])
     parser = _short_parser(command)
     try:
-        options = dict(vars(parser.parse_args(others)))
+        options = expanded(dict(vars(parser.parse_args(others))))
     except ArgumentError as error:
         raise ConfigError(f"drivetrain {command}: {error}") from error
-    files = [word for word in others if word.partition("=")[0] == "--config"]
+    files = [word for word in words if word.partition("=")[0] == "--config"]
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times; give one file")
     is_search = command == "search"
-    tree = (
-        read_file(os.path.expanduser(options["config"]), SEARCH if is_search else ())
-        if files
-        else {"trainer": {}}
-    )
+    also = SEARCH if is_search else ()
+    tree = read_file(options["config"], also) if "config" in options else {"trainer": {}}
     for name in OBJECTS:
         if name in options:
             lay_over(tree, name, options[name])
@@ -314,7 +312,19 @@ def _read(command: str, words: Sequence[str]) -> tuple[dict[str, Any], Tree]:
         else:
             lay_over(tree, option, value)
     tree = expanded(tree)
-    return {**tree, **expanded(options)}, tree
+    return {**tree, **options}, tree
+
+
+def _variables(command: str) -> dict[str, str]:
+    """Return the options in variables such as DRIVETRAIN_FIT__TRAINER__MAX_STEPS: the words by the names."""
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        begin, _, rest = name.partition("__")
+        if begin == f"DRIVETRAIN_{command.upper()}":
+            option = f"--{rest.lower().replace('__', '.').replace('_', '-')}"
+            is_switch = option in _OPTIONS and _OPTIONS[option].value is None
+            found[name] = option if is_switch and read_value(value) is True else f"{option}={value}"
+    return found
 
 
 def _objects(tree: Tree) -> dict[str, Any]:

@@ -218,13 +218,14 @@ def read_file(path: str, also: Sequence[str] = ()) -> Tree:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """A YAML loader that makes no Python objects and rejects duplicate names."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # before "<<" brings names of another mapping
         if wrong := next((key for key, _ in node.value if not isinstance(key, yaml.ScalarNode)), None):
             raise ConfigError(
                 f"line {wrong.start_mark.line + 1}: a setting's name is a text, not a list or mapping"
             )
-        _unique([(self.construct_object(key), None) for key, _ in node.value])
-        return dict(super().construct_mapping(node, deep))
+        _unique([(key.value, None) for key, _ in node.value])
+        return node
 
 
 def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -236,6 +237,8 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _tree(content: Any, also: Sequence[str]) -> Tree:
+    if isinstance(content, dict):  # ".shared: &shared {...}" is a place for what "<<: *shared" merges
+        content = {name: value for name, value in content.items() if not str(name).startswith(".")}
     _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS, *SWITCHES, "over", *also))
     tree = {name: value for name, value in content.items() if value is not None}
     for name, value in tree.items():
