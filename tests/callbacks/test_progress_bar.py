@@ -24,7 +24,7 @@ END = "<end>"
 
 
 @contextmanager
-def terminal(seconds_between_drawings=0.0, columns=120):
+def terminal(seconds_between_drawings=0.0, columns=120, **variables):
     """Make stderr a terminal for a while; afterwards the screen has what was written to it."""
     main, other = pty.openpty()
     termios.tcsetwinsize(other, (24, columns))
@@ -40,7 +40,9 @@ def terminal(seconds_between_drawings=0.0, columns=120):
     reader.start()
     screen = SimpleNamespace(text="")
     with os.fdopen(other, "w", encoding="utf-8") as stream, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TERM", "xterm")
+        patch.delenv("CI", raising=False)
+        for name, value in {"TERM": "xterm", **variables}.items():
+            patch.setenv(name, value)
         patch.setattr(module, "_SECONDS_BETWEEN_DRAWINGS", seconds_between_drawings)
         patch.setattr(sys, "stderr", stream)
         try:
@@ -105,6 +107,17 @@ def test_a_terminal_gets_a_bar_that_ends_full_and_goes_on_after_a_resume(drive, 
     first = next(part for part in screen.text.split("\r") if "epoch" in part)
     assert "epoch 2/2:  50%" in first
     assert "4/8" in first
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"CI": "true"}, {"NO_COLOR": "1"}], ids=str)
+@pytest.mark.parametrize("style", ["tqdm", "rich"])
+def test_a_dumb_terminal_and_a_log_get_plain_lines_and_no_colour_is_forced(drive, style, variables):
+    pytest.importorskip(style)
+    with terminal(**variables) as screen:
+        drive(ProgressBar(style=style), results=[{"loss": 0.25}], steps_per_epoch=4).fit()
+    assert "validation/loss 0.25" in screen.text
+    assert not re.search(r"\x1b\[[\d;]+m", screen.text)  # a colour
+    assert ("\x1b" in screen.text or "\r" in screen.text.replace("\r\n", "")) is ("NO_COLOR" in variables)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -278,7 +278,8 @@ def _fitting(texts: Iterable[str], room: int) -> Iterator[str]:
 
 
 def _has_screen() -> bool:
-    """Return whether stderr is a terminal that can move its cursor and knows its width."""
-    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    """Return whether stderr is a terminal that can move its cursor and knows its width, and no log of CI."""
+    is_log = os.environ.get("TERM") == "dumb" or os.environ.get("CI", "") not in ("", "0", "false")
+    if is_log or sys.stderr is None or not sys.stderr.isatty():
         return False
     return all(os.get_terminal_size(sys.stderr.fileno()))  # tqdm draws nothing on a screen without rows
