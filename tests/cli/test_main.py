@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from tests.support.forked import run_forked
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain.cli import launch
-from drivetrain.cli.main import _LISTS, _OTHERS, _RUNS, main
+from drivetrain.cli.main import _COMPLETION, _LISTS, _OTHERS, _RUNS, main
 from drivetrain.cli.references import importable_here
 from drivetrain.core.version import __version__
 from drivetrain.run.ledger_report import KINDS, NAME, read_ledger
@@ -194,7 +195,7 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
 def test_help_fits_on_a_screen_and_has_three_examples(drive):
     shapes = "--task shapes.Shapes --data shapes.Data "
     groups = ("checkpoint", "runs", "checkpoint export", "runs report", "search show")
-    for command in ("--help", *groups, *(_RUNS | _LISTS | _OTHERS)):
+    for command in ("--help", *groups, *(_RUNS | _LISTS | _COMPLETION | _OTHERS)):
         first, *rest = f"{command} {shapes if command == 'fit' else ''}--help".split()
         code, out, _ = drive(first, " ".join(rest), quiet=False)
         assert (code, len(out.splitlines()) <= 46) == (0, True), out
@@ -276,6 +277,14 @@ def test_a_shell_completes_words_arguments_and_values(here):
         assert done.returncode == 0, done.stderr
         words = sorted((here / "found").read_text(encoding="utf-8").split("\v"))
         assert [word.removeprefix("--task.") for word in words] == found
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_can_read_what_completes(drive, shell):
+    code, out, _ = drive("completion", shell, quiet=False)
+    assert (code, "drivetrain" in out, "_ARGCOMPLETE" in out) == (0, True, True)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=out, text=True, check=True, timeout=600)
 
 
 @pytest.mark.landing

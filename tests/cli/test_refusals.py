@@ -112,6 +112,7 @@ def test_what_the_other_commands_refuse(refuse, tmp_path):
     refuse("strategies", {"--trainer.seed 3": "argument --trainer.seed. Allowed: '--debug', '--json'."})
     refuse("summary", {"--task shapes.Shapes --depth x": "--depth must be a whole number"})
     refuse("runs", {"show nowhere": "no ledger.jsonl", "list nowhere": "no run with a ledger.jsonl"}, code=1)
+    refuse("completion", {"zs": "Did you mean 'zsh'?"})
     names = {"torch": "already the name of a module", "a-b": "such as my_task", "none.py": "such as"}
     (tmp_path / "made").mkdir()
     refuse("new", {**names, "class": "such as my_task", "made": f"{tmp_path / 'made'} exists already"})

@@ -14,7 +14,13 @@ from typing import Any
 
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import importable_here
-from drivetrain.core.errors import ConfigError, DrivetrainError, shown, without_secrets
+from drivetrain.core.errors import (
+    ConfigError,
+    DrivetrainError,
+    MissingDependencyError,
+    shown,
+    without_secrets,
+)
 from drivetrain.core.mps_fallback import enable_mps_fallback
 from drivetrain.core.registry import Registry
 from drivetrain.core.version import __version__
@@ -39,6 +45,7 @@ _COMMANDS: Registry[Any] = Registry(
         "search": "drivetrain.integrations.optuna.command:search_command",
     },
 )
+_COMPLETION = {"completion": "print what makes a shell complete this command's words"}
 _LISTS = {
     "env": "say what is installed and which devices there are",
     "strategies": "list the strategies, what they need and which can run here",
@@ -102,6 +109,13 @@ def _run(words: Sequence[str]) -> int:
         module = "checkpoint.arguments" if command == "checkpoint" else command.replace("-", "_")
         return int(importlib.import_module(f"drivetrain.cli.{module}").run(words[1:]))
     parsed = _parser().parse_args(words)
+    if command == "completion":
+        try:
+            from argcomplete.shell_integration import shellcode
+        except ImportError:
+            raise MissingDependencyError("argcomplete", "completion", "drivetrain completion") from None
+        print(shellcode(["drivetrain"], shell=parsed.shell))
+        return 0
     from drivetrain.cli.environment import print_environment
     from drivetrain.cli.strategies import print_strategies
 
@@ -146,8 +160,10 @@ def _parser() -> Parser:
     parser = Parser(prog="drivetrain", description="Train PyTorch tasks. Each command has --help.")
     parser.add_argument("--version", action="version", version=f"drivetrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, purpose in (_RUNS | _LISTS | _OTHERS).items():
+    for name, purpose in (_RUNS | _LISTS | _COMPLETION | _OTHERS).items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
         if name in _LISTS:
             command.add_common()
+        elif name == "completion":
+            command.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser

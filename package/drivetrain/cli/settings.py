@@ -444,10 +444,8 @@ def _print_help(command: str, purpose: str, tree: Tree, found: Mapping[str, Any]
 
 def _with_default(action: Any) -> str:
     name, default = action.dest.rpartition(".")[2], action.default
-    if default is None or default is False or default is SUPPRESS:
-        return str(name)
-    shown = ",".join(map(str, default)) if isinstance(default, (list, tuple)) else default
-    return f"{name}={shown}" if shown != "" else str(name)
+    shown = ",".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
+    return str(name) if shown in ("None", "False", SUPPRESS, "") else f"{name}={shown}"
 
 
 def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
