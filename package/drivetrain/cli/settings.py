@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 import os
 import re
@@ -429,8 +430,8 @@ def _print_help(command: str, purpose: str, tree: Tree, found: Mapping[str, Any]
     arguments = Arguments(exit_on_error=False, parser_mode=_MODE, print_config=None)
     _add_arguments(arguments, tree, found, {})
     lines = ["Arguments as --trainer.NAME VALUE, with defaults other than none and false:"]
-    for group in arguments._action_groups:
-        names = [each for each in group._group_actions if not each.dest.endswith("help")]
+    for group, actions in itertools.groupby(arguments._actions, key=operator.attrgetter("container")):
+        names = [each for each in actions if not each.dest.endswith("help")]
         if names:
             title = str(group.title).partition(": ")[2] or f"--{names[0].dest.partition('.')[0]}.NAME"
             text = f"{title}: {', '.join(map(_with_default, names))}"
