@@ -60,7 +60,8 @@ def read_output(output: Any) -> StepValues:
         named = {**loss, **extra} if extra else dict(loss)
         if "loss" not in named:
             raise ConfigError(
-                f"a step returned a mapping without 'loss'; it has {', '.join(map(repr, named))}"
+                f"a step returned a mapping without 'loss'; it has {', '.join(map(repr, named))}."
+                " An evaluation's step without a loss returns StepOutput(None, metrics={...})"
             )
         loss = named["loss"]
         if not isinstance(loss, Tensor):

@@ -93,7 +93,7 @@ def test_refusals_of_what_cannot_be_optimised_or_logged() -> None:
     outputs: dict[str, tuple[Any, ...]] = {
         "a number": (0.5, "a float", "a scalar tensor"),
         "a tuple": ((one, 2), "a tuple"),
-        "no loss": ({"accuracy": one}, "without 'loss'", "'accuracy'"),
+        "no loss": ({"accuracy": one}, "without 'loss'", "'accuracy'", "StepOutput(None"),
         "a number as loss": ({"loss": 0.5}, "'loss' must be a tensor, not a float"),
         "a vector": (torch.ones(3), "'loss'", "(3,)"),
         "vectors": (StepOutput(None, metrics={"a": torch.ones(2), "b": torch.ones(2)}), "'a'", "(2,)"),
