@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +48,15 @@ def test_a_module_runs_as_several_processes_with_its_arguments() -> None:
     threads = str(max(1, (len(os.sched_getaffinity(0)) if sys.platform == "linux" else 2) // 2))
     ended = sorted(line.split() for line in lines if line != "started")
     assert ended == [["torchrun", rank, threads, "fine", "--devices", "7"] for rank in "01"]
+
+
+@landing
+def test_machines_without_numbers_meet_at_a_rendezvous() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    code, lines, last = launch("--nodes", "1", "--rendezvous", place, "--", "fine", devices=2)
+    assert (code, len(lines)) == (0, 4), last
 
 
 @landing
