@@ -38,6 +38,8 @@ KNOWN = {
     "cli/settings.py": ["get_type_hints", "typing.get_type_hints", "yaml"],
     "cli/settings_tree.py": ["yaml"],
     "cli/main.py": ["importlib"],  # the modules of a fixed list of commands
+    "cli/new.py": ["importlib", "importlib.util"],  # the files of a new project; whether its name is free
+    "cli/parser.py": ["importlib"],  # the examples of the help, beside it
     "cli/runs.py": ["importlib"],  # the report, by a fixed name
     "integrations/optuna/command.py": ["importlib"],  # likewise
     "integrations/trackers/mlflow_model.py": ["cloudpickle"],  # writes MLflow's format of a model, by choice
