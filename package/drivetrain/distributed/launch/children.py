@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 _LOOKING = 0.2
 """Seconds between two checks of whether the parent still runs."""
 
-_LAST_WORDS = 5.0
+_LAST_WORDS = 20.0
 """Seconds that a process has to report its parent's death and to end by itself."""
 
 _TORCHRUN = re.compile(rb"(^|/)torchrun\0|\0-m\0torch\.distributed\.(run|launch)\0")
