@@ -147,14 +147,16 @@ def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):
 @pytest.mark.parametrize(("name", "expected"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
 def test_a_signal_ends_a_fit_with_its_exit_code(drive, here, name, expected):
     (here / "ends.py").write_text(
-        "import os, shapes, signal\n"
+        "import os, shapes, signal, time\n"
+        "from drivetrain.callbacks import LambdaCallback\n"
         "class Ends(shapes.Shapes):\n"
-        "    def loss(self, outputs, batch):\n"
-        "        os.kill(os.getpid(), getattr(signal, self.signal))\n"
-        "        return super().loss(outputs, batch)\n"
         "    def __init__(self, signal: str):\n"
-        "        super().__init__()\n"
-        "        self.signal = signal\n",
+        "        super().__init__(); self.signal = signal\n"
+        "    def end(self, run):\n"
+        "        os.kill(os.getpid(), getattr(signal, self.signal))\n"
+        "        while run.stopping.asked is None: time.sleep(0.01)\n"
+        "    def configure_callbacks(self, stage):\n"
+        "        return [LambdaCallback(on_step_end=self.end)]\n",
         encoding="utf-8",
     )
     line = f"--task ends.Ends --task.signal {name} --data shapes.data --trainer.max_epochs 1"
