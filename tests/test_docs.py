@@ -39,7 +39,7 @@ from drivetrain.task.optim.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, REFERENCE = ROOT / "docs", ROOT / "docs" / "reference"
-README, WORK = ROOT / "README.md", DOCS / "how-to" / "work"  # campaigns/test_kinds_of_work.py runs WORK
+README, WORK = ROOT / "README.md", DOCS / "how-to" / "kinds"  # campaigns/test_kinds_of_work.py runs WORK
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 SLOW = {"benchmark.md", "check-resume.md", "compile.md", "deepspeed-checkpoints.md", "launching.md"}

@@ -1,4 +1,4 @@
-"""The kinds of work of docs/how-to/work as loops of plain torch.
+"""The kinds of work of docs/how-to/kinds as loops of plain torch.
 
 Each function trains the task of its page, with an optimizer, a loss and a step written by hand, and yields
 the losses. A nightly test compares them with those of the page's fit to a millionth.

@@ -1,4 +1,4 @@
-"""The programs of docs/how-to/work have, step by step, the losses of the loops in examples/plain_loops."""
+"""The programs of docs/how-to/kinds have, step by step, the losses of the loops in examples/plain_loops."""
 
 import copy
 import functools
