@@ -69,7 +69,7 @@ TIMES ?= 1
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing trackers libraries lowest gpu \
+.PHONY: demo test test-landing check checked-tests test-nightly test-extended test-for faults lint types unit xla xla-landing trackers libraries lowest gpu \
 	bench docs docs-serve docs-version clean
 
 demo: $(READY)
@@ -93,10 +93,21 @@ pytest = for each in $$(seq $(TIMES)); do \
 unit: $(READY)
 	$(call pytest,not (landing or nightly or extended))
 
-# Each change once, before it lands. torch_xla's CPU client is there for Linux on x86-64 only.
-test-landing test-nightly: export PAGES := all
-test-landing: $(READY) $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla-landing)
+# torch_xla's CPU client is there for Linux on x86-64 only.
+XLA_LANDING := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla-landing)
+
+# Each change once, before it lands.
+check checked-tests test-landing test-nightly: export PAGES := all
+test-landing: $(READY) $(XLA_LANDING)
 	$(call pytest,landing)
+
+# `make test` and `make test-landing` in one: each process of pytest imports the tests once, which takes it half a minute,
+# and types are checked beside them.
+check: lint $(XLA_LANDING)
+	$(MAKE) --jobs=2 types checked-tests
+
+checked-tests: $(READY)
+	$(call pytest,not (nightly or extended))
 
 # Matrices, all families of models, notebooks, XLA whole, campaigns at a tenth of their length.
 test-nightly: $(READY) xla trackers libraries lowest

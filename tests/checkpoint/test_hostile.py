@@ -28,7 +28,7 @@ def good(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("group", [*GROUPS, pytest.param("large", marks=pytest.mark.landing(long=True))])
+@pytest.mark.parametrize("group", [*GROUPS, pytest.param("large", marks=pytest.mark.nightly)])
 def test_hostile_files_end_in_an_error_of_ours(group, good, caplog):  # what is set aside warns
     wrong = attempt_all(group, good)
     assert not wrong, "\n\n".join(f"{name}: {outcome}" for name, outcome in wrong.items())

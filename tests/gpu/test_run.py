@@ -42,7 +42,7 @@ sys.meta_path[sys.meta_path.index(original)] = machinery.PathFinder = PathFinder
 """Hides packages from a program that has the folder of this file in PYTHONPATH."""
 
 
-@pytest.mark.landing
+@pytest.mark.nightly
 def test_parts_run_at_a_small_size_as_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other libraries' rows too, if they are installed; without what the machine of a GPU may lack."""
     (tmp_path / "sitecustomize.py").write_text(HIDDEN, encoding="utf-8")
