@@ -1,7 +1,9 @@
 """What all trackers do alike: with a tracker that writes to a file, and refuses while another file exists."""
 
 import json
+import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,13 @@ class FileTracker(Tracker):
     def _open(self, resumed: str | None, config: Any) -> str:
         self._check()
         STORE.touch()
+        Path("opened").write_text(json.dumps([sys.argv, config]))
         return resumed or "new"
 
     def _check(self) -> None:
         if DOWN.exists():
             self.refused.set()
-            raise ConnectionError("it is down.")
+            raise ConnectionError(f"it is down{DOWN.read_text()}.")
 
     def _stored_until(self) -> int:
         return max((json.loads(line)[0] for line in STORE.read_text().splitlines()), default=-1)
@@ -115,10 +118,21 @@ def test_what_a_tracker_does_not_take_is_in_a_file_and_sent_after_a_resume():
 
 
 def test_a_tracker_that_cannot_be_opened_ends_the_fit_before_its_first_step():
-    DOWN.touch()
-    with pytest.raises(ConfigError, match=r"The tracker cannot be opened: it is down\. Start it"):
+    DOWN.write_text(" at http://me:hush@host")
+    why = r"The tracker cannot be opened: it is down at http://me:<hidden>@host\. Start it"
+    with pytest.raises(ConfigError, match=why) as caught:
         fit(FileTracker())
+    assert "hush" not in "".join(traceback.format_exception(caught.value))
     assert not Path("run/metrics.csv").exists()
+
+
+def test_a_tracker_gets_the_size_of_the_model_and_no_secret(monkeypatch):
+    monkeypatch.setattr(sys, "argv", given := ["train.py", "--storage=postgresql://me:hush@host/db"])
+    fit(FileTracker())
+    command, config = json.loads(Path("opened").read_text())
+    assert command == ["train.py", "--storage=postgresql://me:<hidden>@host/db"]
+    assert sys.argv is given
+    assert config["model"] == {"parameters": 5, "trainable": 5}
 
 
 def test_checkpoints_and_weights_are_stored_as_chosen():

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.trackers.kept import assert_each_value_once, killed_twice, run_program
+from tests.integrations.trackers.kept import ROOT, assert_each_value_once, killed_twice, run_program
+
+from drivetrain.run.record import git_state
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed; `make trackers` installs it"
 )
-METRICS = "select step, key, value from metrics join runs using (run_uuid) where runs.name = ?"
+METRICS = """select step, key, value from metrics join runs using (run_uuid)
+    where runs.name = ? and key not like 'system/%'"""
+TAGS = "select value from tags where key = 'mlflow.source.git.commit'"
 
 
 def rows(path: str, query: str, *values: Any) -> list[Any]:
@@ -24,10 +28,15 @@ def rows(path: str, query: str, *values: Any) -> list[Any]:
 
 @pytest.mark.landing
 @pytest.mark.real("kills a fit twice")
-def test_a_killed_fit_goes_on_in_the_same_run_with_each_value_once():
+def test_a_killed_fit_goes_on_in_the_same_run_with_each_value_once_the_commit_and_the_machine():
     given = {"tracking_uri": f"sqlite:///{Path('here.db').absolute()}"}
-    killed_twice("mlflow", given, given)
+    measured = {"MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "1", "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.1"}
+    killed_twice("mlflow", given, given, **measured)
     assert_each_value_once(rows("here.db", METRICS, "run"))
+    of_machine = rows("here.db", "select step from metrics where key = 'system/cpu_utilization_percentage'")
+    assert len({*of_machine}) == len(of_machine) > 0
+    state = git_state(ROOT)
+    assert rows("here.db", TAGS) == ([] if state is None else [(state["commit"],)])
     assert rows("here.db", "select name, status from runs") == [("run", "FINISHED")]
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drivetrain.core.errors import ConfigError, DrivetrainError, MissingDependencyError
+from drivetrain.callbacks.summary import summarize
+from drivetrain.core.errors import ConfigError, DrivetrainError, MissingDependencyError, without_secrets
 from drivetrain.core.files import open_file
 from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
@@ -51,6 +54,17 @@ def check_server(address: str) -> None:
         requests.get(address, timeout=10)
     except requests.RequestException as error:
         raise ConnectionError(f"no server answers at {address} ({error})") from error
+
+
+@contextmanager
+def _command_without_secrets() -> Iterator[None]:
+    """Hide the secrets in the command line from the packages of trackers, which store it themselves."""
+    given = sys.argv
+    sys.argv = [without_secrets(each) for each in given]
+    try:
+        yield
+    finally:
+        sys.argv = given
 
 
 def read_lines(text: str) -> Iterator[Any]:
@@ -232,8 +246,12 @@ class Tracker(ABC):
         assert isinstance(tree, dict)
         trainer = tree.get("trainer")
         self._trainer_run_name = trainer.get("run_name") if isinstance(trainer, dict) else None
+        if self._run is not None:
+            total = summarize(self._run.task, depth=0).total
+            tree["model"] = {"parameters": total.parameters, "trainable": total.trainable}
         try:
-            self._id = self._open(resumed, tree)
+            with _command_without_secrets():
+                self._id = self._open(resumed, tree)
             self._is_open = True
             if resumed is not None and self._id == resumed:
                 self._continue()
@@ -241,7 +259,9 @@ class Tracker(ABC):
             raise
         except Exception as error:
             why = " ".join(_COLOURS.sub("", str(error)).split()).rstrip(".") or type(error).__name__
-            raise ConfigError(f"{self.title} cannot be opened: {why}. {self.advice}") from error
+            told = "".join(traceback.format_exception(error))
+            cause = error if without_secrets(told) == told else None
+            raise ConfigError(f"{self.title} cannot be opened: {why}. {self.advice}") from cause
         if resumed is None:
             set_aside(self._unsent)
         if self.waits:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, without_secrets
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
@@ -71,6 +71,7 @@ class MLflowTracker(Tracker):
         self._tags = dict(tags or {})
         self._given_id = id
         self._client: MlflowClient | None = None
+        self._monitor: Any = None
         self._is_ours = False
 
     def _open(self, resumed: str | None, config: Mapping[str, Json]) -> str:
@@ -85,10 +86,12 @@ class MLflowTracker(Tracker):
         self._is_ours = theirs is None or self._nested
         run_id = (resumed or self._given_id) if self._is_ours else theirs
         if run_id is None:
-            run_id = self._create(theirs)
+            run_id = self._create(theirs, config)
         elif self._is_ours:
             self._client.update_run(run_id, status="RUNNING")
         self._log_config(run_id, config)
+        if self._is_ours:
+            self._measure(run_id)
         return run_id
 
     def _check_address(self) -> None:
@@ -99,16 +102,37 @@ class MLflowTracker(Tracker):
         if str(self._address).startswith(("http:", "https:")):
             check_server(f"{self._address}/health")
 
-    def _create(self, parent: str | None) -> str:
-        from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+    def _create(self, parent: str | None, config: Mapping[str, Json]) -> str:
+        from mlflow.tracking.context.registry import resolve_tags
+        from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
 
         client = self.experiment
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
         found = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if found is None else found.experiment_id
-        tags = {**self._tags, **({MLFLOW_PARENT_RUN_ID: parent} if self._nested and parent else {})}
+        # As mlflow.start_run has them: the user, the program and the commit of the folder that it lies in.
+        about = {name: without_secrets(str(each)) for name, each in resolve_tags().items()}
+        if (commit := dict(flat(dict(config))).get("run.git.commit")) is not None:  # of the working directory
+            about.setdefault(MLFLOW_GIT_COMMIT, str(commit))
+        tags = about | self._tags
+        if self._nested and parent:
+            tags[MLFLOW_PARENT_RUN_ID] = parent
         run = client.create_run(experiment, tags=tags, run_name=self._name or self._run_name)
         return str(run.info.run_id)
+
+    def _measure(self, run_id: str) -> None:
+        """Begin measurements of the machine, where MLflow's own setting asks for them."""
+        from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+
+        if not MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get():
+            return
+        try:
+            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+            self._monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=self._address)
+            self._monitor.start()
+        except (ImportError, TypeError) as error:
+            _LOG.warning(f"{self.title} measures the machine with psutil and mlflow 3.5 or later: {error}")
 
     def _log_config(self, run_id: str, config: Mapping[str, Json]) -> None:
         """Store the configuration as parameters, and whole as an artifact.
@@ -130,7 +154,8 @@ class MLflowTracker(Tracker):
 
     def _stored_until(self) -> int:
         client, run_id = self.experiment, str(self._id)
-        names = client.get_run(run_id).data.metrics
+        # Measurements of the machine have steps of their own.
+        names = [each for each in client.get_run(run_id).data.metrics if not each.startswith("system/")]
         return max(
             (each.step for name in names for each in client.get_metric_history(run_id, name)), default=-1
         )
@@ -164,6 +189,9 @@ class MLflowTracker(Tracker):
         if self._is_ours:
             self._check_answers()
             self.experiment.set_terminated(str(self._id), "FAILED" if failed else "FINISHED")
+            if self._monitor is not None:
+                self._monitor.finish()
+                self._monitor = None
 
     def _register(self, name: str) -> None:
         from drivetrain.integrations.trackers.mlflow_model import register_model
@@ -212,6 +240,9 @@ class MLflowLogger(MLflowTracker):
     A run that the program has opened by `mlflow.start_run`, or that `MLFLOW_RUN_ID` names, is used, and stays
     open afterwards. A thread sends, because MLflow's client waits for its server. Images and the
     like are artifacts under the name of the value: ``<name>/step-<step>.png``.
+
+    As with `mlflow.start_run`, tags have the user, the program, and Git's commit, branch and remote, and
+    `mlflow.enable_system_metrics_logging()` adds measurements of the machine, which need psutil.
 
     Args:
         directory: Where the values go that could not be sent. Default: the run directory.

@@ -1,7 +1,7 @@
 """A fit of ten steps with one tracker and a table, which kills itself if it is asked to.
 
 Arguments: the logger's name, its options as JSON, and as JSON the step after which it is killed, or null; and
-whether it first waits until the tracker has stored the step before.
+whether it first waits until the tracker has stored the step before, and MLflow measurements of the machine.
 """
 
 import json
@@ -17,9 +17,14 @@ from drivetrain.loggers import LOGGERS
 name, options, killed_after, waits = sys.argv[1], *map(json.loads, sys.argv[2:])
 
 
+def is_stored(tracker):
+    measured = name != "mlflow" or "system/" in str(tracker.experiment.get_run(tracker.run_id).data.metrics)
+    return measured and tracker._stored_until() >= killed_after - 2
+
+
 def die(run):
     if run.progress.steps == killed_after:
-        while waits and run.logger(name)._stored_until() < killed_after - 2:
+        while waits and not is_stored(run.logger(name)):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
