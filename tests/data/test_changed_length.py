@@ -120,7 +120,7 @@ def test_what_must_keep_its_length_is_refused(tmp_path: Path) -> None:
         {
             "within an epoch": (
                 lambda: fit("bare", (4, 7, 6), **saved),
-                *("saved within epoch 1", "8 samples", "7 now", "on_epoch_start", "at the end of an epoch"),
+                *("saved within an epoch", "8 samples", "7 now", "on_epoch_start", "at the end of an epoch"),
             ),
             "groups": (
                 lambda: fit("bare", group_by_length=lambda sample: 1),

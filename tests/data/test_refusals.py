@@ -2,16 +2,27 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from tests.support.indexed import Augmented, ByLength, batches, flat, indices, source
+from tests.support.messages import heard
 from tests.support.refusals import assert_refused
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+)
 
-from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.data import Feed, Measure, Shard, Transfer, as_source, evaluation_sources
 
 
@@ -177,3 +188,97 @@ def test_data_that_is_divided_in_a_way_of_its_own_is_not_divided_once_more() -> 
         run(DataLoader(DATA, sampler=OwnOrder(DATA, 3, 0)), 0, 2)
     for rank in range(2):  # one that gives the whole dataset is taken
         run(DataLoader(DATA, batch_size=2, sampler=OwnOrder(DATA, 1, 0)), rank, 2)
+
+
+class Numbers(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(self.count)[:, None])
+
+
+class Stateful(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Backwards(Sampler[int]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data) - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+WHOLE, LIST = torch.arange(24), list(torch.arange(24).split(4))
+SWAPPED = [DataLoader(ConcatDataset([WHOLE[:cut], WHOLE[cut:]]), 4) for cut in (16, 8)]
+PARTS = [DataLoader(Subset(WHOLE, range(start, start + 12)), 4) for start in (0, 6)]
+OTHER: dict[str, tuple[Any, Any, str]] = {
+    "longer": (
+        DataLoader(WHOLE[:20], 4, True),
+        DataLoader(WHOLE, 4, True),
+        "had 20 samples.*are 24.*Give it the 20",
+    ),
+    "longer, with a sampler": (
+        DataLoader(WHOLE[:20], 4, sampler=Backwards(WHOLE[:20])),
+        DataLoader(WHOLE, 4, sampler=Backwards(WHOLE)),
+        "had 20 samples.*are 24",
+    ),
+    "a list": (
+        DataLoader(WHOLE, 4),
+        LIST,
+        "kind was 'a dataset' and is 'a list of batches'.*end of an epoch",
+    ),
+    "a loader": (LIST, DataLoader(WHOLE, 4), "kind was 'a list of batches' and is 'a dataset'"),
+    "a longer list": (LIST, list(WHOLE.split(2)), "had 6 batches.*are 12"),
+    "not shuffled": (DataLoader(WHOLE, 4, True), DataLoader(WHOLE, 4), "order was 'shuffled' and is"),
+    "a sampler": (
+        DataLoader(WHOLE, 4),
+        DataLoader(WHOLE, 4, sampler=Backwards(WHOLE)),
+        "that of the program's",
+    ),
+    "another subset": (*PARTS, "indices of its Subset"),
+    "datasets swapped": (*SWAPPED, "lengths in its ConcatDataset"),
+    "a stream": (DataLoader(WHOLE, 4), DataLoader(Numbers(24), 4), "is 'an iterable without a state'"),
+    "a stream with a state": (Numbers(24), Stateful(24), "is 'an iterable with a state of its own'"),
+    "a stream in other batches": (
+        DataLoader(Numbers(24), 4),
+        DataLoader(Numbers(24), 6),
+        "batch_size was 4 and is 6",
+    ),
+    "with workers": (
+        DataLoader(Numbers(24), 4),
+        DataLoader(Numbers(24), 4, num_workers=2),
+        "workers was 0 and is 2",
+    ),
+    "a stream that ends before": (Numbers(24), Numbers(2), "ends after 2 batches, and 4 were used"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_within_an_epoch_other_data_is_refused_and_between_two_it_is_taken(name: str) -> None:
+    before, after, words = OTHER[name]
+
+    def feed(data: Any) -> Feed:
+        return Feed(as_source(data, "training", 0), Transfer(torch.device("cpu")))
+
+    saved = feed(before)
+    next(windows := saved.windows(0))
+    state = saved.snapshot()
+    windows.close()
+    with heard():  # streams without a state are drawn again, and compared
+        for data, is_other in ((before, False), (after, True)):
+            resumed = feed(data)
+            with pytest.raises(CheckpointError, match=words) if is_other else nullcontext():
+                resumed.restore(state, 4)
+                next(resumed.windows(0, 4))
+        resumed = feed(after)
+        resumed.restore(state, 0)
+        next(resumed.windows(1))

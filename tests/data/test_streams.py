@@ -12,7 +12,7 @@ from tests.support.messages import heard, warned
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import drivetrain
 from drivetrain import LambdaCallback, already_split
@@ -216,18 +216,6 @@ def test_a_stream_with_the_state_of_its_own_loader_is_drawn_again() -> None:
     assert seen == list(range(24))
     assert "another order" not in said
     assert "drawn again" in said
-
-
-@pytest.mark.parametrize("changed", [{"batch_size": 6}, {"batch_size": 4, "num_workers": 2}])
-def test_other_settings_at_the_resume_of_a_stream_without_state_are_said(changed: Any) -> None:
-    class Divided(Numbers):
-        def __iter__(self) -> Iterator[Any]:
-            worker = get_worker_info()
-            return map(sample, range(24) if worker is None else range(worker.id, 24, worker.num_workers))
-
-    _, said = in_parts(DataLoader(Divided(), 4), DataLoader(Divided(), **changed))
-    assert "comes in another order" in said
-    assert "batch_size, num_workers" in said
 
 
 @needs_gloo

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain.core.errors import CheckpointError, DataError
+from drivetrain.core.errors import DataError
 from drivetrain.core.random_streams import ORDER, batch_stream, mix, mix_next, seed_host
 from drivetrain.data.fingerprint import Fingerprint
 from drivetrain.data.keyed_batches import (
@@ -27,7 +27,7 @@ from drivetrain.data.keyed_batches import (
     may_draw,
     single_item,
 )
-from drivetrain.data.order import Order, refuse_divided, undivided, unshuffled
+from drivetrain.data.order import OWN, Order, composition, refuse_divided, undivided, unshuffled
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
@@ -241,14 +241,14 @@ class IndexedSource(Source):
         if self._resumed is None:
             return
         (before, position), self._resumed = self._resumed, None
-        length, now = before.get("length"), self._order.length()
-        if self.exact and position and length is not None and length != now:
-            raise CheckpointError(
-                f"the checkpoint was saved within epoch {epoch}, which had {length} samples of the"
-                f" {self.name} data, and there are {now} now: their order is another one, so samples would be"
-                f" lost and others come twice. Give it the {length} samples until the epoch ends, at the"
-                " latest in on_epoch_start, or resume from a checkpoint at the end of an epoch"
-            )
+        if position and (self.exact or "settings" in before):
+            now = self.order_state()
+            self._refuse_other_length(before, now["length"], "samples")
+            if before.get("parts", now["parts"]) != now["parts"]:
+                what = "the indices of its Subset, or the lengths in its ConcatDataset, are others"
+                raise self._other_data(
+                    what, "Give the same, such as by a generator with a seed for random_split,"
+                )
         if not self.exact and (order := before.get("order")) is not None:
             self._order.restore(self._batch_sampler or self._order.sampler, order, position)
 
@@ -366,14 +366,20 @@ class IndexedSource(Source):
         return sum(len(each) for each in islice(self._order.replayed(self._batch_sampler, epoch), number))
 
     def order_state(self) -> dict[str, Any]:
-        """Return the length of the epoch, and for a user's sampler its state and a checksum of its order."""
-        order = self._order.state()
-        return {"length": self._epoch_length} | ({} if order is None else {"order": order})
+        """Return what a position depends on; of a sampler of the user also its state and a checksum."""
+        order, parts = self._order.state(), composition(self._loader.dataset)
+        settings = {"its kind": "a dataset", "its order": self._order.kind if self.exact else OWN}
+        # The length of a user's sampler may depend on what has happened to it.
+        length = self._epoch_length if self.exact else self._size
+        state = {"settings": settings, "length": length, "parts": parts}
+        return state | ({} if order is None else {"order": order})
 
     def restore_order(self, before: dict[str, Any], position: int) -> None:
         """Restore the user's sampler, and compare the order: within an epoch once that epoch begins, because
         `on_epoch_start` may change the dataset.
         """
+        if position:
+            self._refuse_other_settings(before, self.order_state())
         self._resumed = before, position
         if not position:
             self._take_over_order(0)

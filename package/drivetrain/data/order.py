@@ -12,7 +12,14 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
@@ -24,6 +31,12 @@ _LOG = logger(__name__)
 
 _PIECE = 10_000
 """Indices drawn from a sampler at a time: entering and leaving its random stream takes 0.2 ms."""
+
+_INDICES = 100_000
+"""The most indices of a subset that are compared, so that a save never takes long."""
+
+OWN = "that of the program's sampler"
+"""The kind of an order that is not ours."""
 
 
 @dataclass
@@ -54,13 +67,29 @@ class _Drawn:
         listed: Any = self.indices
         if listed and isinstance(listed[0], (list, tuple)):
             listed = list(chain.from_iterable(listed))
-        try:
-            return zlib.crc32(array("q", listed).tobytes())
-        except (TypeError, OverflowError):  # keys of another type than integers
-            texts = [
-                each if isinstance(each, (int, float, str, bytes)) else str(type(each)) for each in listed
-            ]
-            return zlib.crc32(repr(texts).encode())
+        return checksum(listed)
+
+
+def checksum(indices: Any) -> int:
+    """Return a checksum of a sequence of indices, or of keys of another type."""
+    try:
+        return zlib.crc32(array("q", indices).tobytes())
+    except (TypeError, OverflowError):
+        texts = [each if isinstance(each, (int, float, str, bytes)) else str(type(each)) for each in indices]
+        return zlib.crc32(repr(texts).encode())
+
+
+def composition(dataset: Any) -> str:
+    """Return a text that depends on the indices of torch's `Subset` and the lengths in a `ConcatDataset`.
+
+    Of many indices some are compared. All other datasets give an empty text.
+    """
+    if isinstance(dataset, Subset):
+        step = len(dataset.indices) // _INDICES + 1
+        return f"{checksum(dataset.indices[::step])} of ({composition(dataset.dataset)})"
+    if isinstance(dataset, ConcatDataset):
+        return " + ".join(f"{len(each)} ({composition(each)})" for each in dataset.datasets)  # type: ignore[arg-type]
+    return ""
 
 
 class Order:
@@ -76,6 +105,7 @@ class Order:
 
     Attributes:
         sampler: The user's sampler.
+        kind: The kind of the order: "the dataset's", "shuffled", "grouped" or `OWN`.
         known: Whether it is one of torch's two or ours, whose length is exact.
         is_grouped: Whether it is ours, which groups all samples by length.
     """
@@ -89,7 +119,9 @@ class Order:
             type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
         )
         self.is_grouped = type(sampler) is LengthGroupedSampler and len(sampler) == size
-        self.known = self._sequential or self._shuffled or self.is_grouped
+        ours = {"the dataset's": self._sequential, "shuffled": self._shuffled, "grouped": self.is_grouped}
+        self.kind = next((name for name, is_so in ours.items() if is_so), OWN)
+        self.known = self.kind != OWN
         self._epoch = -1
         self._indices: Any = ()
         self._drawn: _Drawn | None = None

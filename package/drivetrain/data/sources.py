@@ -13,13 +13,13 @@ import inspect
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
 from drivetrain.core.calendar import Calendar
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
 from drivetrain.core.types import Batch, Stateful
@@ -64,6 +64,7 @@ class Source(ABC):
         drop_last: Whether samples that fill no batch are left out, if positions count samples.
         knows_samples: Whether the number of samples in a batch is known without a look at its tensors.
         is_split: Whether each process reads data of its own, rather than its part of common data.
+        is_part: Whether it is one process's data of such data, which may end before a position.
         needs_evidence: Whether the next round must come with its `Evidence`.
         skipper: Replaces a batch that cannot be made by `BAD`; None raises.
         dataset: The user's dataset, if there is one.
@@ -82,6 +83,7 @@ class Source(ABC):
     drop_last: bool = False
     knows_samples: bool = False
     is_split: bool = False
+    is_part: bool = False
     needs_evidence: bool = False
     skipper: BadBatchSkipper | None = None
     dataset: Any = None
@@ -166,8 +168,11 @@ class Source(ABC):
         """Seed what the data draws from the host's generators as it begins an epoch."""
 
     def order_state(self) -> dict[str, Any]:
-        """Return the length of the epoch and what is needed to draw the order of a user's sampler again."""
-        return {}
+        """Return what a position within an epoch depends on: the kind of data, settings by name, the length.
+
+        A user's sampler adds what is needed to draw its order again.
+        """
+        return {"settings": {"its kind": self.description()["kind"]}, "length": None}
 
     def restore_order(self, before: dict[str, Any], position: int) -> None:
         """Restore an `order_state`; warn if the order is another one.
@@ -177,8 +182,32 @@ class Source(ABC):
             position: The run's position in its epoch.
 
         Raises:
-            CheckpointError: The epoch had another length.
+            CheckpointError: The position is within an epoch, and depends on something that has changed.
         """
+        if position:
+            now = self.order_state()
+            self._refuse_other_settings(before, now)
+            self._refuse_other_length(before, now["length"], "batches")
+
+    def _refuse_other_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for name, was in before.get("settings", {}).items():
+            if (found := now["settings"].get(name)) != was:
+                raise self._other_data(f"{name} was {was!r} and is {found!r} now", "Give it as before")
+
+    def _refuse_other_length(self, before: Mapping[str, Any], now: int | None, unit: str) -> None:
+        was = before.get("length")
+        if was is not None and now is not None and was != now:
+            raise self._other_data(
+                f"the epoch had {was} {unit}, and there are {now} now",
+                f"Give it the {was} {unit}, at the latest in on_epoch_start,",
+            )
+
+    def _other_data(self, what: str, instead: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint was saved within an epoch of the {self.name} data, which is another one now:"
+            f" {what}. The position means other samples there, so some would be lost and others come twice."
+            f" {instead} until the epoch ends, or resume from a checkpoint at the end of an epoch"
+        )
 
     def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:
         """Return an error that names the batch that could not be made."""
@@ -211,6 +240,9 @@ class BatchSource(Source):
 
     def description(self) -> dict[str, Any]:
         return {"kind": "a list of batches", "its number of batches": len(self._batches)}
+
+    def order_state(self) -> dict[str, Any]:
+        return super().order_state() | {"length": len(self._batches)}
 
 
 def _every_round(batches: Iterable[Batch], source: Source) -> Iterator[SharedBatch]:
@@ -300,7 +332,7 @@ class IterableSource(Source):
                 if once_more:
                     once_more, iterator = False, self._begin(epoch, number)
                     continue
-                self._end(number, is_whole, repeats)
+                self._end(number, position, is_whole, repeats)
                 return
             except Exception as error:
                 raise self._failed(error, iterator, number, epoch) from error
@@ -312,8 +344,11 @@ class IterableSource(Source):
             if number > position:
                 yield batch, 1, None
 
-    def _end(self, number: int, is_whole: bool, repeats: Repeats | None) -> None:
+    def _end(self, number: int, position: int, is_whole: bool, repeats: Repeats | None) -> None:
         """Note that the data has ended after a number of batches."""
+        if number < position and not self.is_part:
+            what = f"it ends after {number} batches, and {position} were used"
+            raise self._other_data(what, "Give it as before")
         self._used_up = True
         if repeats is not None:
             repeats.check(at_end=True)
@@ -396,6 +431,17 @@ class IterableSource(Source):
         if self.stateful and state is not None:
             self._data.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._restored = True
+
+    def order_state(self) -> dict[str, Any]:
+        """Return what a number of batches depends on; data with a state goes on from that alone."""
+        if self.stateful:
+            return {"settings": {"its kind": "an iterable with a state of its own"}, "length": None}
+        settings = {
+            "its kind": "an iterable without a state",
+            **{f"its {name}": getattr(self._data, name, None) for name in ("batch_size", "num_workers")},
+        }
+        settings |= {name: None for name, value in settings.items() if not isinstance(value, (int, str))}
+        return {"settings": settings, "length": length_of(self._data)}
 
     def seed_epoch(self, epoch: int) -> None:
         """Seed what a loader draws as it begins, also if its first `state_dict` makes it begin."""

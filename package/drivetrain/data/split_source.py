@@ -92,6 +92,7 @@ class SplitSource(Source):
         self.batch_size = own.batch_size
         self.knows_samples = own.knows_samples
         self._own = own
+        own.is_part = True
         self.ranks = ranks
         self._placeholder: Batch | None = None
         self.one_shot, self.made_ahead = own.one_shot, own.made_ahead
