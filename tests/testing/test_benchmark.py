@@ -1,6 +1,5 @@
-"""`drivetrain.benchmark`: rows of combinations in processes of their own, the clock, and the loop by hand."""
+"""`drivetrain.benchmark`: rows of combinations in processes of their own, and the clock."""
 
-import copy
 import functools
 import json
 import os
@@ -9,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support.tasks import Regression, pairs, quiet
 
 import drivetrain
-from drivetrain import CompileConfig, ConfigError, OptimizerConfig
+from drivetrain import CompileConfig, ConfigError
 from drivetrain.testing.benchmark import benchmark as turns
 from drivetrain.testing.benchmark import turn
-from drivetrain.testing.benchmark.turn import BlockClock, Probe, watched
+from drivetrain.testing.benchmark.turn import BlockClock
 
 SHORT: dict[str, Any] = {"rounds": 1, "seconds": 0.01}
 
@@ -45,25 +43,21 @@ def test_rows_of_combinations_that_run_raise_and_end_their_process(
     found = drivetrain.benchmark(Uncertain, lambda: pairs(), over, **{**SHORT, "rounds": 2})
     rows = {(*row.settings.values(),): row for row in found.rows}
     assert (len(rows), [*tmp_path.iterdir()]) == (9, [])
-    fine, ddp = rows["", "cpu"], rows["", "ddp"]
+    fine = rows["", "cpu"]
     step, rate, tokens = fine.step_seconds, fine.samples_per_second, fine.tokens_per_second
-    assert None not in (step, rate, tokens, fine.hand_written_seconds, fine.first_step_seconds)
+    assert None not in (step, rate, tokens, fine.first_step_seconds)
     assert step is not None
     assert rate is not None
     assert tokens is not None
     assert step.lowest == step.best <= step.highest
     assert (rate.best * step.best, tokens.best * step.best) == (pytest.approx(2), pytest.approx(6))
     assert (fine.peak_memory is not None, fine.failure, dict(fine.notes)) == (True, "", {})
-    assert ddp.notes == {
-        "share_of_hand_written": "no hand-written loop: strategy 'ddp' wraps or shards the task"
-    }
     assert "no such column" in rows["raise", "cpu"].failure
     assert rows["exit", "ddp"].failure == "its process ended with exit code 3"
     assert "Did you mean 'cpu'?" in rows["", "cdu"].failure
     table = str(found).splitlines()
     assert table[0].split()[:4] == ["task.end", "strategy", "step", "samples/s"]
-    assert "[1] no hand-written loop: strategy 'ddp' wraps or shards the task" in table
-    assert ("[1]" in table[2], table[5].split()[-2:]) == (True, ["failed", "[3]"])
+    assert table[5].split()[-2:] == ["failed", "[2]"]
     assert json.loads(json.dumps(found.to_json()))["rows"][0]["step_seconds"]["best"] == step.best
 
 
@@ -96,49 +90,6 @@ def test_the_clock_warms_up_waits_for_blocks_alone_and_keeps_the_fastest(monkeyp
         now[0] += 0.01
         slow.step()
     assert slow.size == 20  # from the last part of a warm-up of a second
-
-
-def test_the_loop_by_hand_makes_the_steps_of_a_fit() -> None:
-    batches = [(each, each.sum(1, keepdim=True)) for each in torch.randn(7, 4, 4)]
-    task = Regression(OptimizerConfig("adamw", lr=0.1, max_grad_norm=0.01))
-    trainer = quiet(gradient_accumulation_steps=2)
-    settings = {"gradient_accumulation_steps": 2, "max_steps": 4}
-    whole = copy.deepcopy(task)
-    quiet(**settings).fit(whole, batches)
-    probe = Probe(BlockClock(0.0))
-    quiet(**{**settings, "max_steps": 2}, callbacks=[probe]).fit(task, batches)
-    steps = turn._loop(trainer, task, batches[4:], probe.engine)
-    for _ in range(2):
-        next(steps)
-    for one, other in zip(task.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-class Stream:
-    def __iter__(self) -> Any:
-        return iter(pairs())
-
-
-@pytest.mark.parametrize(
-    ("data", "settings", "why"),
-    [
-        (iter(pairs()), {}, "can be read once"),
-        (Stream(), {}, ""),
-        (pairs().dataset, {"batch_size": 2, "num_workers": 0}, ""),
-        (pairs(), {"micro_batch": 1}, "micro_batch=1"),
-        (pairs(), {"precision": "16-mixed"}, "16-mixed"),
-    ],
-)
-def test_what_a_hand_written_loop_can_be_compared_with(
-    data: Any, settings: Any, why: str, tmp_path: Path
-) -> None:
-    probe, task = Probe(BlockClock(1e-9)), Regression()
-    trainer = watched(quiet(**settings), probe, str(tmp_path))
-    trainer.fit(task, [(torch.randn(2, 4), torch.randn(2, 1))] if why else data)
-    found = turn._obstacle(trainer, task, data, probe.engine)
-    assert (why in found, bool(found)) == (True, bool(why))
-    if not why:
-        assert turn._by_hand(trainer, task, data, probe.engine, 1e-9) > 0
 
 
 def test_refusals() -> None:

@@ -56,10 +56,6 @@ def benchmark(
     hangs becomes a row with its reason, and the others go on. A turn times twenty blocks of steps, and the
     fastest block counts.
 
-    If the strategy is a single device and the task has one optimizer, a hand-written loop over the same task
-    and data follows in the same process: forward, loss, backward, clipping, step and zero_grad. It computes
-    no metrics and logs nothing.
-
     The length of a fit is the benchmark's. Checkpoints, loggers, the progress bar and validation are off,
     unless `over` compares them. Early stopping, and schedules that follow a logged value, play no part. Call
     it before this process uses a GPU.
@@ -71,7 +67,7 @@ def benchmark(
             is an argument of `make_task`, and "data.NAME" one of `data`.
         trainer: The other settings; None takes the Trainer's defaults.
         rounds: The number of rounds.
-        seconds: The time of a turn that is measured. The first steps, and the hand-written loop, add to it.
+        seconds: The time of a turn that is measured. The first steps add to it.
         limit: Seconds after which a turn is ended, and its combination fails.
 
     Raises:

@@ -38,8 +38,6 @@ class BenchmarkRow:
         step_seconds: Seconds of a step, in the fastest block of each round.
         samples_per_second: Samples of all processes.
         tokens_per_second: The same of tokens, if the task counts them in `tokens`.
-        share_of_hand_written: The speed as a share of a hand-written loop's.
-        hand_written_seconds: Seconds of a step of that loop.
         peak_memory: Bytes of one process at the peak of a step. On a GPU torch's allocator counts them, on a
             CPU they are the tensors that `MemoryReport` finds.
         first_step_seconds: Seconds from before the task is made to the end of the first step.
@@ -54,8 +52,6 @@ class BenchmarkRow:
     step_seconds: ValueRange | None = None
     samples_per_second: ValueRange | None = None
     tokens_per_second: ValueRange | None = None
-    share_of_hand_written: ValueRange | None = None
-    hand_written_seconds: ValueRange | None = None
     peak_memory: ValueRange | None = None
     first_step_seconds: ValueRange | None = None
     processes: int = 1
@@ -66,14 +62,10 @@ class BenchmarkRow:
     def of_rounds(cls, settings: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> BenchmarkRow:
         """Return the row of what each round has measured."""
         values: dict[str, Any] = {}
-        for name in (*_COLUMNS, "hand_written_seconds"):
+        for name in _COLUMNS:
             if found := [each[name] for each in rounds if name in each]:
                 best = max if name.endswith("_per_second") else min
                 values[name] = ValueRange(best(found), min(found), max(found))
-        if "hand_written_seconds" in values:  # of two best rounds, not the best of the quotients
-            share = values["share_of_hand_written"]
-            best_share = values["hand_written_seconds"].best / values["step_seconds"].best
-            values["share_of_hand_written"] = ValueRange(best_share, share.lowest, share.highest)
         last = {name: rounds[-1][name] for name in ("notes", "processes", "threads", "device")}
         return cls(settings=settings, **values, **last)
 
@@ -82,7 +74,6 @@ _COLUMNS = {
     "step_seconds": "step",
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
-    "share_of_hand_written": "of hand-written",
     "peak_memory": "memory",
     "first_step_seconds": "first step",
 }
@@ -157,7 +148,5 @@ def _cell(name: str, value: ValueRange | None) -> str:
     if name.endswith("_per_second"):
         return f"{value.best:,.0f}"
     factor, unit = (1.0, " s") if value.best >= 1 else (1e3, " ms")
-    if name == "share_of_hand_written":
-        factor, unit = 100.0, " %"
     best, low, high = (f"{each * factor:.4g}" for each in (value.best, value.lowest, value.highest))
     return f"{best}{unit}" if low == high else f"{best}{unit} ({low} to {high})"

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import closing, nullcontext
-from itertools import islice
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from drivetrain.callbacks import MemoryReport
 from drivetrain.callbacks.base import Callback
 from drivetrain.core.errors import DataError, StrategyError
-from drivetrain.data.batch import map_tensors
-from drivetrain.data.reading import is_dataset
-from drivetrain.data.split_source import AlreadySplit
-from drivetrain.engine.updater import is_interleaved
 from drivetrain.run.messages import part_of
-from drivetrain.run.settings import RunSettings
-from drivetrain.strategies import SingleDevice
-from drivetrain.strategies.transforms.compile import Compilation, as_compile
-from drivetrain.task.model_info import info_of
-from drivetrain.task.output import read_output
-from drivetrain.task.task import TaskModule, overrides
-from drivetrain.trainer.data_objects import begun, fit_data
+from drivetrain.strategies.transforms.compile import as_compile
+from drivetrain.task.task import TaskModule
 from drivetrain.trainer.probe import unwatched, without_stopping
 from drivetrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
-    from drivetrain.engine.engine import Engine
     from drivetrain.run.run import Run
 
 BLOCKS = 20
@@ -150,14 +137,13 @@ def turn(
             f"the fit ended after {result.progress.steps} steps ({result.stop_reason}), before enough of them"
             " were timed. Give more data, or fewer seconds"
         )
-    return _measured(trainer, task, data, probe)
+    return _measured(trainer, probe)
 
 
-def _measured(trainer: Trainer, task: TaskModule, data: Any, probe: Probe) -> dict[str, Any]:
-    """Return the values of a fit that has ended, and of a hand-written loop, which follows now.
+def _measured(trainer: Trainer, probe: Probe) -> dict[str, Any]:
+    """Return the values of a fit that has ended, by the names of `BenchmarkRow`.
 
-    Returns:
-        Values by the names of `BenchmarkRow`; "notes" says why one is missing.
+    "notes" says why a value is missing.
     """
     engine, seconds, notes = probe.engine, probe.clock.fastest, {}
     found = {
@@ -177,103 +163,4 @@ def _measured(trainer: Trainer, task: TaskModule, data: Any, probe: Probe) -> di
     else:
         compiled = "of a compiled task " if as_compile(trainer.compile) else ""
         notes["peak_memory"] = f"the memory {compiled}on {engine.device.type!r} cannot be observed"
-    if why := _obstacle(trainer, task, data, engine):
-        notes["share_of_hand_written"] = f"no hand-written loop: {why}"
-    else:
-        found["hand_written_seconds"] = _by_hand(trainer, task, data, engine, probe.clock.seconds)
-        found["share_of_hand_written"] = found["hand_written_seconds"] / seconds
     return {**found, "notes": notes}
-
-
-# The hand-written loop.
-
-_UNLIKE = (
-    "memory",
-    "micro_batch",
-    "group_by_length",
-    "limit_train_batches",
-    "max_grad_value",
-    "deterministic",
-)
-"""The Trainer's arguments that a loop of a few lines lacks."""
-
-
-def _obstacle(settings: RunSettings, task: TaskModule, data: Any, engine: Engine) -> str:
-    """Return why there is no hand-written loop to compare with; empty if there is one."""
-    if not isinstance(engine.strategy, SingleDevice):
-        return f"strategy {engine.strategy.name!r} wraps or shards the task"
-    if len(engine.updaters) > 1 or is_interleaved(task) or overrides(task, "optimize"):
-        return f"{type(task).__name__} has several optimizers, or makes its steps itself"
-    if engine.precision.loss_scaling or engine.precision.name == "fp8":
-        return f"precision {engine.precision.name!r} takes more than a context around the forward"
-    defaults = {each.name: each.default for each in dataclasses.fields(settings)}
-    unlike = [name for name in _UNLIKE if getattr(settings, name) != defaults[name]]
-    stages = ("batch_size", "gradient_accumulation_steps")
-    unlike += [name for name in stages if isinstance(getattr(settings, name), Mapping)]
-    if unlike:
-        return f"it would not have {unlike[0]}={getattr(settings, unlike[0])!r}"
-    with begun("fit", task, data):
-        is_iterator = hasattr(fit_data(data, None)[0], "__next__")
-    return "the data is an iterator, which can be read once" if is_iterator else ""
-
-
-def _by_hand(settings: RunSettings, task: TaskModule, data: Any, engine: Engine, seconds: float) -> float:
-    """Return the seconds of a step of a hand-written loop over the task that a fit has trained.
-
-    Its weights, its optimizer's state and its compilation are the fit's.
-    """
-    clock = BlockClock(seconds)
-    clock.wait = getattr(torch, engine.device.type).synchronize
-    Compilation(settings.compile, engine.strategy).add(task)
-    task.train()
-    with (
-        engine.precision.process_context(),
-        begun("fit", task, data),
-        closing(_loop(settings, task, fit_data(data, None)[0], engine)) as steps,
-    ):
-        while not clock.step():
-            next(steps)
-    return clock.fastest
-
-
-def _loop(settings: RunSettings, task: TaskModule, data: Any, engine: Engine) -> Generator[None, None, None]:
-    """Forward, loss, backward, clip, step and zero_grad, as one writes them by hand."""
-    device, dtype = engine.device, engine.precision.input_dtype
-    accumulation: Any = settings.gradient_accumulation_steps
-    context = engine.precision.forward_context(device) or nullcontext
-    optimizer, norm = engine.optimizer.optimizer, engine.optimizer.max_grad_norm
-    parameters = [each for each in task.parameters() if each.requires_grad]
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
-
-    batches = _batches(settings, task, data, device)
-    while True:
-        rest = iter(batches)
-        while window := list(islice(rest, accumulation)):
-            for batch in window:
-                if device.type != "cpu" or dtype is not None:
-                    batch = map_tensors(moved, batch)
-                with context():
-                    loss: Any = read_output(task.training_step(batch))[0]
-                (loss / accumulation if accumulation > 1 else loss).backward()
-            if norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield
-
-
-def _batches(settings: RunSettings, task: TaskModule, data: Any, device: torch.device) -> Iterable[Any]:
-    data = data.data if isinstance(data, AlreadySplit) else data
-    size: Any = getattr(data, "batch_size", None) or settings.batch_size
-    if not is_dataset(data) or (size is None and not hasattr(data, "__len__")):
-        return data  # type: ignore[no-any-return]
-    return DataLoader(
-        data,
-        size,
-        shuffle=hasattr(data, "__len__"),
-        num_workers=settings.num_workers,
-        collate_fn=settings.collate or info_of(task).collate,
-        pin_memory=device.type == "cuda",
-    )
