@@ -105,6 +105,7 @@ def test_option_and_configuration_refusals() -> None:
         "spelling": (file(zero_optimisation={"stage": 3}), "Did you mean 'zero_optimization'"),
         "master": (file(bf16={"bf16_master_weights_and_grads": True}), "which keeps no float32"),
         "optimizer": (file(optimizer={"type": "AdamV"}), "the optimizer 'AdamV'. Did you mean 'Adam"),
+        "lion": (file(optimizer={"type": "Lion"}), "the optimizer 'Lion'", "from the task's configure_opt"),
         "schedule": (file(optimizer={}, scheduler={"type": "WarmUpLR"}), "Did you mean 'WarmupLR'"),
         "alone": (file(scheduler={"type": "WarmupLR"}), "a scheduler without an optimizer"),
         "sum": (file(gradient_allreduce_op="sum"), "which would sum the gradients"),
@@ -130,7 +131,6 @@ def test_configuration_that_deepspeed_refuses_is_refused_when_the_trainer_is_mad
         "sparse": (of(sparse_gradients=True), "DeepSpeed refuses its configuration", "sparse=True"),
         "rate": (of(optimizer={"params": {"lr": "fast"}}), "lr='fast'; it must be a number"),
         "warm-up": (of(optimizer={}, scheduler=warmup), "Did you mean 'warmup_num_steps'"),
-        "lion": (of(optimizer={"type": "Lion"}), "offload it to the CPU"),
     }
     assert_refused(ConfigError, cases)
 

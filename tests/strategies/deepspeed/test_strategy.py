@@ -195,6 +195,7 @@ def _refused() -> None:
     frozen(Freeze("line"))()
     unused = "got no gradient: spare.weight, spare.bias"
     sgd = OptimizerConfig("sgd", lr=0.1)
+    own = type("FusedAdam", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam"})
     cases: dict[str, Any] = {
         "generator": (
             of(Duel(), 2, [duels()[0]]),
@@ -203,6 +204,7 @@ def _refused() -> None:
         ),
         "unused in stage 3": (of(extended(spare=nn.Linear(2, 2)), 3), unused, "of an earlier step"),
         "orthogonal": (of(extended(OptimizerConfig("muon", lr=0.1)), 2), "Muon works on whole matrices. Use"),
+        "own": (of(extended(own), 0), "FusedAdam is DeepSpeed's own, and its state fits no other strategy"),
         **{
             f"unused in stage {stage}": (of(extended(spare=nn.Linear(2, 2)), stage), unused)
             for stage in (0, 1, 2)

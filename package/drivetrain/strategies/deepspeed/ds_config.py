@@ -73,7 +73,7 @@ REFUSED_PRECISION = (
 AUTO = "auto"
 """The value in DeepSpeed's configuration that means the Trainer's value, or DeepSpeed's default."""
 
-OPTIMIZERS = ("Adam", "AdamW", "SGD", "Lion")
+OPTIMIZERS = ("Adam", "AdamW", "SGD")
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 _SECTIONS = ("zero_optimization", "bf16", "fp16", "compile", "optimizer", "scheduler")

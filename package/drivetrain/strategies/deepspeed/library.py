@@ -8,7 +8,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +29,6 @@ _ELEMENTWISE = frozenset(
         "RMSprop",
         "Rprop",
         "SGD",
-        "DeepSpeedCPUAdam",
-        "DeepSpeedCPULion",
-        "FusedAdam",
-        "FusedLion",
     }
 )
 """Elementwise optimizers: the step of a number depends only on its own gradients and state."""
@@ -122,31 +117,6 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compile_once() -> Iterator[None]:
-    """Run the block, which compiles an operator, in one process at a time and in a separate folder.
-
-    torch marks a compilation by a file. A killed process leaves that file behind, and all later ones would
-    wait for it forever. Here a process first takes a lock that the system frees when its holder dies, so any
-    mark that it finds is stale, and is removed.
-    """
-    import fcntl  # exists wherever DeepSpeed compiles
-
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / "drivetrain"
-    root.mkdir(parents=True, exist_ok=True)
-    with (
-        (root / "building").open("w", encoding="utf-8") as file,
-        environment(TORCH_EXTENSIONS_DIR=str(root)),
-        quiet(),
-    ):
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for stale in root.glob("**/lock"):
-            stale.unlink()
-        yield
-
-
-@contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
     """Run the block with these variables set, then restore the whole environment."""
     before = dict(os.environ)
@@ -167,11 +137,17 @@ def check_optimizer(optimizer: Optimizer, allowed: bool) -> None:
         allowed: Whether the user says that it does.
 
     Raises:
-        ConfigError: It depends on a parameter's shape, or is not known to be elementwise.
+        ConfigError: It depends on a parameter's shape, is not known to be elementwise, or is DeepSpeed's own.
     """
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    for each in parts:
+        if type(each).__module__.startswith("deepspeed."):
+            raise ConfigError(
+                f"{type(each).__name__} is DeepSpeed's own, and its state fits no other strategy. Use torch's"
+                " optimizers: Adam and AdamW compute the same, by a fused kernel on a CPU too"
+            )
     if allowed:
         return
-    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
     unknown = [name for name in (type(each).__name__ for each in parts) if name not in _ELEMENTWISE]
     if not unknown:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,13 +13,10 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.strategies.deepspeed.config import DeepSpeedConfig
 from drivetrain.strategies.deepspeed.ds_config import AUTO, optimizer_type
-from drivetrain.strategies.deepspeed.library import compile_once, library
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.task import TaskModule, overrides
 
 _LOG = logger(__name__)
-
-_ADAM_MODE = ("adam_w_mode", "torch_adam")
 
 
 def configured(config: DeepSpeedConfig, task: nn.Module, total_steps: int | None) -> OptimizerConfig | None:
@@ -46,7 +42,7 @@ def configured(config: DeepSpeedConfig, task: nn.Module, total_steps: int | None
     options = {name: each for name, each in dict(given.get("params", {})).items() if each != AUTO}
     rate = _number(options, "lr", 1e-3)
     decay = _number(options, "weight_decay", 0.0)
-    factory = _factory(optimizer_type(given), config, options)
+    factory = _factory(optimizer_type(given), options)
     schedule = _schedule(scheduler or {}, rate, total_steps) if scheduler else "constant"
     return OptimizerConfig(factory, rate, weight_decay=decay, schedule=schedule, decay_all=True, **options)
 
@@ -62,34 +58,13 @@ def _number(options: dict[str, Any], name: str, default: float) -> float:
         ) from None
 
 
-def _factory(kind: str, config: DeepSpeedConfig, options: dict[str, Any]) -> Any:
-    """Return the factory of the optimizer; DeepSpeed's own CPU optimizer if states are offloaded."""
-    decoupled = kind == "AdamW" or bool(options.pop("adam_w_mode", True))
-    plain = bool(options.pop("torch_adam", False))
-    for name in _ADAM_MODE:
-        options.pop(name, None)
-    offloaded = config.offload_optimizer is not None
-    if kind in ("Adam", "AdamW") and (plain or not offloaded):
-        return torch.optim.AdamW if decoupled else torch.optim.Adam
+def _factory(kind: str, options: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    """Return torch's optimizer of a kind, and remove the options that choose among DeepSpeed's Adams."""
+    decoupled = bool(options.pop("adam_w_mode", True))
+    options.pop("torch_adam", None)
     if kind == "SGD":
         return torch.optim.SGD
-    if not offloaded:
-        raise ConfigError(
-            f"DeepSpeed's {kind} without offloading is a CUDA kernel that this version does not offer. Let"
-            " configure_optimizers return an optimizer, or offload it to the CPU"
-        )
-    return functools.partial(_on_cpu, kind, decoupled)
-
-
-def _on_cpu(kind: str, decoupled: bool, params: Any, lr: float = 1e-3, **options: Any) -> Any:
-    library("cpu" if not torch.cuda.is_available() else "cuda")
-    with compile_once():
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-        from deepspeed.ops.lion import DeepSpeedCPULion
-
-        if kind == "Lion":
-            return DeepSpeedCPULion(params, lr=lr, **options)
-        return DeepSpeedCPUAdam(params, lr=lr, adamw_mode=decoupled, **options)
+    return torch.optim.AdamW if kind == "AdamW" or decoupled else torch.optim.Adam
 
 
 def _schedule(section: Mapping[str, Any], rate: float, total: int | None) -> Callable[[int], float]:

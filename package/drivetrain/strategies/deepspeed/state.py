@@ -8,6 +8,7 @@ one whole tensor in addition to its shard.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import CheckpointError
-from drivetrain.strategies.deepspeed import adam as deepspeed_adam
 
 _BITS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}
 """Integer types by the size of an element: adding integer zeros changes no bit. Elements of 16 bits are added
@@ -99,8 +99,6 @@ class ZeroState:
             for module, parameters in modules:
                 module.__dict__["_parameters"] = parameters
         if write:
-            if self.optimizer is not None and given is not None:
-                deepspeed_adam.check_settings(self.optimizer, given)
             with torch.no_grad():
                 for each in own:
                     self._put(each, whole(forms[each].detach()))
@@ -196,12 +194,11 @@ class ZeroState:
 
     def _optimizer(self, optimizer: Optimizer, forms: Mapping[nn.Parameter, nn.Parameter]) -> Optimizer:
         """Return an optimizer of the same type, with parameters and state in the form of a checkpoint."""
-        given = deepspeed_adam.state_carrier(optimizer)
+        given: Optimizer = object.__new__(type(optimizer))
+        given.__dict__.update(optimizer.__dict__)
+        given.state = defaultdict(dict)
         given.param_groups = [
-            {
-                **deepspeed_adam.checkpoint_settings(optimizer, group),
-                "params": [forms[each] for each in members],
-            }
+            {**group, "params": [forms[each] for each in members]}
             for group, members in zip(optimizer.param_groups, self._members, strict=True)
         ]
         for parameter in self._group:
@@ -214,7 +211,7 @@ class ZeroState:
                         f"the state {slot!r} of {type(optimizer).__name__} has the shape {list(value.shape)},"
                         " not that of the parameters that DeepSpeed gave it, so it cannot be saved"
                     )
-                given.state[forms[parameter]][slot] = deepspeed_adam.checkpoint_slot(optimizer, slot, value)
+                given.state[forms[parameter]][slot] = value
         return given
 
     # From the form of a checkpoint.
@@ -237,7 +234,7 @@ class ZeroState:
         self, optimizer: Optimizer, given: Optimizer, forms: Mapping[nn.Parameter, nn.Parameter]
     ) -> None:
         for group, theirs in zip(optimizer.param_groups, given.param_groups, strict=True):
-            group.update(deepspeed_adam.native_settings(optimizer, group, theirs))
+            group.update({name: each for name, each in theirs.items() if name != "params"})
         optimizer.state.clear()
         told: dict[Tensor, dict[str, Any]] = {}
         for parameter in self._group:
@@ -248,7 +245,7 @@ class ZeroState:
             for name, value in slots.items():
                 kept = optimizer.state[place.flat]
                 if name in alike:
-                    kept[name] = deepspeed_adam.native_slot(optimizer, name, value)
+                    kept[name] = value
                     continue
                 if name not in kept:
                     kept[name] = torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False)
