@@ -97,7 +97,6 @@ def test_device_refusals() -> None:
         "GPU": (lambda: SingleDevice("gpu"), "must be 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu'"),
         "of three": (of(3, sharding="hybrid", shard_size=2), "shard_size=2 does not divide 3"),
         "sync batch norm": (lambda: DDP(DDPConfig(sync_batchnorm=True)), "needs GPUs"),
-        "bf16 hook": (lambda: DDP(DDPConfig(communication="bf16")), "needs GPUs"),
         "parallel": (of(3, tensor_parallel=2), "tensor_parallel=2 does not divide 3"),
         "hybrid split": (of(4, **hybrid), "shard_size=4 does not divide 2 groups of 2"),
         "compiled whole": (whole, "compile scope 'step' with strategy 'fsdp'", "scope='blocks'"),
@@ -144,8 +143,6 @@ def test_option_refusals() -> None:
         {
             "DDP, a name": (of(DDPConfig, bucket_cap=1), "no argument 'bucket_cap'", "'bucket_mb'"),
             "DeepSpeed's": (of(DeepSpeedConfig, offload_optimiser=1), "Did you mean 'offload_optimizer'"),
-            "hook's name": (of(DDPConfig, communication="fp8"), "unknown communication 'fp8'", "fp16"),
-            "hook's arguments": (of(DDPConfig, communication=len), "must take (state, bucket)"),
             "time-out": (of(DDPConfig, timeout=-1), "timeout", "above 0"),
             "sharding": (of(FSDPConfig, sharding="full"), "unknown sharding 'full'", "full_shard"),
             "wrap": (of(FSDPConfig, wrap="blocks"), "wrap", "not 'blocks'"),

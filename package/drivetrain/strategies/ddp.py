@@ -6,7 +6,6 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.core.errors import StrategyError
 from drivetrain.core.validation import by_name
 from drivetrain.distributed.group import uncompared
 from drivetrain.strategies.base import Held, MakeOptimizers, Prepared, Support, has_bfloat16, has_collectives
@@ -32,7 +31,6 @@ _BUFFERS = (
 )
 """torch's name for the option; where the first name exists, the second is deprecated."""
 
-_HOOKS = ("fp16", "bf16", "powersgd")
 _FLAGS = (
     "find_unused_parameters",
     "static_graph",
@@ -54,8 +52,6 @@ class DDPConfig:
         gradient_as_bucket_view: Store gradients in the buckets, which saves a copy.
         broadcast_buffers: Copy rank 0's buffers, such as running means, to all ranks before each forward.
         sync_batchnorm: Compute batch statistics over all ranks; GPUs only.
-        communication: How gradients are sent: None uncompressed, "fp16" or "bf16" cast to that dtype,
-            "powersgd" by low rank, or a function `(state, bucket) -> Future`, whose state is None.
         timeout: Seconds that a collective may take; None uses torch's limit.
     """
 
@@ -65,31 +61,10 @@ class DDPConfig:
     gradient_as_bucket_view: bool = True
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
-    communication: str | Callable[[Any, Any], Any] | None = None
     timeout: float | None = None
 
     def __post_init__(self) -> None:
         check_options(self, ("bucket_mb", "timeout"), _FLAGS)
-        hook = self.communication
-        if isinstance(hook, str) and hook not in _HOOKS:
-            raise ConfigError(f"unknown communication {hook!r}. {nearest(hook, _HOOKS)}")
-        if hook is not None and not isinstance(hook, str) and not callable(hook):
-            raise ConfigError(f"DDPConfig(communication=...) must be a name or a hook, not {hook!r}")
-        if callable(hook) and not _takes_two_arguments(hook):
-            raise ConfigError(
-                f"DDPConfig(communication={hook!r}) must take (state, bucket); see"
-                " torch's DistributedDataParallel.register_comm_hook"
-            )
-
-
-def _takes_two_arguments(hook: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(hook).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # a built-in function without a signature
-        return True
-    return True
 
 
 class DDP(Replicated):
@@ -128,8 +103,6 @@ class DDP(Replicated):
         self.refusals = {"micro_batch": _why_whole(self.config)}
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
-        if device == "cpu" and self.config.communication == "bf16":
-            raise StrategyError("communication='bf16' needs GPUs: gloo cannot average bfloat16; use 'fp16'")
 
     @classmethod
     def available(cls, hardware: Any) -> Support:
@@ -164,9 +137,6 @@ class DDP(Replicated):
         module.to(self.device)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device) if precision.loss_scaling else None
-        if make_optimizers is not None and self.config.communication is not None:
-            reason = f"communication={self.config.communication!r} only takes dense ones"
-            refuse_sparse(module.task, self.name, reason)
         if make_optimizers is not None and self.device.type == "cuda" and self.world_size > 1:
             refuse_sparse(module.task, self.name, "NCCL cannot reduce them")
         return self._replicate(module, make_optimizers)
@@ -192,35 +162,11 @@ class DDP(Replicated):
             **buffers,
         )
 
-    def _wrap(self, module: StepModule, init_sync: bool = True) -> nn.Module:
-        wrapped = super()._wrap(module, init_sync)
-        self._register_hook(wrapped)  # last, so that a hook with state only gets the training's gradients
-        return wrapped
-
-    def _register_hook(self, wrapped: Any) -> None:
-        hook = self.config.communication
-        if hook is None:
-            return
-        if not isinstance(hook, str):
-            # torch looks at the names and annotations of a hook's parameters, which may be anything.
-            wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-            return
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        if hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
-            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        else:
-            compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-            wrapped.register_comm_hook(None, compress[hook])
-
 
 def _why_whole(config: DDPConfig) -> str:
     """Return why a step cannot bypass DDP's wrapper, as the parts of a batch do; empty if it can."""
     if config.sync_batchnorm:
         return "with sync_batchnorm each forward waits for those of all other ranks, and one may fail"
-    if config.communication is not None:
-        return f"communication={config.communication!r} applies to the exchange during backward"
     if not config.broadcast_buffers:
         return "with broadcast_buffers=False each rank has different buffers"
     return ""
