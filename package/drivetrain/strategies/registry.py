@@ -120,7 +120,7 @@ def _check_name(spec: Any) -> None:
     elif isinstance(spec, Mapping):
         hint = "For options give a configuration: DeepSpeedConfig(config=...) for DeepSpeed's"
     elif kind == "Accelerator":
-        hint = "Write AccelerateConfig(accelerator=...)"
+        hint = "An Accelerator is made for each run: write AccelerateConfig(options=...) with its arguments"
     else:
         hint = f"'auto' chooses by the hardware. {nearest('', STRATEGIES)}"
     raise ConfigError(

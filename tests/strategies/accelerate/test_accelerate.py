@@ -1,8 +1,7 @@
 """accelerate prepares, the engine steps: the same numbers, and accelerate's own state as it was before."""
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,17 @@ from tests.strategies.conforming import conforms
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from drivetrain import AccelerateConfig, ConfigError, LambdaCallback, StrategyError, Trainer
 from drivetrain.strategies import Hardware, SingleDevice, Strategy, select_strategy
 from drivetrain.strategies.accelerate.options import asked
-from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.strategies.check import check_strategy
 from drivetrain.testing.strategies.resume import check_resume
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs  # noqa: E402
 
@@ -83,35 +78,7 @@ def test_accelerate_wraps_the_model_which_is_ordinary_afterwards() -> None:
     )
 
 
-PLUGINS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"reshard_after_forward": False}, {"sharding": "shard_grad_op"}),
-    ({"fsdp_version": 1}, {"sharding": "full_shard"}),
-    (
-        {"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD", "forward_prefetch": True},
-        {"sharding": "hybrid"},
-    ),
-    (
-        {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["A"]},
-        {"wrap": ("A",)},
-    ),
-    ({"auto_wrap_policy": "transformer_based_wrap"}, {"wrap": "auto"}),
-    ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}, {"wrap": 100}),
-    ({"activation_checkpointing": True}, {"activation_checkpointing": "full"}),
-    ({"ignored_modules": "net.head", "cpu_offload": True}, {"ignored": ("net.head",), "cpu_offload": True}),
-]
-
-
-def test_the_fsdp_plugin_trains_by_our_own_fsdp_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(**options: Any) -> Strategy:
-        given = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **options})
-        config = AccelerateConfig(options={"fsdp_plugin": given, "mixed_precision": "bf16"}, timeout=60)
-        return Trainer(max_epochs=1, devices=2, strategy=config).select_strategy()
-
-    plain = {"sharding": "full_shard", "wrap": (), "timeout": 60}
-    for options, expected in PLUGINS:
-        prefetch = {"forward_prefetch": 1} if "forward_prefetch" in options else {}
-        assert made(**options).config == FSDPConfig(**{**plain, **prefetch, **expected}), options
+def test_under_the_fsdp_plugin_our_own_fsdp_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert isinstance(select_strategy("accelerate", FULL), FSDP)
 
@@ -156,53 +123,7 @@ def test_mixed_precision_is_the_accelerators() -> None:
     assert task.computed is torch.float32
 
 
-def _given(mixed: str) -> tuple[str, str, bool, int, list[float]]:
-    accelerator = Accelerator(cpu=True, mixed_precision=mixed)
-    before = _shared()
-    trainer = quiet(strategy=AccelerateConfig(accelerator=accelerator), devices="auto", max_epochs=1)
-    task = Dtypes()
-    trainer.fit(task, pairs(8))
-    left = len(accelerator._models) + len(accelerator._optimizers)
-    weights = task.line.weight.detach().flatten().tolist()
-    name = as_precision(trainer.precision).name
-    return name, str(task.computed), _shared() == before, left, weights
-
-
-def test_given_accelerator_is_used_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # without it Accelerate warns that it sets it
-    first, second = run_distributed(_given, "bf16")
-    assert first == second == ("bf16-mixed", "torch.bfloat16", True, 0, first[4])
-
-
-def test_given_accelerator_that_does_not_fit_is_refused() -> None:
-    def alone() -> None:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name)
-
-        def given(options: dict[str, Any], **arguments: Any) -> None:
-            AcceleratorState._reset_state(True)
-            config = AccelerateConfig(accelerator=Accelerator(cpu=True, **options))
-            quiet(strategy=config, max_epochs=1, **arguments)
-
-        def of(*options: Any, **arguments: Any) -> Any:
-            return lambda: given(*options, **arguments)
-
-        bf16, sharding = {"mixed_precision": "bf16"}, FullyShardedDataParallelPlugin(fsdp_version=2)
-        cases: dict[str, Any] = {
-            "processes": (of({}, devices=2), "has 1 process(es), and the run 2", "Start the processes"),
-            "precision": (of(bf16, precision="32"), "mixed_precision='bf16'; give precision='auto'"),
-            "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
-            "plugin": (of({"fsdp_plugin": sharding}), "does not use its FSDP plugin"),
-        }
-        assert_refused(StrategyError, cases)
-
-    run_distributed(alone, world_size=1)
-
-
 def test_accelerate_config_refusals() -> None:
-    class Like:
-        prepare_model = None
-
     def of(options: Any) -> Any:
         return lambda: AccelerateConfig(options=options)
 
@@ -220,14 +141,11 @@ def test_accelerate_config_refusals() -> None:
     def variable(name: str) -> Any:
         return lambda: select_strategy("accelerate", FULL, hardware=Hardware(), environment={name: "true"})
 
-    def sharded(own: Mapping[str, Any] = {}, precision: str = "auto", **options: Any) -> Any:
-        made = AccelerateConfig(
-            options={"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **own), **options}
-        )
+    def sharded(precision: str = "auto", **options: Any) -> Any:
+        made = AccelerateConfig(config_file=FSDP_YAML, options=options)
         return lambda: Trainer(max_epochs=1, strategy=made, precision=precision)
 
-    before, both, group = _shared(), {"mixed_precision": "no"}, InitProcessGroupKwargs()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    before, group, like = _shared(), InitProcessGroupKwargs(), type("Accelerator", (), {})()
     steps = AccelerateConfig(options={"gradient_accumulation_steps": 4})
     fit(steps, gradient_accumulation_steps=4)
     unlike = lambda: fit(steps, gradient_accumulation_steps=2)  # noqa: E731
@@ -237,24 +155,22 @@ def test_accelerate_config_refusals() -> None:
         "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
         "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
         "option": (of({"step_scheduler_with_optimiser": True}), "'step_scheduler_with_optimizer'"),
-        "both": (lambda: AccelerateConfig(accelerator=Like(), options=both), "not both"),
+        "plugin": (of({"fsdp_plugin": object()}), "give Trainer(strategy=FSDPConfig(...))"),
+        "accelerator": (
+            lambda: Trainer(max_epochs=1, strategy=like),
+            "options=...) with its",
+        ),
         "fp8": (fitted(mixed_precision="fp8"), "mixed_precision='fp8'", "'no', 'bf16'"),
         "placement": (fitted(device_placment=True), "no option 'device_placment'"),
         "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
         "steps": (unlike, "steps=4, but the Trainer for 2", "accumulation_steps=4"),
         "variable": (variable("ACCELERATE_USE_DEEPSPEED"), "not support DEEPSPEED", "DeepSpeedConfig"),
         "plugin's handlers": (sharded(kwargs_handlers=[group]), "no effect with the FSDP plugin"),
-        "plugin's precision": (
-            sharded(mixed_precision="bf16", precision="32"),
-            "mixed_precision='bf16'; give",
-        ),
+        "plugin's precision": (sharded(precision="32"), "mixed_precision='bf16'; give"),
         "plugin's steps": (
             sharded(gradient_accumulation_steps=2),
             "give Trainer(gradient_accumulation_steps=2)",
         ),
-        "plugin's policy": (sharded(own={"mixed_precision_policy": policy}), "Trainer(precision=...)"),
-        "plugin's wrap": (sharded(own={"auto_wrap_policy": print}), "FSDPConfig(wrap=...)"),
-        "plugin's modules": (sharded(own={"ignored_modules": "a|b"}), "FSDPConfig(ignored=(...))"),
         "no file": (file("none.yaml"), "the file does not exist"),
         "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
     }

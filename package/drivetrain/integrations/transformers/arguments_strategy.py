@@ -106,8 +106,8 @@ def strategy_options(values: Values) -> dict[str, Any]:
 def _check_accelerator(values: Values) -> None:
     if values.accelerator("use_configured_state"):
         raise ConfigError(
-            "accelerator_config={'use_configured_state': True}: give your Accelerator to the Trainer,"
-            " from_training_arguments(args, strategy=AccelerateConfig(accelerator=...))"
+            "accelerator_config={'use_configured_state': True}: an Accelerator is made for each run. Give the"
+            " arguments of yours, from_training_arguments(args, strategy=AccelerateConfig(options=...))"
         )
 
 

@@ -55,7 +55,7 @@ class Accelerate(Replicated):
         world_size: The number of processes.
 
     Raises:
-        StrategyError: An option is not supported, or the Accelerator has another number of processes.
+        StrategyError: An option is not supported.
     """
 
     name = "accelerate"
@@ -84,13 +84,6 @@ class Accelerate(Replicated):
         self.world_size = world_size
         self._session: _Session | None = None
         self._begin()
-        given = self.config.accelerator
-        if given is not None and given.num_processes != world_size:
-            raise StrategyError(
-                f"the Accelerator has {given.num_processes} process(es), and the run {world_size}. Start the"
-                " processes first, with `accelerate launch` or torchrun, or give"
-                " AccelerateConfig(options=...) instead of the Accelerator"
-            )
 
     @property
     def asked_precision(self) -> str | None:
@@ -175,7 +168,7 @@ class Accelerate(Replicated):
 
 
 class _Session:
-    """The Accelerator of a run: the user's, or a new one.
+    """The Accelerator of a run.
 
     accelerate keeps global state in attributes of its classes and in the environment. Here each run gets a
     separate Accelerator, and the global state is restored afterwards.
@@ -191,23 +184,18 @@ class _Session:
 
         self._shared = [each._shared_state for each in (PartialState, AcceleratorState, GradientState)]
         self._before = [dict(each) for each in self._shared]
+        for each in self._shared:
+            each.clear()
         try:
-            if config.accelerator is not None:
-                self.accelerator = config.accelerator
-            else:
-                for each in self._shared:
-                    each.clear()
-                with environment():
-                    wanted = _processes(variables(config, os.environ), member)
-                    for name in os.environ.keys() - wanted.keys():
-                        del os.environ[name]
-                    os.environ.update(wanted)
-                    self.accelerator = _made(config, mixed_precision, member)
+            with environment():
+                wanted = _processes(variables(config, os.environ), member)
+                for name in os.environ.keys() - wanted.keys():
+                    del os.environ[name]
+                os.environ.update(wanted)
+                self.accelerator = _made(config, mixed_precision, member)
         except BaseException:
-            self._restore()
+            self.close()
             raise
-        self._lists = [self.accelerator._models, self.accelerator._optimizers]
-        self._kept = [list(each) for each in self._lists]
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]] | None:
         """Return a factory of the autocast context; None without mixed precision."""
@@ -219,12 +207,7 @@ class _Session:
         return partial(get_mixed_precision_context_manager, True, made.autocast_handler)
 
     def close(self) -> None:
-        """Drop the prepared objects, and restore accelerate's global state."""
-        for each, kept in zip(self._lists, self._kept, strict=True):
-            each[:] = kept
-        self._restore()
-
-    def _restore(self) -> None:
+        """Restore accelerate's global state."""
         for shared, before in zip(self._shared, self._before, strict=True):
             shared.clear()
             shared.update(before)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.errors import StrategyError
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("", "0", "false", "f", "no", "n", "off", "none")
@@ -124,38 +124,6 @@ def fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
     if _flag(environment, "FSDP_FORWARD_PREFETCH"):
         options["forward_prefetch"] = 1
     return options
-
-
-def plugin_variables(plugin: Any) -> dict[str, str]:
-    """Return the variables that `accelerate launch` would set for an FSDP plugin."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-    policies: dict[Any, str] = {
-        None: "NO_WRAP",
-        size_based_auto_wrap_policy: "SIZE_BASED_WRAP",
-        transformer_auto_wrap_policy: "TRANSFORMER_BASED_WRAP",
-    }
-    if plugin.auto_wrap_policy not in policies:
-        raise ConfigError(
-            "the FSDP plugin's auto_wrap_policy must be 'transformer_based_wrap', 'size_based_wrap' or"
-            " 'no_wrap'. Strategy 'fsdp' takes a function: FSDPConfig(wrap=...)"
-        )
-    sharding = plugin.reshard_after_forward if plugin.sharding_strategy is None else plugin.sharding_strategy
-    offload = plugin.cpu_offload
-    found = {
-        "VERSION": plugin.fsdp_version,
-        "RESHARD_AFTER_FORWARD": getattr(sharding, "name", sharding),
-        "AUTO_WRAP_POLICY": policies[plugin.auto_wrap_policy],
-        "TRANSFORMER_CLS_TO_WRAP": ",".join(plugin.transformer_cls_names_to_wrap or ()),
-        "MIN_NUM_PARAMS": plugin.min_num_params or 0,
-        "OFFLOAD_PARAMS": getattr(offload, "offload_params", isinstance(offload, CPUOffloadPolicy)),
-        "ACTIVATION_CHECKPOINTING": plugin.activation_checkpointing,
-        "ACTIVATION_CHECKPOINTING_OFFLOAD": getattr(plugin, "activation_checkpointing_offload", False),
-        "IGNORED_MODULES": plugin.ignored_modules or "",
-        "FORWARD_PREFETCH": bool(plugin.forward_prefetch),
-    }
-    return {f"FSDP_{name}": str(value) for name, value in found.items()}
 
 
 def _sharding(environment: Mapping[str, str]) -> str:

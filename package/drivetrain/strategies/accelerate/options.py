@@ -13,7 +13,7 @@ import torch
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from drivetrain.core.files import check_path
 from drivetrain.core.validation import by_name, check_names, keywords
-from drivetrain.strategies.accelerate.launcher import Request, fsdp_options, plugin_variables
+from drivetrain.strategies.accelerate.launcher import Request, fsdp_options
 from drivetrain.strategies.base import installed
 from drivetrain.strategies.checks import check_options
 from drivetrain.strategies.precision.base import Precision
@@ -37,6 +37,7 @@ _OPTIONS = {
     "deepspeed_plugins": _INSTEAD["DEEPSPEED"],
     "megatron_lm_plugin": _INSTEAD["MEGATRON_LM"],
     "torch_tp_plugin": _INSTEAD["MEGATRON_LM"],
+    "fsdp_plugin": "give Trainer(strategy=FSDPConfig(...)), or a file of `accelerate config` with the plugin",
     "parallelism_config": "strategy 'fsdp' has FSDPConfig(sharding='hybrid', tensor_parallel=...)",
     "dynamo_backend": "give Trainer(compile=True)",
     "dynamo_plugin": "give Trainer(compile={...})",
@@ -61,14 +62,12 @@ class AccelerateConfig:
     Where they ask for accelerate's FSDP plugin, our own strategy "fsdp" trains with the plugin's options.
 
     Attributes:
-        accelerator: An existing `accelerate.Accelerator`; it must have as many processes as the run.
-        config_file: A file of `accelerate config` for a new Accelerator; its numbers of processes and
-            machines are for the launcher.
-        options: Arguments of a new `accelerate.Accelerator`, such as handlers of keywords.
+        config_file: A file of `accelerate config` for the Accelerator; its numbers of processes and machines
+            are for the launcher.
+        options: Arguments of the `accelerate.Accelerator`, such as handlers of keywords.
         timeout: Seconds that a collective may take; None uses torch's limit.
     """
 
-    accelerator: Any = None
     config_file: str | os.PathLike[str] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
@@ -81,17 +80,6 @@ class AccelerateConfig:
                 "AccelerateConfig(options=...) must be a mapping of arguments of accelerate.Accelerator, not"
                 f" {self.options!r}"
             )
-        if self.accelerator is not None:
-            if not hasattr(self.accelerator, "prepare_model"):
-                raise ConfigError(
-                    "AccelerateConfig(accelerator=...) must be an accelerate.Accelerator, not a"
-                    f" {type(self.accelerator).__name__}"
-                )
-            if self.config_file is not None or self.options:
-                raise ConfigError(
-                    "AccelerateConfig takes an existing accelerator, or config_file and options for a new"
-                    " one, not both"
-                )
         for name in self.options:
             if name in _OPTIONS:
                 raise ConfigError(f"AccelerateConfig(options={{{name!r}: ...}}): {_OPTIONS[name]}")
@@ -100,7 +88,7 @@ class AccelerateConfig:
     @property
     def asked_precision(self) -> str | None:
         """The precision of these options, without the environment; None means any."""
-        if self.accelerator is None and self.config_file is None and "mixed_precision" not in self.options:
+        if self.config_file is None and "mixed_precision" not in self.options:
             return None
         word = asked(self, {}).mixed_precision
         return None if word is None else PRECISIONS[word]
@@ -112,16 +100,10 @@ def _check_arguments(options: Mapping[str, Any]) -> None:
         from accelerate import Accelerator
 
         check_names("AccelerateConfig(options=...)", options, keywords(Accelerator))
-    plugin = options.get("fsdp_plugin")
-    if plugin is not None and not hasattr(plugin, "fsdp_version"):
-        raise ConfigError(
-            "AccelerateConfig(options={'fsdp_plugin': ...}) must be an"
-            f" accelerate.FullyShardedDataParallelPlugin, not {plugin!r}"
-        )
 
 
 class Asked(NamedTuple):
-    """The settings of an Accelerator, existing or new.
+    """The settings of an Accelerator.
 
     Attributes:
         mixed_precision: One of `PRECISIONS`; None if it is not set.
@@ -140,11 +122,9 @@ def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
     """Return the settings that a configuration and a launcher's environment ask for.
 
     Args:
-        environment: The variables, such as `os.environ`; used if there is no accelerator and no file.
+        environment: The variables, such as `os.environ`; used if there is no file.
     """
-    if config.accelerator is not None:
-        return _of(config.accelerator, environment)
-    found, plugin = variables(config, environment), config.options.get("fsdp_plugin")
+    found = variables(config, environment)
     kind = next((kind for name, (kind, on) in _VARIABLES.items() if found.get(name, "").lower() == on), "NO")
     _check_kind(kind)
     word = _word(config.options.get("mixed_precision", found.get("ACCELERATE_MIXED_PRECISION")))
@@ -153,8 +133,6 @@ def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
     if found.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         raise StrategyError(f"accelerate's parallelism_config: {_OPTIONS['parallelism_config']}")
     fsdp = fsdp_options(found) if kind == "FSDP" else None
-    if plugin is not None:
-        fsdp = _options_of(plugin, word)
     if fsdp is not None and config.options.get("kwargs_handlers"):
         raise ConfigError(
             "AccelerateConfig(options={'kwargs_handlers': ...}) has no effect with the FSDP plugin, because"
@@ -202,20 +180,6 @@ def word_of(precision: Precision) -> str | None:
     return "no" if computed in (None, stored) else _WORDS.get(computed)
 
 
-def _options_of(plugin: Any, word: str | None) -> dict[str, Any]:
-    """Return the options of `FSDPConfig` that an FSDP plugin asks for."""
-    policy, dtype = (
-        plugin.mixed_precision_policy,
-        next((d for d, name in _WORDS.items() if name == word), None),
-    )
-    if policy is not None and {policy.param_dtype, policy.reduce_dtype} != {dtype}:
-        raise ConfigError(
-            "the FSDP plugin has a mixed_precision_policy of its own: leave it out, and give the precision by"
-            " Trainer(precision=...)"
-        )
-    return fsdp_options(plugin_variables(plugin))
-
-
 def variables(config: AccelerateConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a new Accelerator: the launcher's, or that of the configuration file."""
     if config.config_file is None:
@@ -254,31 +218,6 @@ def _read(path: str | os.PathLike[str]) -> dict[str, str]:
         name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
         found[name] = str(value)
     return found
-
-
-def _of(accelerator: Any, environment: Mapping[str, str]) -> Asked:
-    """Return the settings of an existing Accelerator."""
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    device = accelerator.device.type
-    _check_kind(kind)
-    if device not in ("cpu", "cuda"):
-        raise StrategyError(
-            f"the Accelerator is on {device!r}; strategy 'accelerate' runs on CPUs and CUDA GPUs"
-        )
-    state, word, fsdp = accelerator.state, _word(accelerator.mixed_precision), None
-    if kind == "FSDP":
-        fsdp = _options_of(state.fsdp_plugin, word)
-    elif environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        raise StrategyError(
-            "this Accelerator does not use its FSDP plugin, because it is on a CPU or has one process. Give"
-            " AccelerateConfig(options={'fsdp_plugin': ...}), or leave the accelerator out"
-        )
-    if state.dynamo_plugin is not None and str(state.dynamo_plugin.backend.value).lower() != "no":
-        raise StrategyError(f"the Accelerator compiles the model: {_OPTIONS['dynamo_backend']} instead")
-    if accelerator.parallelism_config is not None:
-        raise StrategyError(f"the Accelerator has a parallelism_config: {_OPTIONS['parallelism_config']}")
-    steps = accelerator.gradient_accumulation_steps
-    return Asked(word, "cpu" if device == "cpu" else None, fsdp, steps)
 
 
 def _check_kind(kind: str) -> None:
