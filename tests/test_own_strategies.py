@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch._dynamo  # here and not in each of the processes, which are copies of this one
 import torchmetrics  # noqa: F401  for the same reason
+from tests.strategies.resuming import check_resume
 
 from drivetrain import ConfigError, Trainer
 from drivetrain.cli.main import main
 from drivetrain.core.registry import Registry
 from drivetrain.strategies import STRATEGIES, SingleDevice
 from drivetrain.strategies.ddp import DDP
-from drivetrain.testing import check_resume, check_strategy
+from drivetrain.testing import check_strategy
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 

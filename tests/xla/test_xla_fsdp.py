@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.strategies.resuming import check_resume
 from tests.support.xla import apart, make, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -14,7 +15,6 @@ from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.strategies import SingleDevice
 from drivetrain.testing import check_strategy
-from drivetrain.testing.strategies.resume import check_resume
 from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 STEPS = ["frozen_and_tied", "generator_steps"]

@@ -11,4 +11,3 @@ from drivetrain.testing.strategies.check import CHECKS as CHECKS
 from drivetrain.testing.strategies.check import check_strategy as check_strategy
 from drivetrain.testing.strategies.job import Job as Job
 from drivetrain.testing.strategies.job import MakeStrategy as MakeStrategy
-from drivetrain.testing.strategies.resume import check_resume as check_resume

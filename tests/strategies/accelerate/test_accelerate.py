@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.distributed.running import FSDP_YAML, run
 from tests.strategies.conforming import conforms
+from tests.strategies.resuming import check_resume
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
@@ -19,7 +20,6 @@ from drivetrain.strategies.accelerate.options import asked
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.strategies.check import check_strategy
-from drivetrain.testing.strategies.resume import check_resume
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.strategies.resuming import check_resume
 from tests.strategies.test_rank_parts import refused
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
@@ -18,7 +19,6 @@ from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.testing import run_distributed
 from drivetrain.testing.strategies.check import CHECKS, check_strategy
-from drivetrain.testing.strategies.resume import check_resume
 
 deepspeed = pytest.importorskip("deepspeed")
 from drivetrain.strategies.deepspeed.library import library  # noqa: E402

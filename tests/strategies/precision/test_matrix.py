@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.strategies.conforming import conforms
+from tests.strategies.resuming import check_resume
 from tests.support.refusals import assert_refused
 
 from drivetrain import StrategyError
@@ -16,7 +17,6 @@ from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.strategies.check import check_strategy
-from drivetrain.testing.strategies.resume import check_resume
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),

@@ -5,11 +5,10 @@ import torch
 import torch._dynamo  # here and not in each of the processes, which are copies of this one
 import torch.distributed.fsdp
 import torchmetrics  # noqa: F401  for the same reason
+from tests.strategies.resuming import check_resume
 from tests.testing.strategies.test_check import Drifting, Rereading, ddp, fsdp
 
-from drivetrain import ConfigError
 from drivetrain.strategies import SingleDevice, Strategy
-from drivetrain.testing.strategies.resume import check_resume
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -38,8 +37,3 @@ def test_what_differs_is_told_with_who_saved_and_who_resumed() -> None:
         with pytest.raises(RuntimeError, match=found) as caught:
             check_resume({"broken": lambda world_size, kind=broken: kind(world_size=world_size)}, (2,))
         assert "saved under broken on 2, resumed under broken on 2" in str(caught.value)
-
-
-def test_a_strategy_that_runs_on_none_of_the_numbers_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"single runs on none of \[2, 4\] processes"):
-        check_resume({"ddp": ddp, "single": single}, (2, 4))

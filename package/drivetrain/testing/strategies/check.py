@@ -5,8 +5,7 @@ of one process on the whole batch. Run it on your own strategy with
 
     check_strategy(lambda world_size: MyStrategy(world_size=world_size), world_size=2)
 
-`drivetrain.testing.strategies.resume.check_resume` checks that several strategies resume one another's
-checkpoints. docs/how-to/write-a-strategy.md shows both.
+docs/how-to/write-a-strategy.md shows an example.
 """
 
 from __future__ import annotations
