@@ -6,6 +6,7 @@ from drivetrain.data.counting import Measure as Measure
 from drivetrain.data.feed import Feed as Feed
 from drivetrain.data.feed import Window as Window
 from drivetrain.data.length_grouped import LengthGroupedSampler as LengthGroupedSampler
+from drivetrain.data.packed import packed as packed
 from drivetrain.data.reading import as_source as as_source
 from drivetrain.data.reading import evaluation_sources as evaluation_sources
 from drivetrain.data.reading import pin_memory_for as pin_memory_for

@@ -42,6 +42,7 @@ def as_source(
     ranks: Ranks = ALONE,
     changes: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
+    task_collate: Callable[[list[Any]], Any] | None = None,
     group_by_length: str | Callable[[Any], int] | None = None,
     accumulation: int = 1,
 ) -> Source:
@@ -62,7 +63,8 @@ def as_source(
         shard: The shard that this process reads.
         ranks: The processes that read it, for data that is already split.
         changes: Whether a bare Dataset may change between epochs, so that each needs new workers.
-        collate: Makes a batch from the samples of a bare Dataset; None uses torch's default.
+        collate: Makes a batch from the samples of a bare Dataset; None takes the dataset's own `collate_fn`.
+        task_collate: Makes a batch where neither is there; None takes torch's default.
         group_by_length: The length of a bare Dataset's sample; see `lengths_of`. None does not group.
         accumulation: Micro-batches of a step in one process, for the groups.
 
@@ -79,7 +81,15 @@ def as_source(
         size = _batch_size_of(data, name, batch_size)
         group_size = (size or 1) * shard.size * accumulation
         loader = _as_loader(
-            data, name, size, num_workers, shuffle, changes, collate, group_by_length, group_size
+            data,
+            name,
+            size,
+            num_workers,
+            shuffle,
+            changes,
+            collate or getattr(data, "collate_fn", None) or task_collate,
+            group_by_length,
+            group_size,
         )
     if group_by_length is not None and (loader is data or isinstance(loader, SampleStream)):
         raise ConfigError(

@@ -95,7 +95,8 @@ def overfitting(
         in_order=True,
         shard=engine.shard,
         ranks=engine.data_ranks,
-        collate=settings.collate or info_of(task).collate,
+        collate=settings.collate,
+        task_collate=info_of(task).collate,
     )
     feed = Feed(source, engine.transfer, limit=settings.limit_train_batches or 1)
     few = already_split([each.batch for each in feed.micro_batches() if not each.is_placeholder])

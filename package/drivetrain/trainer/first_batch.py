@@ -30,7 +30,8 @@ def first_batch(
             settings.seed,
             batch_size=at_start(settings.batch_size),
             in_order=True,
-            collate=settings.collate or info_of(task).collate,
+            collate=settings.collate,
+            task_collate=info_of(task).collate,
         )
         feed = Feed(source, Transfer(torch.device("cpu")), limit=1)
         try:

@@ -16,7 +16,7 @@ from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.validation import check_names
 from drivetrain.data.batch import batch_size
 from drivetrain.engine.metrics.arrays import as_arrays, joined
-from drivetrain.integrations.transformers.columns import Columns
+from drivetrain.integrations.transformers.batch.columns import Columns
 
 INCLUDED = ("inputs", "loss")
 """What `include_for_metrics` may name."""

@@ -26,8 +26,9 @@ from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
 from drivetrain.core.validation import count, number, one_of
 from drivetrain.distributed.processes import rank
-from drivetrain.integrations.transformers.collating import Collation, default_collate
-from drivetrain.integrations.transformers.columns import Columns
+from drivetrain.integrations.transformers.batch.collating import Collation, default_collate
+from drivetrain.integrations.transformers.batch.columns import Columns
+from drivetrain.integrations.transformers.batch.packing import check_packed
 from drivetrain.integrations.transformers.evaluation import (
     MetricsReader,
     check_compute_metrics,
@@ -222,7 +223,8 @@ class TransformersTask(TaskModule):
             )
         if compute_loss_func is None and self._has_model_loss() and not is_rebuilt:
             self.columns.check_labels()
-        added = {"use_cache": False} if base is self.model else {}
+        adapter = getattr(self.model, "active_peft_config", None)  # prompts may be keys and values of a cache
+        added = {} if getattr(adapter, "is_prompt_learning", False) else {"use_cache": False}
         self._added_columns = [
             (name, value)
             for name, value in {**added, "return_loss": True}.items()
@@ -233,7 +235,7 @@ class TransformersTask(TaskModule):
             self.items = replace(self.items, count=tokens)  # a prompt comes before the first label
         config = getattr(base, "config", None)
         self._ignored = tuple(getattr(config, "keys_to_ignore_at_inference", None) or ())
-        self._checked = False
+        self._checked = self._knows_packing = False
         self._load_left_out()
         self._record(generate)
 
@@ -267,6 +269,10 @@ class TransformersTask(TaskModule):
         for name, value in self._added_columns:
             if name not in columns:
                 columns[name] = value
+        if not self._knows_packing:
+            if "position_ids" in columns:
+                check_packed(self.model, columns)
+            self._knows_packing = True
         return columns
 
     def loss_weight(self, batch: Batch) -> float | Tensor:

@@ -13,8 +13,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import TrainerMemoryTracker
 
 from drivetrain.integrations.transformers.arguments import MappedArguments
-from drivetrain.integrations.transformers.collating import Collation
-from drivetrain.integrations.transformers.columns import Columns
+from drivetrain.integrations.transformers.batch.collating import Collation
+from drivetrain.integrations.transformers.batch.columns import Columns
 from drivetrain.integrations.transformers.script.script_task import ScriptTask
 from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.strategies.base import Strategy

@@ -62,8 +62,8 @@ from drivetrain.distributed.ranks import ALONE
 from drivetrain.engine.engine import Engine
 from drivetrain.integrations.transformers.arguments import MappedArguments, from_training_arguments
 from drivetrain.integrations.transformers.arguments_table import ROWS
+from drivetrain.integrations.transformers.batch.collating import Collation, default_collate
 from drivetrain.integrations.transformers.callbacks import ONCE, CallbackAdapter, Rates
-from drivetrain.integrations.transformers.collating import Collation, default_collate
 from drivetrain.integrations.transformers.evaluation import predictions_of
 from drivetrain.integrations.transformers.export import replace_pretrained
 from drivetrain.integrations.transformers.log_names import (

@@ -10,7 +10,7 @@ from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.integrations.transformers.columns import Columns
+from drivetrain.integrations.transformers.batch.columns import Columns
 
 
 @dataclass

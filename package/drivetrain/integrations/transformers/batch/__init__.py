@@ -1,0 +1,1 @@
+"""The batch of a model: its columns, its collation, and the borders of packed documents."""
