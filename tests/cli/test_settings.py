@@ -234,10 +234,10 @@ def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here):
 
 
 def test_variables_and_merged_names_set_arguments(drive, here, monkeypatch):
-    text = (
-        ".base: &base {every: 6 steps, best: 0}\ntrainer: {max_epochs: 3, checkpoint: {<<: *base, every: 2}}"
-    )
+    base = ".base: &base {every: 6 steps, best: 0}\n"
+    text = base + "trainer: {max_epochs: 3, checkpoint: {<<: *base, every: 2}}"
     (here / "a.yaml").write_text(text, encoding="utf-8")
+    (here / "big.py").write_text("class Data:\n def __init__(self, dModel=1, N=2): 0", encoding="utf-8")
     for name, value in {
         "CONFIG": "a.yaml",
         "TASK": "shapes.Shapes",
@@ -245,6 +245,8 @@ def test_variables_and_merged_names_set_arguments(drive, here, monkeypatch):
         "TRAINER__MAX_EPOCHS": "4",
         "TRAINER__CALLBACKS": "drivetrain.EarlyStopping",
         "TRAINER__CALLBACKS__PATIENCE": "7",
+        "DATA": "big.Data",
+        "DATA__dModel": "7",
         "PRINT_CONFIG": "true",
     }.items():
         monkeypatch.setenv(f"DRIVETRAIN_FIT__{name}", value)
@@ -252,11 +254,14 @@ def test_variables_and_merged_names_set_arguments(drive, here, monkeypatch):
     assert code == 0, err
     found = yaml.safe_load(out)
     assert found["task"]["init_args"] == {"hidden": 6}  # the line wins
+    assert found["data"]["init_args"] == {"dModel": 7}
     assert found["trainer"].pop("callbacks")[0]["init_args"] == {"patience": 7}
     assert found["trainer"] == {"max_epochs": 4, "checkpoint": {"every": 2, "best": 0}, "max_steps": 8}
-    monkeypatch.setenv("DRIVETRAIN_FIT__TRAINER__SED", "1")
-    code, _, err = drive("fit", quiet=False)
-    assert (code, "Did you mean 'seed'?" in err, "DRIVETRAIN_FIT__TRAINER__SED" in err) == (2, True, True)
+    for name, nearest in {"DRIVETRAIN_FIT__DATA__N": "N", "DRIVETRAIN_FIT__TRAINER__SED": "seed"}.items():
+        monkeypatch.setenv(name, "1")
+        code, _, err = drive("fit", quiet=False)
+        assert (code, f"Did you mean '{nearest}'?" in err, name in err) == (2, True, True)
+        monkeypatch.delenv(name)
 
 
 def test_help_lists_every_argument_with_its_text_and_default(drive, typed):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from drivetrain.cli.printing import any_text, print_json
+from drivetrain.cli.printing import print_json
 from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.task.task import TaskModule
@@ -36,8 +36,7 @@ def run_benchmark(settings: Settings, data: str, as_json: bool) -> None:
     if as_json:
         print_json(found.to_json())
     else:
-        with any_text():
-            print(found)
+        print(found)
     if all(row.failure for row in found.rows):
         raise DrivetrainError(f"no combination could run. The first failed: {found.rows[0].failure}")
 

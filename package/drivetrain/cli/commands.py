@@ -65,12 +65,7 @@ def predict(settings: Settings, as_json: bool) -> None:
     data, save_to = _evaluation_data(settings, "predict"), settings.option("save_to")
     metrics, joined = bool(settings.option("metrics")), bool(settings.option("joined"))
     found = trainer.predict(
-        task,
-        data,
-        checkpoint=settings.option("checkpoint"),
-        save_to=save_to,
-        metrics=metrics,
-        joined=joined,
+        task, data, checkpoint=settings.option("checkpoint"), save_to=save_to, metrics=metrics, joined=joined
     )
     outputs = found.outputs if metrics else found
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from drivetrain.cli.parser import Parser
+from drivetrain.cli.printing import any_text
 from drivetrain.cli.references import importable_here
 from drivetrain.core.errors import (
     ConfigError,
@@ -34,7 +36,7 @@ _RUNS = {
     "test": "evaluate a task on test data",
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
-    "benchmark": "measure a task's steps under every combination of some settings",
+    "benchmark": "compare the time and memory of a step between settings",
     "summary": "show a task's parameters, shapes and operations by module",
     "search": "search hyper-parameters; `search show DIR` shows the trials",
 }
@@ -55,7 +57,7 @@ _OTHERS = {
     "launch": "start a program as several processes, on one machine or many",
     "check-resume": "kill and resume a program, and name the first difference",
     "profile": "train a program for some steps, and say what the time went to",
-    "checkpoint": "list, show, verify, export, push, compare and import checkpoints",
+    "checkpoint": "list, show, verify, export or compare checkpoints",
     "runs": "list runs, and show what the time of one went to",
 }
 """Commands with a module of their own, whose function `run` takes the words after the command."""
@@ -77,6 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and _LOCAL_RANK.fullmatch(words[0]) and "LOCAL_RANK" in os.environ:
         del words[0]
     try:
+        with any_text():
+            return _reported(words)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:  # with EPIPE, the reader, such as `head`, has read what it wanted
+            print(f"drivetrain: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return FAILURE
+
+
+def _reported(words: Sequence[str]) -> int:
+    """Run a command, print its error, and return its exit code."""
+    try:
         with importable_here():
             if "_ARGCOMPLETE" in os.environ:
                 _complete()
@@ -90,9 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             notes = getattr(error, "__notes__", ())
             print(shown("\n".join([f"drivetrain: {error}", *notes])), file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILURE
     except KeyboardInterrupt as error:
         print("\n".join(["drivetrain: interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return INTERRUPTED

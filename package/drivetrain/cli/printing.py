@@ -65,11 +65,7 @@ def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 def span(seconds: float) -> str:
     """Return a span of time in its two largest units: "2 h 05 min"."""
-    for unit, length, lower, part in (
-        ("d", 86400, "h", 3600),
-        ("h", 3600, "min", 60),
-        ("min", 60, "s", 1),
-    ):
+    for unit, length, lower, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit} {seconds % length // part:02.0f} {lower}"
     return f"{max(seconds, 0.0):.1f} s"
@@ -95,13 +91,13 @@ def _strict(value: Any) -> Any:
 def any_text() -> Iterator[None]:
     """Run the block with escapes for characters that stdout cannot encode, and flush stdout at its end."""
     stream = sys.stdout
-    before = stream.errors if isinstance(stream, io.TextIOWrapper) else None
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
+    if not isinstance(stream, io.TextIOWrapper):
+        yield
+        return
+    before = stream.errors
+    stream.reconfigure(errors="backslashreplace")
     try:
         yield
-        # A closed pipe raises here, where it can be handled. At Python's exit it would print to stderr.
-        stream.flush()
+        stream.flush()  # raises here, where it can be handled; at its exit, Python prints a traceback
     finally:
-        if isinstance(stream, io.TextIOWrapper) and before is not None:
-            stream.reconfigure(errors=before)
+        stream.reconfigure(errors=before)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.cli.parser import Parser
-from drivetrain.cli.printing import any_text, line, print_json, section, shortened, span, table
+from drivetrain.cli.printing import line, print_json, section, shortened, span, table
 from drivetrain.cli.run_record import (
     best_of,
     differences,
@@ -40,8 +40,7 @@ _WATCH = "write it again whenever a run goes on, until all have ended; the page 
 def run(words: Sequence[str]) -> int:
     """Run `drivetrain runs` with the words after it, and return the exit code."""
     parsed = _parser().parse_args(words)
-    with any_text():
-        return _ACTIONS[parsed.action](parsed)
+    return _ACTIONS[parsed.action](parsed)
 
 
 def _parser() -> Parser:

@@ -71,19 +71,13 @@ _OPTIONS = {
     "--task": _Option("NAME", "module.Class or path/to/file.py:Class"),
     "--data": _Option("NAME", "an object, or its class, with train_data()..."),
     "--train-data": _Option(
-        "NAME",
-        "a loader, dataset or function to train on",
-        ("fit", "plan", "summary", "search", "benchmark"),
+        "NAME", "a loader, dataset or function to train on", ("fit", "plan", "summary", "search", "benchmark")
     ),
     "--validation-data": _Option(
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
     ),
     "--resume": _Option("auto|PATH", "run_dir's newest checkpoint, or the one at a path", ("fit",)),
-    "--optimizer-settings": _Option(
-        "FROM",
-        "whose a resume takes: program or checkpoint",
-        ("fit",),
-    ),
+    "--optimizer-settings": _Option("FROM", "whose a resume takes: program or checkpoint", ("fit",)),
     "--checkpoint": _Option(
         "PATH|best|best:METRIC|last",
         "weights to load: a path, or run_dir's best or last",
@@ -322,7 +316,8 @@ def _variables(command: str) -> dict[str, str]:
     for name, value in sorted(os.environ.items()):
         begin, _, rest = name.partition("__")
         if begin == f"DRIVETRAIN_{command.upper()}":
-            option = f"--{rest.lower().replace('__', '.').replace('_', '-')}"
+            parts = [each.lower() if each.isupper() else each for each in rest.split("__")]
+            option = f"--{'.'.join(parts).replace('_', '-')}"
             is_switch = option in _OPTIONS and _OPTIONS[option].value is None
             found[name] = option if is_switch and read_value(value) is True else f"{option}={value}"
     return found
@@ -430,7 +425,10 @@ def _print_help(command: str, purpose: str, tree: Tree, found: Mapping[str, Any]
     arguments = Arguments(exit_on_error=False, parser_mode=_MODE, print_config=None)
     _add_arguments(arguments, tree, found, {})
     lines = ["Arguments as --trainer.NAME VALUE, with defaults other than none and false:"]
-    for group, actions in itertools.groupby(arguments._actions, key=operator.attrgetter("container")):
+    if command != "fit":
+        lines = ["Arguments of the Trainer, as --trainer.NAME VALUE: see `drivetrain fit --help`"]
+    shown = [each for each in arguments._actions if command == "fit" or not each.dest.startswith("trainer.")]
+    for group, actions in itertools.groupby(shown, key=operator.attrgetter("container")):
         names = [each for each in actions if not each.dest.endswith("help")]
         if names:
             title = str(group.title).partition(": ")[2] or f"--{names[0].dest.partition('.')[0]}.NAME"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from drivetrain.cli.parser import Parser
-from drivetrain.cli.printing import any_text
 from drivetrain.core.errors import plain
 from drivetrain.core.messages import handled_by
 
@@ -35,7 +34,7 @@ _ELSEWHERE = {
 def run(words: Sequence[str]) -> int:
     """Run `drivetrain checkpoint` with the words after it, and return the exit code."""
     parsed = _parser(words).parse_args(words)
-    with handled_by(_Plain(logging.WARNING)), any_text():
+    with handled_by(_Plain(logging.WARNING)):
         if parsed.action in _ELSEWHERE:
             return int(importlib.import_module(_ELSEWHERE[parsed.action][1]).run(parsed))
         # Imported here, so that --help and a wrong command line do not wait for torch.

@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.cli.commands import check_task_given, fit_data
 from drivetrain.cli.parser import Parser
-from drivetrain.cli.printing import any_text, line, print_json, shortened, table
+from drivetrain.cli.printing import line, print_json, shortened, table
 from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError, MissingDependencyError
 from drivetrain.core.registry import is_installed
@@ -64,10 +64,9 @@ def search_command(settings: Settings, as_json: bool) -> None:
     if as_json:
         print_json(_json(result.trials, [each.number for each in result.pareto], str(result.run_dir)))
         return
-    with any_text():
-        print_trials(result.pareto, result.objectives)
-        line(f"run dir: {result.run_dir}")
-        line(f"all trials: drivetrain search show {result.run_dir}")
+    print_trials(result.pareto, result.objectives)
+    line(f"run dir: {result.run_dir}")
+    line(f"all trials: drivetrain search show {result.run_dir}")
 
 
 def _space(settings: Settings) -> dict[str, Any]:
@@ -160,15 +159,14 @@ def show(words: Sequence[str]) -> int:
     if parsed.html is not None:
         page = importlib.import_module("drivetrain.integrations.report.command").ReportPage
         report = page([parsed.directory], parsed.storage).write(Path(parsed.html))
-    with any_text():
-        print_trials(trials, objectives, best)
-        for name, found in important.items():
-            line()
-            line(f"importance for {name}")
-            rows = [(each, f"{value:.1%}") for each, value in found.items()]
-            table((), rows or [("unknown: too few trials are complete", "")], numbers=(1,))
-        if report:
-            line(f"\n{report}")
+    print_trials(trials, objectives, best)
+    for name, found in important.items():
+        line()
+        line(f"importance for {name}")
+        rows = [(each, f"{value:.1%}") for each, value in found.items()]
+        table((), rows or [("unknown: too few trials are complete", "")], numbers=(1,))
+    if report:
+        line(f"\n{report}")
     return 0
 
 
