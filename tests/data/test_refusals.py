@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -37,6 +38,11 @@ def run(
 
 class Unsized(Dataset[Tensor]):
     batch_size = 2
+
+
+@dataclass
+class Held:  # a sample, of which torch makes no batch
+    row: int
 
 
 class Empty(Dataset[Tensor]):
@@ -102,6 +108,7 @@ def test_batches_that_cannot_be_used_are_named() -> None:
         "raises on 1": (lambda: run(failing, 1, 2), "raised at batch 2 of epoch 0: ValueError: broken"),
         "a weight on rank 1": (lambda: run(numbered, 1, 2, 0, 8, bad_weight), "gave -1.0 for batch 7"),
         "a word as weight": (lambda: run([PAIR], weight=lambda batch: "many"), "gave 'many'", "number"),
+        "true as weight": (lambda: run([PAIR], weight=torch.any), "loss_weight gave", "one number"),
     }
     assert_refused((ConfigError, DataError), cases)
     run(six, 0, 2)  # reads no such batch
@@ -167,6 +174,7 @@ def test_a_collate_fn_or_a_sampler_that_raises_is_named_and_ends_no_epoch_early(
             "batch 1 of epoch 0",
             "raised StopIteration for index 4",
         ),
+        "data classes": (read([Held(1)] * 3), "found <class", "Held'>. Return mappings", "collate_fn=...)"),
         "a collate_fn": (read(collate_fn=broken), "batch 0 of epoch 0 (samples 0 to 2", "sizes differ"),
         "one that ends": (read(collate_fn=exhausted), "batch 0 of epoch 0 (samples 0 to 2", "StopIteration"),
         "a sampler": (read(sampler=Broken(), epoch=3), sampler),

@@ -198,7 +198,7 @@ def test_refusals_of_the_engine() -> None:
         ),
         **{
             f"tokens {each!r}": (fit(tokens=each), f"tokens gave {each!r}")
-            for each in (2.6, -5, math.nan, "7")
+            for each in (2.6, -5, math.nan, "7", True)
         },
         "a tensor of tokens": (fit(tokens=torch.ones(2)), "tokens gave a tensor of shape (2,)"),
         "strategy": (lambda: Engine("cpuu"), "Did you mean 'cpu'"),

@@ -2,6 +2,7 @@
 
 import copy
 from collections import UserDict, namedtuple
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from drivetrain.task.task import StepModule, overrides
 
 ONE, TWO, THREE = torch.ones(2), torch.ones(2) * 2, torch.ones(2) * 3
 Pair = namedtuple("Pair", ["image", "label"])
+HELD = make_dataclass("Held", ["image", "label"])(1, 2)
 
 
 class Plain(TaskModule):
@@ -38,13 +40,14 @@ def task_of(base: type[TaskModule] = TaskModule, **methods: Any) -> TaskModule:
 
 PLAIN = Plain()
 NAMED = task_of(forward=lambda self, image, mask=None, *, scale=1: (image, mask, scale))
+TARGETED = task_of(forward=lambda self, **columns: columns)
 COLUMNS = task_of(forward=lambda self, **columns: columns)
 WITH_THE_REST = task_of(forward=lambda self, image, **others: (image, others))
 STARRED = task_of(forward=lambda self, *tensors: tensors)
 MASKED = task_of(forward=lambda self, image, mask=None: (image, mask))
 KEYWORD = task_of(forward=lambda self, image, *, mask=None: (image, mask))
 QUESTION = task_of(forward=lambda self, image, question: image)
-for each in (MASKED, KEYWORD, QUESTION):
+for each in (MASKED, KEYWORD, QUESTION, TARGETED):
     each.loss = nn.MSELoss()  # type: ignore[assignment]
 SCORED = task_of(type(MASKED), loss=lambda self, outputs, batch: batch[0].sum())
 SCORED.metrics = {"sum": SumMetric()}  # type: ignore[assignment]
@@ -56,6 +59,7 @@ FORWARDS: list[tuple[TaskModule, Any, Any]] = [
     (SCORED, [ONE, TWO], (ONE, None)),
     (QUESTION, (ONE, TWO), ONE),  # a prediction has no target
     (COLUMNS, {"image": ONE, "label": TWO}, {"image": ONE, "label": TWO}),
+    (TARGETED, {"image": ONE, "weight": THREE, "labels": TWO}, {"image": ONE, "weight": THREE}),
     (WITH_THE_REST, {"image": ONE, "label": TWO}, (ONE, {"label": TWO})),
     (PLAIN, (ONE, TWO), ONE),
     (PLAIN, Pair(ONE, TWO), ONE),
@@ -217,6 +221,7 @@ def test_refusals_of_a_task() -> None:
         "more": (lambda: NAMED.inputs((ONE, TWO)), "(image, mask=None, *, scale=1)", "return batch[0]`"),
         "a star": (lambda: STARRED.inputs((ONE,)), "Made.forward(*tensors)", "def inputs(self, batch)"),
         "by name alone": (lambda: COLUMNS.inputs([ONE]), "(there is none)", "mappings"),
+        "a data class": (lambda: PLAIN.inputs(HELD), "data class Held, and not its field 'image'"),
         "no target": (lambda: PLAIN.metric_inputs(ONE, {"lable": TWO}), "'lable'", "none of 'label'"),
         "a tensor": (lambda: PLAIN.metric_inputs(ONE, ONE), "a Tensor", "metric_inputs"),
         "no constructor": (lambda: Without().predict_step({"image": ONE}), "Without"),

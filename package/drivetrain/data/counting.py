@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, DataError
@@ -76,10 +77,10 @@ def _unknown_kind(batch: Batch, place: str) -> DataError:
 
 def _weight(given: Any, place: Callable[[], str]) -> float | Tensor:
     # A weight on an accelerator stays there: reading it would be a host sync in every step.
-    if isinstance(given, Tensor) and given.device.type != "cpu":
+    if isinstance(given, Tensor) and given.device.type != "cpu" and given.dtype != torch.bool:
         return given
     try:
-        weight = float(given)
+        weight = float(_item(given))
     except (TypeError, ValueError, RuntimeError):
         shown = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
         raise ConfigError(
@@ -95,10 +96,18 @@ def _weight(given: Any, place: Callable[[], str]) -> float | Tensor:
 def _tokens(given: Any) -> int:
     """Return what `tokens` gave as a whole number."""
     try:
-        number = given.item() if isinstance(given, Tensor) else given
+        number = _item(given)
         if (whole := int(number)) == number and whole >= 0:
             return whole
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     shown = f"a tensor of shape {tuple(given.shape)}" if getattr(given, "ndim", 0) else f"{given!r}"
     raise DataError(f"tokens gave {shown[:80]}; it must return a whole number of tokens, at least 0")
+
+
+def _item(given: Any) -> Any:
+    """Return a number, or the number in an array or a tensor. A truth value is none: it counts nothing."""
+    number = given.item() if hasattr(given, "item") else given
+    if isinstance(number, bool):
+        raise TypeError
+    return number

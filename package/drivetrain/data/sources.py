@@ -216,6 +216,15 @@ class Source(ABC):
             return DataError(f"the {self.name} data cannot be read on; {place} was waited for: {error}")
         is_group = isinstance(error, ExceptionGroup)
         what = summary(error) if is_group else f"{type(error).__name__}: {error}"
+        return self.raised(place, what)
+
+    def raised(self, place: str, what: str) -> DataError:
+        """Return the error for a line of another error; the one of torch's collation lacks what to write."""
+        if "default_collate: batch must contain" in what:
+            what += (
+                ". Return mappings, tuples or tensors from the dataset, or give a function that makes a batch"
+                " of a list of samples: DataLoader(..., collate_fn=...), or Trainer(collate=...)"
+            )
         return DataError(f"the {self.name} data raised at {place}: {what}")
 
 
@@ -395,9 +404,7 @@ class IterableSource(Source):
         advice = None if ended else lacks_shared_memory(error)
         if raised is not None:
             which, what = raised
-            failure = DataError(
-                f"the {self.name} data raised at batch {number} of epoch {epoch}{which}: {what}"
-            )
+            failure = self.raised(f"batch {number} of epoch {epoch}{which}", what)
         else:
             failure = self.failure(WorkerEnded(ended) if ended else error, number, epoch)
         return failure if advice is None else DataError(f"{failure}; {advice}")

@@ -257,11 +257,13 @@ class TaskModule(nn.Module):
         the only argument.
 
         The default takes from a mapping the keys that `forward`'s parameters name, and from a sequence its
-        first items, one for each parameter without a default. A tensor is passed unchanged.
+        first items, one for each parameter without a default. `**` takes all keys of a mapping, except the
+        target of an assigned loss or of the metrics. A tensor or a data class is passed unchanged.
 
         Raises:
             DataError: A parameter without a default has no column; lists the batch's columns. Or a sequence
-                has more than these items and the target, and `forward` has a parameter with a default.
+                has more than these items and the target, and `forward` has a parameter with a default. Or
+                the batch is a data class with a field of a parameter's name.
         """
         kind = type(batch)
         forward = FORWARDS.get(type(self))
@@ -274,17 +276,36 @@ class TaskModule(nn.Module):
                     columns[name] = batch[name]
                 elif name in forward.required:
                     raise self._missing(name, batch)
-            return batch if forward.takes_all else columns
+            return self._all_columns(batch, forward.names) if forward.takes_all else columns
         if kind is tuple or kind is list or isinstance(batch, (tuple, list)):
             size, needed = len(batch), len(forward.positional)
             is_clear = needed <= size <= forward.most
-            if not is_clear and not (size == forward.most + 1 and self._last_is_target()):
+            if not is_clear and not (size == forward.most + 1 and self._takes_target()):
                 raise self._unclear(batch, forward.positional)
             return tuple(batch[:needed])
+        if hasattr(kind, "__dataclass_fields__"):
+            self._check_whole(kind, forward.required)
         return batch
 
-    def _last_is_target(self) -> bool:
-        """Return whether the last item of a sequence is the target of the loss or the metrics."""
+    def _all_columns(self, batch: Mapping[str, Any], named: Sequence[str]) -> Mapping[str, Any]:
+        """Return the columns of a forward that takes `**`."""
+        target = next((each for each in TARGETS if each in batch), None)
+        is_of_model = "loss" not in self._modules and not overrides(self, "loss")
+        if target is None or target in named or is_of_model or not self._takes_target():
+            return batch
+        return {name: value for name, value in batch.items() if name != target}
+
+    def _check_whole(self, kind: Any, required: Sequence[str]) -> None:
+        name = next((each for each in required if each in kind.__dataclass_fields__), None)
+        if name is not None:
+            raise DataError(
+                f"{type(self).__name__}.forward{inspect.signature(self.forward)} gets the whole batch, of the"
+                f" data class {kind.__name__}, and not its field {name!r}. Say what forward gets, such as"
+                f" `def inputs(self, batch): return {{{name!r}: batch.{name}}}`"
+            )
+
+    def _takes_target(self) -> bool:
+        """Return whether the loss or the metrics get the target that the default `metric_inputs` finds."""
         if overrides(self, "metric_inputs"):
             return False
         if self._modules.get("loss") is not None:
