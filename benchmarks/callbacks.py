@@ -37,7 +37,6 @@ CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
     "GradientNorms(per_layer=True)": lambda: [callbacks.GradientNorms(per_layer=True)],
     "WeightHistograms": lambda: [callbacks.WeightHistograms()],
     "WeightHistograms(gradients=True)": lambda: [callbacks.WeightHistograms(gradients=True)],
-    "ActivationStats": lambda: [callbacks.ActivationStats()],
     "DeviceStats": lambda: [callbacks.DeviceStats()],
     "LearningRateMonitor": lambda: [callbacks.LearningRateMonitor()],
     "Throughput": lambda: [callbacks.Throughput()],

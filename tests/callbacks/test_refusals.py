@@ -50,7 +50,7 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
 
 
 def test_arguments_of_callbacks_that_watch_are_refused() -> None:
-    profile, stats, histograms = cb.Profile, cb.ActivationStats, cb.WeightHistograms
+    profile, histograms = cb.Profile, cb.WeightHistograms
     table: dict[str, tuple[Any, ...]] = {
         "kind": (partial(profile, kinds="traces"), "did you mean 'trace'"),
         "ranks": (partial(profile, ranks=-1), "ranks", "at least 0"),
@@ -58,7 +58,6 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
         "schedule of a table": (partial(profile, ONE, "table"), "no effect on 'table'"),
         "misspelt option": (partial(profile, options={"record_shape": True}), "did you mean 'record_shapes'"),
         "kind python": (partial(profile, kinds=("table", "python")), "'with_stack': True", "cProfile"),
-        "statistic": (partial(stats, statistics=("mean", "median")), "'median'", "did you mean 'mean'"),
         "interval of time": (partial(histograms, every="10 minutes"), "every=", "whole epochs"),
         "over_ranks": (partial(cb.DeviceStats, over_ranks="sum"), "over_ranks", "'sum'"),
         "module": (partial(cb.summarize, "net"), "module", "'net'"),
@@ -130,7 +129,6 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
         "skip of several": (fit(cb.LossSpike("skip"), Duel(), batch), "'loss'", "'discriminator_loss'"),
         "detector": (fit(cb.NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
-        "activations": (fit(cb.ActivationStats(patterns="lin")), "no module", "did you mean 'line'"),
         "histograms": (
             fit(cb.WeightHistograms(patterns="lines.weight"), loggers="jsonl", run_dir=tmp_path / "logs"),
             "no parameter", "did you mean 'line.weight'"),

@@ -125,7 +125,6 @@ WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "trace": lambda: callbacks.Profile({"wait": 12, "warmup": 1, "active": 1}, show=False),
     "WeightHistograms": lambda: callbacks.WeightHistograms(gradients=True),
     "GradientNorms": lambda: callbacks.GradientNorms(per_layer=True),
-    "ActivationStats": callbacks.ActivationStats,
     "DeviceStats": callbacks.DeviceStats,
     "EarlyStopping": lambda: callbacks.EarlyStopping("train/loss", patience=99),
     "LossSpike": lambda: callbacks.LossSpike("stop", window=10, threshold=1e6),

@@ -13,7 +13,6 @@ from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector as NonFini
 from drivetrain.callbacks.profile import Profile as Profile
 from drivetrain.callbacks.progress.progress_bar import ProgressBar as ProgressBar
 from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLength
-from drivetrain.callbacks.statistics.activation_stats import ActivationStats as ActivationStats
 from drivetrain.callbacks.statistics.gradient_norms import GradientNorms as GradientNorms
 from drivetrain.callbacks.statistics.peaks import peak_flops as peak_flops
 from drivetrain.callbacks.statistics.throughput import Throughput as Throughput

@@ -33,12 +33,10 @@ class Placeholders:
 
     Attributes:
         bad: The number of micro-batches of the last window that could not be made, on all ranks.
-        is_running: Whether the forward in progress is a placeholder's.
     """
 
     def __init__(self) -> None:
         self.bad = 0
-        self.is_running = False
         self._last: MicroBatch | None = None
         self._buffers = KeptBuffers()
 
@@ -86,12 +84,8 @@ class Placeholders:
 
     def forward(self, task: nn.Module, run_step: Callable[[Any], Any], given: Any) -> Any:
         """Run a placeholder's forward, or a generator step to its next yield; restore the buffers."""
-        self.is_running = True
-        try:
-            with self._buffers_unchanged(task):
-                return run_step(given)
-        finally:
-            self.is_running = False
+        with self._buffers_unchanged(task):
+            return run_step(given)
 
     def backward(
         self,

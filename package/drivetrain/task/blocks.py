@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from torch import nn
-
-from drivetrain.checkpoint.weights.module_state import clean_name
-from drivetrain.core.errors import ConfigError, nearest
 
 
 def repeated_blocks(model: nn.Module, tied: bool = False) -> list[nn.Module]:
@@ -40,22 +36,6 @@ def is_called(module: nn.Module) -> bool:
         not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         or type(module).forward is not nn.Module.forward
     )
-
-
-def select_modules(model: nn.Module, patterns: Sequence[str], argument: str) -> dict[str, nn.Module]:
-    """Return the modules of a model that are called and whose names match, in model order."""
-    named: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if name and is_called(module):
-            named.setdefault(clean_name(name), module)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise ConfigError(
-                f"the pattern {pattern!r} in {argument} matches no module. {nearest(pattern, named)}"
-            )
-    return {
-        name: each for name, each in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
 
 
 def separate(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:

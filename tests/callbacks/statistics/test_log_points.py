@@ -8,12 +8,12 @@ from tests.support.tasks import Regression, pairs, quiet
 from tests.support.waits import WATCH, Language, batches
 
 from drivetrain import CheckpointConfig
-from drivetrain.callbacks import ActivationStats, DeviceStats, WeightHistograms
+from drivetrain.callbacks import DeviceStats, WeightHistograms
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(ActivationStats, "activations/"), (WeightHistograms, "histograms"), (DeviceStats, "device/")],
+    [(WeightHistograms, "histograms"), (DeviceStats, "device/")],
 )
 def test_every_takes_the_first_log_point_at_or_after_its_end_also_after_a_resume(kind, name, tmp_path):
     options = {"loggers": "jsonl", "checkpoint": True}

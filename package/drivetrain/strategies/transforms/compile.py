@@ -288,20 +288,6 @@ def compiled_forward(module: nn.Module) -> Compiled | None:
     return found if isinstance(found, Compiled) else None
 
 
-def inside_compiled(model: nn.Module) -> set[nn.Module]:
-    """Return the modules inside of compiled code.
-
-    A hook there breaks the code in pieces if it is there when the code is compiled, and else is not called.
-    The hooks of a module whose forward is compiled run outside of the code.
-    """
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if any(isinstance(each, Compiled) for each in vars(module).values()) or _is_compiled(module):
-            own = module._compiled_call_impl is None
-            inside.update(each for each in module.modules() if not (own and each is module))
-    return inside
-
-
 def _has_own_forward(module: nn.Module) -> bool:
     """Return whether a module's forward is not its class's; a copy of a compiled module has its class's."""
     found = vars(module).get("forward")
