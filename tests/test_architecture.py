@@ -79,7 +79,6 @@ _BatchNorm  # torch: the base of all batch norms has no other name
 _found_inf_per_device _per_optimizer_states  # torch: the overflow of one optimizer, before its step
 _optimizer_step_pre_hooks _optimizer_step_post_hooks  # torch: whether somebody listens to a step
 _global_optimizer_pre_hooks _global_optimizer_post_hooks _is_profiler_enabled  # likewise
-_record_memory_history _dump_snapshot  # torch: a device's memory over time
 _local_scalar_dense _get_default_mps_generator  # torch: a number of the meta device, MPS's generator
 _get_default_store _op_dispatcher _remove_autograd_hooks  # torch: stores and groups, DDP
 _dynamo _inductor _compiled_call_impl  # torch: compiled modules, their errors and options

@@ -73,17 +73,13 @@ def test_resumed_run_counts_on_from_its_step_and_ends_with_the_same_weights(tmp_
     assert steps(folder / "trace-steps-7-8-rank-0.json.gz") == ["7", "8"]
 
 
-def test_memory_lists_the_operators_of_its_step_and_a_trace_may_have_python(tmp_path: Path) -> None:
-    memory = Profile(ONE, "memory", folder=tmp_path)
-    fitted(memory)
-    (path,) = memory.files
-    assert path.name == "memory-steps-2-2-rank-0.txt"
-    text = path.read_text(encoding="utf-8")
-    assert "Self CPU Mem" in text
-    assert "aten::addmm" in text
-    trace = Profile(ONE, "trace", folder=tmp_path, options={"with_stack": True})
+def test_a_trace_may_have_python_and_memory(tmp_path: Path) -> None:
+    options = {"with_stack": True, "profile_memory": True}
+    trace = Profile(ONE, "trace", folder=tmp_path, options=options)
     fitted(trace)
-    assert b"functional.py" in gzip.decompress(trace.files[0].read_bytes())
+    content = gzip.decompress(trace.files[0].read_bytes())
+    assert b"functional.py" in content
+    assert b"[memory]" in content
 
 
 def test_table_counts_every_phase_and_hook(tmp_path: Path) -> None:
@@ -121,9 +117,9 @@ def test_table_counts_every_phase_and_hook(tmp_path: Path) -> None:
 
 def test_profiling_changes_no_weights_and_leaves_nothing_behind(tmp_path: Path) -> None:
     plain = fitted(None)
-    everything = Profile(ONE, ("table", "trace", "memory"), folder=tmp_path / "all")
+    everything = Profile(ONE, ("table", "trace"), folder=tmp_path / "all")
     assert weights(fitted(everything)) == weights(plain)
-    assert len(list((tmp_path / "all").iterdir())) == 4
+    assert len(list((tmp_path / "all").iterdir())) == 3
     strategy, runs = quiet(max_steps=1).select_strategy(), []
     watch = LambdaCallback(on_fit_start=runs.append)
     fitted(Profile(kinds="table", folder=tmp_path), strategy=strategy, callbacks=[watch])

@@ -6,7 +6,6 @@ from tests.support.refusals import assert_refused
 
 from drivetrain import ConfigError
 from drivetrain.cli.launch import run as launch
-from drivetrain.cli.profile import run as profile
 
 SHAPES = "--task shapes.Shapes --data shapes.data"
 STOPPING = "callbacks drivetrain.EarlyStopping --trainer.callbacks"
@@ -87,8 +86,7 @@ def test_mistakes_in_a_configuration_file(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_mistakes_in_the_options_of_launch_and_profile(tmp_path):
-    (tmp_path / "train.py").write_text("raise AssertionError('not run')", encoding="utf-8")
+def test_mistakes_in_the_options_of_launch():
     launches = {
         "--devices two": "--devices takes a number of processes or 'auto', not 'two'",
         "--nodes 2": "--nodes 2 needs --address HOST of the first machine and --node-rank",
@@ -98,13 +96,7 @@ def test_mistakes_in_the_options_of_launch_and_profile(tmp_path):
         "": "no file 'program.py'; for a module, write -m",
         "--nproc-per-node=2": "Here it is called '--devices'",
     }
-    profiles = {
-        "--steps 1 train.py": "--steps must be a whole number, at least 2, not 1",
-        "--kinds tabel train.py": "Did you mean 'table'",
-        "gone.py": "no file 'gone.py'",
-    }
     table = {a: (lambda a=a: launch([*a.split(), "program.py"]), word) for a, word in launches.items()}
-    table |= {line: (lambda line=line: profile(line.split()), word) for line, word in profiles.items()}
     assert_refused(ConfigError, table)
 
 

@@ -1,4 +1,4 @@
-"""A profile of a fit: the time of its phases, and traces and memory of chosen steps."""
+"""A profile of a fit: the time of its phases, and traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerAction, record_function
+from torch.profiler import ProfilerAction
 
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.checkpoint.storage.files import replacing
@@ -33,19 +33,22 @@ _LOG = logger(__name__)
 
 register_opaque(__file__)
 
-KINDS = ("table", "trace", "memory")
+KINDS = ("table", "trace")
 
 _SCHEDULE = {"wait": 8, "warmup": 2, "active": 3, "repeat": 1}
 
-_LEAST = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0}
-"""The smallest value of each option of a schedule."""
+_ARGUMENTS = ("wait", "warmup", "active", "repeat", "skip_first")
 
-_OPTIONS = ("record_shapes", "with_stack", "with_flops", "with_modules", "experimental_config")
+_OPTIONS = (
+    "record_shapes",
+    "profile_memory",
+    "with_stack",
+    "with_flops",
+    "with_modules",
+    "experimental_config",
+)
 
 _ACTIVE = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-
-_ROWS = 50
-"""The rows of a text that lists operators."""
 
 Schedule = Mapping[str, int] | Callable[[int], ProfilerAction]
 
@@ -59,9 +62,7 @@ class Profile(Callback):
       end, and written as text and JSON.
     - "trace": a trace of chosen steps by `torch.profiler`, with the phases as ranges, for
       https://ui.perfetto.dev or chrome://tracing. With ``options={"with_stack": True}`` it has each Python
-      function.
-    - "memory": on CUDA, a snapshot of all that chosen steps allocated and freed, for
-      https://pytorch.org/memory_viz; on a CPU, a list of the operators that allocated most.
+      function, and with ``{"profile_memory": True}`` what each operator allocated.
 
     The table has the host's times: no phase waits for a device. A GPU works behind the host, and its time
     shows where the host waits for it, as at log points. A trace has the times of both.
@@ -71,14 +72,14 @@ class Profile(Callback):
     are not profiled. A file that cannot be written is left out with a warning.
 
     Args:
-        schedule: The steps for "trace" and "memory": a mapping of the arguments of
+        schedule: The steps for "trace": a mapping of the arguments of
             `torch.profiler.schedule`, or its result. None is
             ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the steps 10, 11 and 12.
-        kinds: Some of "table", "trace" and "memory".
+        kinds: "table", "trace" or both.
         ranks: The ranks to profile: a number, several, or "all". Each writes its own files.
         folder: The folder for the files; None takes `profile` in the run directory.
-        options: Options of `torch.profiler.profile` for "trace": `record_shapes`, `with_stack`, `with_flops`,
-            `with_modules`, `experimental_config`.
+        options: Options of `torch.profiler.profile` for "trace": `record_shapes`, `profile_memory`,
+            `with_stack`, `with_flops`, `with_modules`, `experimental_config`.
         show: Whether the main rank prints the table and the folder to stderr.
 
     Attributes:
@@ -87,7 +88,7 @@ class Profile(Callback):
     Raises:
         ConfigError: An argument that is not allowed or would have no effect; when a Trainer is made, no
             directory to write to, or no such rank; in a fit, another profiler that is active.
-        StrategyError: "trace" on XLA, or "memory" on a device other than CUDA and the CPU.
+        StrategyError: "trace" on XLA.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Profile(Callback):
             raise ConfigError("Profile(options=) is for 'trace', and kinds= has no 'trace'")
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
-        """Check that there is a directory to write to, and that all kinds and ranks can be profiled.
+        """Check that there is a directory to write to, and that all ranks can be profiled.
 
         Raises:
             ConfigError: There is no directory, a rank does not exist, or there are two of these callbacks.
@@ -133,15 +134,10 @@ class Profile(Callback):
                 f"Profile(ranks=...) has rank {late[0]}, and this job's ranks are 0 to"
                 f" {strategy.world_size - 1}"
             )
-        device = strategy.device.type
-        if "trace" in self.kinds and device == "xla":
+        if "trace" in self.kinds and strategy.device.type == "xla":
             raise StrategyError(
                 "Profile: torch.profiler cannot see the operations on XLA, which compiles each step as a"
                 " whole. Use kinds='table', XLAReport, or torch_xla.debug.profiler"
-            )
-        if "memory" in self.kinds and device not in ("cuda", "cpu"):
-            raise StrategyError(
-                f"Profile: torch has no record of the memory of {device!r}. Leave 'memory' out of kinds"
             )
 
     @contextmanager
@@ -192,92 +188,62 @@ class _ProfileSession:
         self._first: int | None = None  # the first step of the present recording, or None
         self._recorded = False
         self._profiler: Any = None
-        self._range: record_function | None = None
-        on_cpu = run.engine.device.type == "cpu"
-        self._lists_memory = "memory" in profile.kinds and on_cpu
-        self._snapshots_memory = "memory" in profile.kinds and not on_cpu
-        self._uses_torch = "trace" in profile.kinds or self._lists_memory
 
     def before_step(self, made: int) -> None:
         """Begin or end to record, as the schedule has it; the step after `made` others comes next."""
         if self._base is None:
             self._base = self._run.progress.steps
-        before, self._number = self._action, self._base + made
-        if self._profile.kinds == ("table",):
-            return
-        self._leave_range()
-        action = self._action = _action(self._profile.schedule, self._number)
-        goes_on = before is action or (before, action) == _ACTIVE
-        if not goes_on or before is ProfilerAction.RECORD_AND_SAVE:
-            start = perf_counter()
-            with self._not_traced():
-                self._change(before, action)
-            self._run.timing["data"] -= perf_counter() - start  # which the loop adds to it
-        if self._first is not None:
-            self._range = record_function(f"ProfilerStep#{self._number}")
-            self._range.__enter__()  # type: ignore[no-untyped-call]
-
-    def _leave_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
+        number = self._base + made
+        if "trace" in self._profile.kinds:
+            before, self._action = self._action, _action(self._profile.schedule, number)
+            if before is not ProfilerAction.NONE or self._action is not ProfilerAction.NONE:
+                start = perf_counter()
+                with self._not_traced():
+                    self._record(before, number)
+                self._run.timing["data"] -= perf_counter() - start  # which the loop adds to it
+                self.clock.traced = self._action in _ACTIVE
+        self._number = number
 
     def _not_traced(self) -> AbstractContextManager[None]:
         self.clock.traced = False  # the profiler ends inside, and so would this phase's range
         return self.clock.span("profiling")
 
-    def _change(self, before: ProfilerAction, action: ProfilerAction) -> None:
-        if before is ProfilerAction.RECORD_AND_SAVE or action not in _ACTIVE:
-            self._finish(self._number - 1)
-        if action is not ProfilerAction.NONE:
-            self._prepare()
-        if action in _ACTIVE and self._first is None:
-            self._start()
-
-    def _prepare(self) -> None:
-        if not self._uses_torch or self._profiler is not None:
+    def _record(self, before: ProfilerAction, number: int) -> None:
+        """Bring torch's profiler to a step; each recording has one of its own."""
+        if before is ProfilerAction.RECORD_AND_SAVE or self._action is ProfilerAction.NONE:
+            self._stop()
+        if self._action is ProfilerAction.NONE:
             return
-        if torch.autograd.profiler._is_profiler_enabled:
-            raise ConfigError(
-                f"Profile cannot record step {self._number}: another profiler of torch is active, and there"
-                " can be only one. End it, or leave Profile out"
-            )
-        self._profiler = torch.profiler.profile(profile_memory=self._lists_memory, **self._profile.options)
-        self._profiler.prepare_trace()
-
-    def _start(self) -> None:
-        self._first, self._recorded = self._number, True
-        if self._snapshots_memory:
-            torch.cuda.memory._record_memory_history(stacks="python")
         if self._profiler is not None:
-            self._profiler.start_trace()
-            self.clock.traced = True
+            self._profiler.step()
+        elif torch.autograd.profiler._is_profiler_enabled:
+            raise ConfigError(
+                f"Profile cannot record step {number}: another profiler of torch is active, and there can be"
+                " only one. End it, or leave Profile out"
+            )
+        else:
+            self._profiler = torch.profiler.profile(
+                schedule=lambda _: self._action, on_trace_ready=self._write_trace, **self._profile.options
+            )
+            self._profiler.step_num = number
+            self._profiler.start()
+        if self._action in _ACTIVE and self._first is None:
+            self._first, self._recorded = number, True
 
-    def _finish(self, last: int) -> None:
-        """End to record, and write the files of the steps up to `last`."""
-        first, self._first = self._first, None
+    def _stop(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            if first is None:  # only prepared
-                profiler.start_trace()
-            profiler.stop_trace()
-        if first is None:
-            return
-        steps = f"steps-{first}-{last}"
-        if self._snapshots_memory:
-            self._write(f"memory-{steps}", ".pickle", torch.cuda.memory._dump_snapshot)
-            torch.cuda.memory._record_memory_history(enabled=None)
-        if self._lists_memory:
-            operators = profiler.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=_ROWS)
-            self._write(f"memory-{steps}", ".txt", lambda path: path.write_text(operators, encoding="utf-8"))
-        if "trace" in self._profile.kinds:
-            self._write(f"trace-{steps}", ".json.gz", lambda path: profiler.export_chrome_trace(str(path)))
+            profiler.stop()
+
+    def _write_trace(self, profiler: torch.profiler.profile) -> None:
+        first, self._first = self._first, None
+        name = f"trace-steps-{first}-{self._number}"
+        self._write(name, ".json.gz", lambda path: profiler.export_chrome_trace(str(path)))
 
     def end(self) -> list[Path]:
         """Write what there is at the end of the fit, or after an error, and return all files."""
-        self._leave_range()
         with self._not_traced():
-            self._finish(self._number)
+            self._stop()
         if "table" in self._profile.kinds:
             self._write_table()
         return self._files
@@ -346,11 +312,6 @@ def _checked_kinds(kinds: object) -> tuple[str, ...]:
     given = (kinds,) if isinstance(kinds, str) else kinds
     if not isinstance(given, Sequence) or not given:
         raise ConfigError(f"Profile(kinds=...) takes some of {', '.join(map(repr, KINDS))}, not {kinds!r}")
-    if "python" in given:
-        raise ConfigError(
-            "Profile has no kind 'python'. Give kinds='trace', options={'with_stack': True}, or run the"
-            " program by python -m cProfile"
-        )
     return tuple(dict.fromkeys(one_of("kind of profile", each, KINDS) for each in given))
 
 
@@ -366,16 +327,13 @@ def _checked_ranks(ranks: object) -> tuple[int, ...] | None:
 
 def _checked_schedule(schedule: object) -> Callable[[int], ProfilerAction]:
     if isinstance(schedule, Mapping):
-        check_names("Profile(schedule=)", schedule, tuple(_LEAST))
-        missing = [each for each in ("wait", "warmup", "active") if each not in schedule]
-        if missing:
-            raise ConfigError(f"Profile(schedule={dict(schedule)!r}) has no {missing[0]!r}")
-        counts = {
-            name: count(f"Profile: the schedule's {name!r}", value, at_least=_LEAST[name])
-            for name, value in schedule.items()
-        }
-        made: Callable[[int], ProfilerAction] = torch.profiler.schedule(**counts)
-        return made
+        check_names("Profile(schedule=)", schedule, _ARGUMENTS)
+        try:
+            return torch.profiler.schedule(**schedule)
+        except (TypeError, AssertionError) as error:
+            raise ConfigError(
+                f"Profile(schedule={dict(schedule)!r}): {error}. Give one such as {_SCHEDULE!r}"
+            ) from None
     if callable(schedule):
         return schedule
     raise ConfigError(

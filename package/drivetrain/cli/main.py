@@ -37,7 +37,7 @@ _RUNS = {
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
     "benchmark": "compare the time and memory of a step between settings",
-    "summary": "show a task's parameters, shapes and operations by module",
+    "summary": "show a task's parameters by module",
     "search": "search hyper-parameters; `search show DIR` shows the trials",
 }
 _COMMANDS: Registry[Any] = Registry(
@@ -56,7 +56,6 @@ _OTHERS = {
     "new": "write a small project that trains",
     "launch": "start a program as several processes, on one machine or many",
     "check-resume": "kill and resume a program, and name the first difference",
-    "profile": "train a program for some steps, and say what the time went to",
     "checkpoint": "list, show, verify, export or compare checkpoints",
     "runs": "list runs, and show what the time of one went to",
 }
