@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import OptimizerConfig, WeightAverage
-from drivetrain.callbacks.layers import layers_of
 from drivetrain.core.random_streams import generator_state
 from drivetrain.loggers import TensorBoardLogger
-from drivetrain.trainer.first_batch import first_batch
 
 
 def add_generators(owner: Any) -> None:
@@ -106,14 +104,10 @@ def process() -> Any:
     return plain([torch.get_rng_state(), random.getstate(), np.random.get_state()])
 
 
-BATCH = next(iter(pairs()))
-
 VERBS: dict[str, Any] = {
     "plan": lambda trainer, task, data: trainer.plan(task, data, data),
     "rate": lambda trainer, task, data: trainer.find_learning_rate(task, data, steps=20),
     "size": lambda trainer, task, data: trainer.find_batch_size(task, data, memory="1 GiB", largest=4),
-    "first batch": first_batch,
-    "summary": lambda trainer, task, data: layers_of(task, BATCH),
 }
 
 

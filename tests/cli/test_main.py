@@ -72,10 +72,8 @@ def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):
     code, out, _ = drive("plan", f"{FIT} --trainer.log_every 500")
     assert (code, "10 in all, 5 per epoch" in out, "warning: log_every=500 steps" in out) == (0, True, True)
     code, out, _ = drive("summary", "--task shapes.Shapes --depth 2")
-    assert (code, "parameters" in out, "operations" in out) == (0, True, False)
-    found = json.loads(drive("summary", f"{SHAPES} --json")[1])
-    assert found["total"]["forward_flops"] > 0
-    assert found["modules"][0]["inputs"] is not None
+    assert (code, "parameters" in out) == (0, True)
+    assert json.loads(drive("summary", "--task shapes.Shapes --json")[1])["total"]["parameters"] > 0
     assert [each for each in sorted(here.iterdir()) if each.name != "__pycache__"] == before
     ways = {
         "--data shapes.Data --data.count 7": 7,

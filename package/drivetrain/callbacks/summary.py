@@ -12,16 +12,13 @@ from torch import nn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import elements
-from drivetrain.core.errors import ConfigError, StrategyError, shown
+from drivetrain.core.errors import ConfigError, shown
 from drivetrain.core.messages import columns, logger, sized
 from drivetrain.core.validation import by_name, count
 from drivetrain.strategies.precision.base import Precision
 
 if TYPE_CHECKING:
-    from drivetrain.callbacks.layers import Layer, Shapes
     from drivetrain.run.run import Run
-    from drivetrain.run.settings import RunSettings
-    from drivetrain.strategies import Strategy
 
 _LOG = logger(__name__)
 
@@ -47,11 +44,6 @@ class ModuleSummary:
         dtypes: The dtypes of its parameters.
         shared: The number of parameters that count elsewhere, at the module that has them first.
         lazy: Its parameters without a shape.
-        inputs: The shapes of the tensors that its forward first got; None without a batch, or if the batch
-            does not reach it.
-        outputs: The shapes of the tensors that its forward returned, likewise.
-        forward_flops: The floating-point operations of its forwards, likewise.
-        backward_flops: Those of backward, likewise.
     """
 
     name: str
@@ -62,10 +54,6 @@ class ModuleSummary:
     dtypes: tuple[str, ...]
     shared: int = 0
     lazy: int = 0
-    inputs: Shapes | None = None
-    outputs: Shapes | None = None
-    forward_flops: int | None = None
-    backward_flops: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +64,11 @@ class Summary:
         modules: The modules that are shown.
         total: The whole, under the name "".
         buffer_bytes: The memory of its buffers.
-        has_layers: Whether a batch was given, so that shapes and operations are known.
     """
 
     modules: tuple[ModuleSummary, ...]
     total: ModuleSummary
     buffer_bytes: int
-    has_layers: bool
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields by name, in JSON's types."""
@@ -91,19 +77,15 @@ class Summary:
 
     def __str__(self) -> str:
         header = ["module", "type", "parameters", "trainable", "dtype"]
-        header += ["input", "output", "forward", "backward"] if self.has_layers else []
-        rows = [_cells(each, self.has_layers) for each in self.modules]
+        rows = [_cells(each) for each in self.modules]
         rule = ["-" * max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [*columns([header, rule, *rows], (2, 3, 7, 8)), ""] if rows else []
+        lines = [*columns([header, rule, *rows], (2, 3)), ""] if rows else []
         total = self.total
         lazy = f"; {total.lazy} more tensors are lazy and have no shape yet" if total.lazy else ""
         memory = sized(total.bytes) + (
             f" and {sized(self.buffer_bytes)} of buffers" if self.buffer_bytes else ""
         )
         lines.append(f"{total.parameters:,} parameters, {total.trainable:,} trainable, {memory}{lazy}")
-        if self.has_layers:
-            forward, backward = _flops(total.forward_flops), _flops(total.backward_flops)
-            lines.append(f"floating-point operations for this batch: {forward} forward, {backward} backward")
         return shown("\n".join(lines))
 
 
@@ -116,8 +98,6 @@ class ModelSummary(Callback):
 
     Args:
         depth: The levels of modules to show; 0 shows the totals alone.
-        batch: A batch of the training data, to show each module's shapes and floating-point operations too;
-            see `summarize`.
 
     Attributes:
         summary: The table as data; None before a fit.
@@ -126,31 +106,9 @@ class ModelSummary(Callback):
         ConfigError: A negative depth.
     """
 
-    def __init__(self, depth: int = 1, batch: Any = None) -> None:
+    def __init__(self, depth: int = 1) -> None:
         self.depth = count("ModelSummary(depth=)", depth)
-        self.batch = batch
         self.summary: Summary | None = None
-
-    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
-        """Check that the layers can be followed.
-
-        Raises:
-            StrategyError: A batch is given, and the strategy changes the forward of the layers.
-        """
-        if self.batch is None:
-            return
-        what = f"ModelSummary(batch=...) with strategy {strategy.name!r}"
-        if strategy.device.type == "xla":
-            # A gradient before XLA's device is opened, even one without values, makes the device unusable.
-            raise StrategyError(
-                f"{what}: the layers are followed without XLA. Call print(summarize(task, batch=...)) in a"
-                " separate program, or run `drivetrain summary`"
-            )
-        if strategy.sharded:
-            raise StrategyError(
-                f"{what}: its layers hold shards, whose forward needs all ranks. Call"
-                " print(summarize(task, batch=...)) before the fit"
-            )
 
     def on_fit_start(self, run: Run) -> None:
         """Print the table."""
@@ -162,9 +120,7 @@ class ModelSummary(Callback):
         )
         if engine.splitter is not None:
             where += f" | micro-batch {engine.splitter}"
-        # In the dtype of the run's batches.
-        batch = None if self.batch is None else engine.transfer(self.batch)
-        self.summary = summarize(run.task, self.depth, batch=batch)
+        self.summary = summarize(run.task, self.depth)
         _LOG.info("\n\n".join((str(self.summary), _dtype_table(engine.precision), where)))
 
 
@@ -173,60 +129,40 @@ def _dtype_table(precision: Precision) -> str:
     return "\n".join(columns([(_DTYPES[name], each) for name, each in precision.dtypes._asdict().items()]))
 
 
-def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
+def summarize(task: nn.Module, depth: int = 1) -> Summary:
     """Return a table of `task`'s parameters by module, and their totals; print it, or read its fields.
 
     A row counts everything below its module. A parameter that several modules share counts where it appears
     first; the others show it as shared. A lazy parameter without a shape counts as nothing and is shown as
     lazy.
 
-    With a batch, a row also has the shapes of what the module first gets and returns, and its floating-point
-    operations in forward and backward. Counted are matrix products, convolutions and attention, 2 operations
-    for each multiplication with its addition. Nothing is computed: forward, loss and backward run on tensors
-    without values. The module and the random streams stay as they are.
-
     Args:
         task: Any module.
         depth: The levels of modules to show; 0 shows the totals alone.
-        batch: For a task a batch of its data; for another module the only argument of its forward, or a tuple
-            or mapping of its arguments. None shows parameters alone.
 
     Raises:
-        ConfigError: A negative depth, or the forward cannot be followed without values.
+        ConfigError: A negative depth, or something that is no module.
     """
     count("the depth of a summary", depth)
     if not isinstance(task, nn.Module):
         raise ConfigError(
             f"a summary needs a module, not {task!r}; give an object of the class, not the class"
         )
-    layers: dict[str, Layer] = {}
-    if batch is not None:
-        from drivetrain.callbacks.layers import layers_of
-
-        layers = layers_of(task, batch)
     owned = {id(each): name.rpartition(".")[0] for name, each in task.named_parameters()}
     rows = [
-        _row(name, module, module.parameters(), owned, layers.get(name))
+        _row(name, module, module.parameters(), owned)
         for name, module in task.named_modules(remove_duplicate=False)
         if name and name.count(".") < depth
     ]
     if depth and (own := list(task.parameters(recurse=False))):
-        rows.insert(0, replace(_row("", task, own, owned, None), name="(own)"))
+        rows.insert(0, replace(_row("", task, own, owned), name="(own)"))
     buffers = [each for each in task.buffers() if not isinstance(each, nn.UninitializedBuffer)]
-    return Summary(
-        tuple(rows),
-        _row("", task, task.parameters(), owned, layers.get("")),
-        sum(each.numel() * each.element_size() for each in buffers),
-        batch is not None,
-    )
+    size = sum(each.numel() * each.element_size() for each in buffers)
+    return Summary(tuple(rows), _row("", task, task.parameters(), owned), size)
 
 
 def _row(
-    name: str,
-    module: nn.Module,
-    parameters: Iterable[nn.Parameter],
-    owned: Mapping[int, str],
-    layer: Layer | None,
+    name: str, module: nn.Module, parameters: Iterable[nn.Parameter], owned: Mapping[int, str]
 ) -> ModuleSummary:
     """Return the row of a module.
 
@@ -246,30 +182,11 @@ def _row(
         trainable += number * (is_own and each.requires_grad)
         size += number * is_own * each.element_size()
     sizes = (counts[True], trainable, size, tuple(dtypes), counts[False], lazy)
-    return ModuleSummary(name, type(module).__name__, *sizes, **({} if layer is None else vars(layer)))
+    return ModuleSummary(name, type(module).__name__, *sizes)
 
 
-def _cells(row: ModuleSummary, has_layers: bool) -> list[str]:
+def _cells(row: ModuleSummary) -> list[str]:
     notes = [f"+ {row.lazy} lazy"] if row.lazy else []
     notes += [f"+ {row.shared:,} shared"] if row.shared else []
     parameters = " ".join([f"{row.parameters:,}", *notes])
-    cells = [row.name, row.type, parameters, f"{row.trainable:,}", ", ".join(row.dtypes)]
-    if has_layers:
-        cells += [_shape_text(row.inputs), _shape_text(row.outputs)]
-        cells += [_flops(row.forward_flops), _flops(row.backward_flops)]
-    return cells
-
-
-def _shape_text(shapes: Shapes | None) -> str:
-    return ", ".join(str(list(each)) for each in shapes or ())
-
-
-def _flops(count: int | None) -> str:
-    if count is None:
-        return ""
-    size = float(count)
-    for unit in ("", " k", " M", " G", " T"):
-        if size < 1000:
-            return f"{size:.0f}" if not unit else f"{size:.3g}{unit}"
-        size /= 1000
-    return f"{size:.3g} P"
+    return [row.name, row.type, parameters, f"{row.trainable:,}", ", ".join(row.dtypes)]

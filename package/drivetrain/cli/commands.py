@@ -17,7 +17,6 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import seed_host
 from drivetrain.data import batch_size
-from drivetrain.trainer.first_batch import first_batch
 from drivetrain.trainer.plan.plan import make_plan
 from drivetrain.trainer.result import FitResult
 from drivetrain.trainer.trainer import Trainer
@@ -91,14 +90,12 @@ def plan(settings: Settings, as_json: bool) -> None:
 
 
 def summary(settings: Settings, as_json: bool) -> None:
-    """Print the summary of a task; with data, for the first batch that it trains on."""
-    trainer, task = _trainer_and_task(settings)
+    """Print the summary of a task."""
+    _, task = _trainer_and_task(settings, without_values=True)
     depth = settings.option("depth") or "1"
     if not depth.isdecimal():
         raise ConfigError(f"--depth must be a whole number, at least 0, not {depth!r}")
-    has_data = settings.option("data") is not None or settings.option("train_data") is not None
-    batch = first_batch(trainer, task, *fit_data(settings)) if has_data else None
-    _show(summarize(task, int(depth), batch=batch), as_json)
+    _show(summarize(task, int(depth)), as_json)
 
 
 def _show(found: Any, as_json: bool) -> None:

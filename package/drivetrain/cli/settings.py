@@ -53,7 +53,8 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import config_type, configure
 from drivetrain.trainer.trainer import Trainer
 
-_ALL = ("fit", "validate", "test", "predict", "plan", "summary", "search", "benchmark")
+_WITH_DATA = ("fit", "validate", "test", "predict", "plan", "search", "benchmark")
+_ALL = (*_WITH_DATA, "summary")
 
 
 class _Option(NamedTuple):
@@ -69,9 +70,9 @@ class _Option(NamedTuple):
 
 _OPTIONS = {
     "--task": _Option("NAME", "module.Class or path/to/file.py:Class"),
-    "--data": _Option("NAME", "an object, or its class, with train_data()..."),
+    "--data": _Option("NAME", "an object, or its class, with train_data()...", _WITH_DATA),
     "--train-data": _Option(
-        "NAME", "a loader, dataset or function to train on", ("fit", "plan", "summary", "search", "benchmark")
+        "NAME", "a loader, dataset or function to train on", ("fit", "plan", "search", "benchmark")
     ),
     "--validation-data": _Option(
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
@@ -392,7 +393,7 @@ def _full_parser(command: str, purpose: str, tree: Tree, found: Mapping[str, Any
     parser = Arguments(
         prog=f"drivetrain {command}",
         description=f"{purpose.capitalize()}.",
-        usage=_USAGE.format(command),
+        usage=_usage(command),
         allow_abbrev=False,
         parser_mode=_MODE,
         print_config=None,
@@ -408,13 +409,18 @@ def _full_parser(command: str, purpose: str, tree: Tree, found: Mapping[str, Any
 
 def _short_parser(command: str) -> Parser:
     """Return a parser of the options without a dot."""
-    usage = _USAGE.format(command)
+    usage = _usage(command)
     parser = Parser(prog=f"drivetrain {command}", usage=usage, add_help=False, exit_on_error=False)
     shown = "print this; with `all`, explain every argument"
     add = parser.add_argument
     add("-h", "--help", nargs="?", const=False, choices=("all",), metavar="all", default=SUPPRESS, help=shown)
     _add_options(parser, command)
     return parser
+
+
+def _usage(command: str) -> str:
+    data = " --data NAME" if command in _WITH_DATA else ""
+    return f"drivetrain {command} --task NAME{data} [--trainer.NAME VALUE] [OPTION]"
 
 
 def _print_help(command: str, purpose: str, tree: Tree, found: Mapping[str, Any], is_all: bool) -> None:
@@ -555,7 +561,6 @@ def _parameters(function: Any) -> Collection[str]:
 # Messages.
 
 _MODE = "drivetrain"
-_USAGE = "drivetrain {} --task NAME --data NAME [--trainer.NAME VALUE] [OPTION]"
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
 _WORDS |= {"collections.abc.Mapping": "a mapping ({a: 1, b: 2})"}
 _WORDS |= {"NoneType": "none", "list": "a list (a,b,c)", "tuple": "a list (a,b,c)"}
