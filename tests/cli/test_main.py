@@ -87,17 +87,6 @@ def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):
         assert bool(json.loads(out)["validation"]["times"]) == ("ready" not in data or "--validation" in data)
 
 
-def test_benchmark_prints_a_row_for_each_combination(drive):
-    line = f"{SHAPES} --over strategy=cpu,cdu task.hidden=4 --rounds 1 --seconds 0.01"
-    code, out, _ = drive("benchmark", f"{line} --json")
-    fine, wrong = json.loads(out)["rows"]
-    assert (code, fine["settings"]) == (0, {"strategy": "cpu", "task.hidden": "4"})
-    assert (fine["failure"], fine["step_seconds"]["best"] > 0) == ("", True)
-    assert "Did you mean 'cpu'?" in wrong["failure"]
-    code, out, err = drive("benchmark", line.replace("cpu,", ""))
-    assert (code, out.split()[-1], "no combination could run" in err) == (1, "'zero3_offload'.", True)
-
-
 def test_plan_makes_no_weights_unless_the_constructor_reads_them(drive, here):
     (here / "large.py").write_text(
         "import torch, shapes\n"

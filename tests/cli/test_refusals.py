@@ -52,19 +52,6 @@ def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
     refuse("plan", {f"{SHAPES} --trainer.{line}": word for line, word in lines.items()})
 
 
-def test_mistakes_in_what_a_benchmark_compares(refuse):
-    lines = {
-        f"{SHAPES} --over stratgy=cpu": "Did you mean 'strategy'?",
-        f"{SHAPES} --over task.hiden=3": "Did you mean 'hidden'?",
-        f"{SHAPES} --over strategy": "write NAME=VALUE,VALUE",
-        f"{SHAPES} --over seed=1 seed=2": "gives seed twice",
-        f"{SHAPES} --over seed=x": "--trainer.seed must be a whole number, not 'x'",
-        f"{SHAPES} --over seed=1 --rounds 1.5": "--rounds must be a whole number, not '1.5'",
-        "--task shapes.Shapes --over seed=1": "no data to train on",
-    }
-    refuse("benchmark", lines)
-
-
 @pytest.mark.usefixtures("here")
 def test_mistakes_in_a_configuration_file(tmp_path):
     contents = {

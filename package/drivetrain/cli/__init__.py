@@ -1,1 +1,1 @@
-"""The command line: `drivetrain fit`, `validate`, `test`, `predict`, `plan`, `benchmark` and `env`."""
+"""The command line: `drivetrain fit`, `validate`, `test`, `predict`, `plan` and `env`."""

@@ -105,14 +105,6 @@ def _show(found: Any, as_json: bool) -> None:
         print(found)
 
 
-def benchmark(settings: Settings, as_json: bool) -> None:
-    """Measure a task's steps under every combination of some settings, and print the table."""
-    from drivetrain.cli.benchmark import run_benchmark
-
-    check_task_given(settings)
-    run_benchmark(settings, _training_option(settings), as_json)
-
-
 validate = partial(evaluate, "validation")
 test = partial(evaluate, "test")
 

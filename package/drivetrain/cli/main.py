@@ -36,7 +36,6 @@ _RUNS = {
     "test": "evaluate a task on test data",
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
-    "benchmark": "compare the time and memory of a step between settings",
     "summary": "show a task's parameters by module",
     "search": "search hyper-parameters; `search show DIR` shows the trials",
 }

@@ -53,27 +53,22 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import config_type, configure
 from drivetrain.trainer.trainer import Trainer
 
-_WITH_DATA = ("fit", "validate", "test", "predict", "plan", "search", "benchmark")
+_WITH_DATA = ("fit", "validate", "test", "predict", "plan", "search")
 _ALL = (*_WITH_DATA, "summary")
 
 
 class _Option(NamedTuple):
-    """An option: its value's name (None for a switch), its help, the commands that have it, and whether it
-    takes several values.
-    """
+    """An option: its value's name (None for a switch), its help and the commands that have it."""
 
     value: str | None
     help: str
     commands: Sequence[str] = _ALL
-    several: bool = False
 
 
 _OPTIONS = {
     "--task": _Option("NAME", "module.Class or path/to/file.py:Class"),
     "--data": _Option("NAME", "an object, or its class, with train_data()...", _WITH_DATA),
-    "--train-data": _Option(
-        "NAME", "a loader, dataset or function to train on", ("fit", "plan", "search", "benchmark")
-    ),
+    "--train-data": _Option("NAME", "a loader, dataset or function to train on", ("fit", "plan", "search")),
     "--validation-data": _Option(
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
     ),
@@ -95,15 +90,6 @@ _OPTIONS = {
     "--sampler": _Option("NAME", "tpe, random, grid, gp or nsga2; default: tpe", ("search",)),
     "--pruner": _Option("NAME", "median, halving or hyperband; default: none", ("search",)),
     "--parallel": _Option("NUMBER", "trials that run at a time; default: 1", ("search",)),
-    "--over": _Option(
-        "NAME=VALUE,VALUE",
-        "the values to compare, by the Trainer's arguments, task.NAME or data.NAME",
-        ("benchmark",),
-        several=True,
-    ),
-    "--rounds": _Option("NUMBER", "the number of rounds, 3 by default", ("benchmark",)),
-    "--seconds": _Option("NUMBER", "the measured seconds of a turn, 2 by default", ("benchmark",)),
-    "--limit": _Option("NUMBER", "the seconds after which a turn is ended, 600 by default", ("benchmark",)),
     "--mps-fallback": _Option(
         None,
         "on a Mac: run operations that MPS lacks on the CPU",
@@ -143,15 +129,10 @@ def _check_version() -> None:
 
 
 class Settings:
-    """The settings of one command, checked and typed, and the objects that they describe.
-
-    Attributes:
-        words: The three arguments, which make the same settings in another process.
-    """
+    """The settings of one command, checked and typed, and the objects that they describe."""
 
     def __init__(self, command: str, purpose: str, words: Sequence[str]) -> None:
         _check_version()
-        self.words = (command, purpose, tuple(words))
         self._options, self._tree = _read(command, words)
         self._build(command, purpose)
 
@@ -214,7 +195,7 @@ class Settings:
         for name in {*NAMED} & {*self._kinds}:
             trainer[name] = {"name": self._tree["trainer"][name]["class_path"], **trainer[name]}
         config |= {"trainer": trainer} if trainer else {}
-        others = (*TEXTS, *SWITCHES, "over", *SEARCH)
+        others = (*TEXTS, *SWITCHES, *SEARCH)
         config |= {name: self._options[name] for name in others if name in self._options}
         return str(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
@@ -460,10 +441,7 @@ def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
         if option.value is None:
             parser.add_argument(flag, action="store_true", default=SUPPRESS, help=option.help)
         else:
-            number = "+" if option.several else None
-            parser.add_argument(
-                flag, type=str, nargs=number, default=SUPPRESS, metavar=option.value, help=option.help
-            )
+            parser.add_argument(flag, type=str, default=SUPPRESS, metavar=option.value, help=option.help)
 
 
 def _add_arguments(

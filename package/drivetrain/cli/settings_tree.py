@@ -26,9 +26,6 @@ TEXTS = (
     "checkpoint",
     "save_to",
     "depth",
-    "rounds",
-    "seconds",
-    "limit",
 )
 """Settings that are texts, of the Trainer's verbs and of single commands; a number in a file is one too."""
 
@@ -239,7 +236,7 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 def _tree(content: Any, also: Sequence[str]) -> Tree:
     if isinstance(content, dict):  # ".shared: &shared {...}" is a place for what "<<: *shared" merges
         content = {name: value for name, value in content.items() if not str(name).startswith(".")}
-    _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS, *SWITCHES, "over", *also))
+    _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS, *SWITCHES, *also))
     tree = {name: value for name, value in content.items() if value is not None}
     for name, value in tree.items():
         tree[name] = _object(name, value) if name in OBJECTS else _checked(name, value)
@@ -262,8 +259,6 @@ def _tree(content: Any, also: Sequence[str]) -> Tree:
 def _checked(name: str, value: Any) -> Any:
     if name in SWITCHES:
         return flag(name, value)
-    if name == "over" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-        raise ConfigError(f"over must be a list of texts, such as ['batch_size=8,16'], not {value!r}")
     if name not in TEXTS:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):

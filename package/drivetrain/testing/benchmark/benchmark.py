@@ -101,9 +101,7 @@ def run_turns(
             if uses_cuda
             else "is a rank, and a benchmark starts its own"
         )
-        raise ConfigError(
-            f"this process {why}. Call the benchmark first, without a launcher, or run `drivetrain benchmark`"
-        )
+        raise ConfigError(f"this process {why}. Call the benchmark first, in a program without a launcher")
     combinations = [dict(zip(over, each, strict=True)) for each in itertools.product(*over.values())]
     found: list[list[dict[str, Any]]] = [[] for _ in combinations]
     failures: dict[int, str] = {}
