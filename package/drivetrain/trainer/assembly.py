@@ -37,7 +37,6 @@ from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.place import place_of_thread
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
-from drivetrain.engine.gpu_advice import advise
 from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
 from drivetrain.engine.updater import warn_of_long_warmup
@@ -350,7 +349,6 @@ def _preflight(settings: RunSettings, engine: Engine, task: TaskModule, totals: 
         schedule.check_length(totals.steps, totals.epochs)
     if engine.strategy.rank != 0:
         return
-    advise(engine.device, engine.precision, task, bool(engine.compilation.parts))
     if not settings.dry_run:
         warn_of_long_warmup(engine.updaters, totals.steps)
     for schedule in schedules:
