@@ -361,7 +361,7 @@ def _connect(settings: RunSettings, run: Run) -> None:
     for updater in engine.updaters.values():
         updater.resolve_direction(run.names.direction)
         if run.is_main and updater.torch_schedule is not None:
-            updater.torch_schedule.report(run.totals.steps)
+            updater.torch_schedule.report()
     run.nonfinite.begin(settings.on_nonfinite)
     if run.hooks.on_micro_batch_end:
 

@@ -116,25 +116,13 @@ def test_a_schedule_that_is_never_stepped_or_still_warms_up_is_named_with_the_le
         rates(Regression(OptimizerConfig("sgd", warmup_steps=20)))
 
 
-def test_a_scheduler_that_is_shorter_than_the_run_is_refused_before_it_begins() -> None:
+def test_a_one_cycle_that_is_shorter_than_the_run_is_refused_before_it_begins() -> None:
     def one_cycle(steps: int) -> Any:
         return lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=steps, cycle_momentum=False)
 
-    def table(optimizer: Any) -> Any:
-        return LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.25][step])
-
-    def joined(optimizer: Any) -> Any:
-        return SequentialLR(optimizer, [StepLR(optimizer, 1), one_cycle(3)(optimizer)], [2])
-
     for factory, settings, text in (
         (one_cycle(9), {}, r"can take 9 steps, and this run of 10 steps calls its step\(\) 10 times"),
-        (
-            one_cycle(1),
-            {"every": "1 epoch"},
-            "this run of 2 epochs .*Tried to step 2 times.*self.totals.epochs",
-        ),
-        (table, {}, "LambdaLR can take 2 steps.*IndexError"),
-        (joined, {}, "can take 5 steps.*self.totals.steps"),
+        (one_cycle(1), {"every": "1 epoch"}, "this run of 2 epochs .*self.totals.epochs"),
     ):
         with pytest.raises(ConfigError, match=text):
             rates(task(factory, **settings), max_epochs=2)
@@ -178,11 +166,8 @@ def test_refusals_of_torch_schedule(tmp_path: Path) -> None:
 def test_a_scheduler_that_is_stepped_by_step_says_so_at_the_start() -> None:
     with heard(level=logging.INFO) as told:
         assert rates(task(HALVES), max_epochs=2) == [0.8 * 0.5**step for step in range(10)]
-    assert "the rate is 0.8 at first, and 0.00156 in step 10" in str(told)
+    assert "ExponentialLR.step() is called after each step" in str(told)
     assert "every='1 epoch'" in str(told)
-    with heard(level=logging.INFO) as told:
-        rates(task(functools.partial(ExponentialLR, gamma=1e-7)), max_epochs=2)
-    assert "from 0.8 to 8e-08 within a tenth of the run" in str(told)
     with heard(level=logging.INFO) as told:
         rates(task(HALVES, every="1 epoch"), max_epochs=2)
     assert not told

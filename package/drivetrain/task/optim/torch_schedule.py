@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -22,9 +18,6 @@ from drivetrain.core.validation import by_name, flag, one_of
 _LOG = logger(__name__)
 
 _VALIDATIONS = "validations"
-
-_MOST_STEPS = 10_000
-"""The most steps that are tried out before a run, in about 50 ms."""
 
 
 @final
@@ -141,7 +134,7 @@ class TorchSchedule:
             )
 
     def check_length(self, steps: int | None, epochs: int | None, calls: int | None = None) -> None:
-        """Check that the scheduler takes as many steps as the run has.
+        """Check that a OneCycleLR takes as many steps as the run has.
 
         Args:
             steps: The run's steps; None if unknown.
@@ -149,35 +142,21 @@ class TorchSchedule:
             calls: How often the run calls its `step()`; None counts by `every`.
 
         Raises:
-            ConfigError: It is shorter, as a OneCycleLR may be, and would raise in the middle of the run.
+            ConfigError: It is shorter, and would raise in the middle of the run.
         """
         length = {"steps": steps, "epochs": epochs}.get(self.unit)
-        if not isinstance(self.scheduler, LRScheduler) or self.metric is not None or not length:
+        if not isinstance(self.scheduler, OneCycleLR) or not length:
             return
-        calls = length // self._amount if calls is None else calls
-        error: Exception | None = None
-        if isinstance(self.scheduler, OneCycleLR) and self.scheduler.total_steps > _MOST_STEPS:
-            possible = self.scheduler.total_steps - self.scheduler.last_epoch
-        else:
-            rates, error = self._rates(min(calls, _MOST_STEPS))
-            possible = len(rates) - 1
-            if error is None or possible < 1:  # a copy that cannot even step once shows nothing
-                return
+        if calls is None:
+            calls = length // int(self.every.amount) if isinstance(self.every, Every) else length
+        possible = self.scheduler.total_steps - self.scheduler.last_epoch
         if possible < calls:
-            said = ""
-            if error is not None:
-                said = f" Its next one raises {type(error).__name__}: {error}."
             raise ConfigError(
-                f"the schedule {kind_of(self.scheduler)} can take {possible:,} steps, and this run of"
-                f" {length:,} {self.unit} calls its step() {calls:,} times.{said} Give it the run's length,"
-                f" which configure_optimizers finds in self.totals.{self.unit} (as in OneCycleLR(optimizer,"
-                f" max_lr, total_steps=self.totals.{self.unit})), or make the run shorter"
+                f"the schedule OneCycleLR can take {possible:,} steps, and this run of {length:,} {self.unit}"
+                f" calls its step() {calls:,} times. Give it the run's length, which configure_optimizers"
+                f" finds in self.totals.{self.unit} (as in OneCycleLR(optimizer, max_lr,"
+                f" total_steps=self.totals.{self.unit})), or make the run shorter"
             )
-
-    @property
-    def _amount(self) -> int:
-        """The number of steps or epochs between two calls."""
-        return int(self.every.amount) if isinstance(self.every, Every) else 1
 
     def resolve_direction(self, known: str | None) -> None:
         """Check that a ReduceLROnPlateau lowers the rate when the value gets no better.
@@ -203,57 +182,14 @@ class TorchSchedule:
                 f" TorchSchedule(..., metric={metric!r}, mode='min')"
             )
 
-    def report(self, steps: int | None) -> None:
-        """Say what a scheduler that follows steps does to the rate, before the first one.
-
-        Args:
-            steps: The run's length, or None if unknown.
-        """
-        if self.unit != "steps" or not isinstance(self.scheduler, LRScheduler):
-            return
-        name, total = type(self.scheduler).__name__, min(steps or _MOST_STEPS, _MOST_STEPS)
-        rates, _ = self._rates(total // self._amount)
-        if not rates or not rates[0]:
-            return
-        epochs = f"Where its arguments count epochs, return TorchSchedule({name}(...), every='1 epoch')"
-        for part, share in (("a tenth", 10), ("half", 2)):
-            lowest, limit = min(rates[: len(rates) // share + 1]), 1e-6 if share == 10 else 1e-12
-            if steps is not None and steps <= _MOST_STEPS and lowest < limit * rates[0]:
-                _LOG.warning(
-                    f"{name}.step() is called after each step, and lowers the rate from {rates[0]:.3g} to"
-                    f" {lowest:.3g} within {part} of the run of {total} steps. {epochs}"
-                )
-                return
-        if self.every is None:
-            last = rates[:total][-1]  # the schedule steps once more after the last step
+    def report(self) -> None:
+        """Say that a scheduler follows steps, unless `every` says so."""
+        if self.unit == "steps" and self.every is None and isinstance(self.scheduler, LRScheduler):
+            name = type(self.scheduler).__name__
             _LOG.info(
-                f"{name}.step() is called after each step: the rate is {rates[0]:.3g} at first, and"
-                f" {last:.3g} in step {total}. {epochs}"
+                f"{name}.step() is called after each step. Where its arguments count epochs, return"
+                f" TorchSchedule({name}(...), every='1 epoch')"
             )
-
-    def _rates(self, steps: int) -> tuple[list[float], Exception | None]:
-        """Return the first group's rate after each step and the error that ended the steps, if one did.
-
-        A copy of the scheduler steps an optimizer of its own.
-        """
-        optimizer = self.scheduler.optimizer
-        groups = [
-            {**{name: each for name, each in group.items() if name != "params"}, "params": [nn.Parameter()]}
-            for group in optimizer.param_groups
-        ]
-        rates: list[float] = []
-        with warnings.catch_warnings():  # torch's, that the optimizer itself has not stepped
-            warnings.simplefilter("ignore")
-            try:
-                alone = torch.optim.SGD(groups, lr=0.0)
-                made = copy.deepcopy(self.scheduler, {id(optimizer): alone})
-                rates.append(float(alone.param_groups[0]["lr"]))
-                for _ in range(steps):
-                    made.step()
-                    rates.append(float(alone.param_groups[0]["lr"]))
-            except Exception as error:  # it cannot be copied, or is at its end
-                return rates, error
-        return rates, None
 
     def is_due(self, unit: str, number: int) -> bool:
         """Return whether a step is due; see `step`."""
