@@ -142,22 +142,7 @@ def _curves(directory: Path) -> dict[str, Curve]:
                         steps.append(row["step"])
                         values.append(value)
             return found
-    return _events(directory)
-
-
-def _events(directory: Path) -> dict[str, Curve]:
-    """Return the scalars of TensorBoard's event files, where there is no table."""
-    if not any(directory.glob("events.out.tfevents.*")):
-        return {}
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    events.Reload()
-    found = {}
-    for name in events.Tags()["scalars"]:
-        points = {each.step: each.value for each in events.Scalars(name)}  # of equal steps the last
-        found[name] = ([float(each) for each in points], list(points.values()))
-    return found
+    return {}
 
 
 def _settings(directory: Path) -> Any:
