@@ -82,7 +82,7 @@ def test_show_says_what_a_checkpoint_is_and_needs_no_tensor_file(capsys, run_dir
     assert found["groups"]["model"] == {"tensors": 2, "elements": 5, "bytes": 20, "dtypes": {"F32": 5}}
     assert found["optimizers"]["default"]["optimizer"] == "SGD"
     weight = found["tensors"]["model"]["line.weight"]
-    assert (weight["dtype"], weight["shape"]) == ("F32", [1, 4])
+    assert (weight["dtype"], weight["shape"], weight["pieces"]) == ("F32", [1, 4], 1)
     path = run_dir / "checkpoints" / "step-00000010"
     for file in path.glob("*.safetensors"):
         file.unlink()

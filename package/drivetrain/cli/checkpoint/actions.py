@@ -63,7 +63,7 @@ def _show(parsed: argparse.Namespace) -> int:
     found = describe(reader)
     tensors = reader.manifest.tensors if parsed.tensors else {}
     if parsed.json:
-        print_json({**asdict(found), **({"tensors": tensors_json(reader)} if parsed.tensors else {})})
+        print_json({**asdict(found), **({"tensors": tensors_json(tensors)} if parsed.tensors else {})})
     else:
         print_description(found)
         print_tensors(tensors)

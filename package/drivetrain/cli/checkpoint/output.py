@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from drivetrain.checkpoint.format.records import TensorRecord, file_name
+from drivetrain.checkpoint.format.records import TensorRecord
 from drivetrain.checkpoint.inspection.compare import CheckpointDifference, Comparison
 from drivetrain.checkpoint.inspection.description import CheckpointTotals, Description, totals
 from drivetrain.checkpoint.inspection.listing import Listed, Listing
-from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.cli.printing import line, section, shortened, span, table
 from drivetrain.core.messages import sized
 from drivetrain.core.types import Json
@@ -147,24 +146,15 @@ def print_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> None:
             table((group, "dtype and shape", "size", "pieces"), rows, numbers=(2, 3))
 
 
-def tensors_json(reader: Reader) -> dict[str, Any]:
+def tensors_json(groups: Mapping[str, Mapping[str, TensorRecord]]) -> dict[str, Any]:
     """Return every tensor of a checkpoint as JSON."""
-    found: dict[str, Any] = {}
-    for group, records in reader.manifest.tensors.items():
-        names: dict[int, str] = {}
-        hashes: dict[int, dict[str, str]] = {}
-        found[group] = {
-            name: {"dtype": record.dtype, "shape": list(record.shape), "pieces": []}
+    return {
+        group: {
+            name: {"dtype": record.dtype, "shape": list(record.shape), "pieces": record.count}
             for name, record in records.items()
         }
-        for name, record in records.items():
-            for number, offset, shape in record.pieces:
-                if number not in names:
-                    names[number] = file_name(group, number, reader.manifest.processes)
-                    hashes[number] = reader.hashes(names[number]).tensors
-                piece = {"file": names[number], "offset": list(offset), "shape": list(shape)}
-                found[group][name]["pieces"].append({**piece, "xxh3_128": hashes[number].get(name, "")})
-    return found
+        for group, records in groups.items()
+    }
 
 
 def verdict_text(verdict: Verdict) -> str:
