@@ -62,7 +62,6 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
         "over_ranks": (partial(cb.DeviceStats, over_ranks="sum"), "over_ranks", "'sum'"),
         "module": (partial(cb.summarize, "net"), "module", "'net'"),
         "ignore": (partial(cb.NonFiniteDetector, "mask"), "ignore='mask'"),
-        "data_hint": (partial(cb.Throughput, data_hint=1.0), "data_hint", "below 1"),
     }  # fmt: skip
     assert_refused(ConfigError, table)
 

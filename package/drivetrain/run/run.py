@@ -63,7 +63,6 @@ class Run(RunState):
             device; None elsewhere.
         outputs: There, the outputs that the step returned for it, detached; None if it returned none.
         evaluation: Where the evaluation is.
-        device_wait: Seconds that the last log point waited for the device, until its values were there.
         timing: Seconds spent so far on "data", "compute", "evaluation" and "save"; and, where the task is
             compiled, on "compile".
         ledger: The file with all of the run's time.
@@ -390,13 +389,11 @@ class Run(RunState):
         self.check_parameters()
         if self.nonfinite.diverged:
             return
-        start = perf_counter()
         try:
             means = self.engine.buffer.means(beside=self._values)
         except NonFiniteError as error:
             self.nonfinite.end(error)
             return
-        self.device_wait = perf_counter() - start
         self.engine.buffer.reset()
         if self.engine.media is not None:
             self.log_media(self.engine.media)

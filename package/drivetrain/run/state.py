@@ -90,7 +90,6 @@ class RunState:
         self.batch: Any = None
         self.outputs: Any = None
         self.evaluation = Evaluation()
-        self.device_wait = 0.0
         self.clock = Clock()
         self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}
         self.stop_reason: str | None = None

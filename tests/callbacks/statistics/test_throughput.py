@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.messages import heard, warned
+from tests.support.messages import heard
 from tests.support.tasks import pairs, quiet, variant
 from torch import nn
 from torch.nn import functional as F
@@ -148,64 +148,6 @@ def test_a_resumed_run_has_the_count_of_its_checkpoint(drive, tmp_path):
     assert modes == [0, 0, 0, 0]
     point = values(run.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
-
-
-def test_a_device_that_still_has_work_does_not_wait_for_data():
-    for device, waited, idle, starved in (
-        ("xpu", 0.1, 0.0, True),
-        ("xpu", 2.0, 0.0, False),
-        ("cpu", 2.0, 0.0, True),
-        ("cuda", 0.1, 0.0, False),  # a full queue of launches: nothing is left to wait for at the log point
-        ("cuda", 2.0, 0.9, True),
-    ):
-        engine = SimpleNamespace(device=torch.device(device))
-        run = SimpleNamespace(engine=engine, device_wait=waited)
-        assert throughput.is_starved(run, 10.0, idle) == starved
-
-
-def test_a_gpu_is_asked_when_the_data_has_come_whether_it_is_done(monkeypatch):
-    asked, done = [], []
-    event = SimpleNamespace(
-        record=lambda: asked.append("record"), query=lambda: asked.append("query") or done.pop()
-    )
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    one = SimpleNamespace(world_size=1)
-    engine = SimpleNamespace(device=torch.device("cuda"), strategy=one, splitter=None, data_ranks=None)
-    for answers, hinted in (([True, True, False], True), ([True, False, False], False)):
-        asked.clear()
-        done[:] = answers
-        run = SimpleNamespace(
-            engine=engine,
-            is_main=True,
-            progress=SimpleNamespace(steps=0, samples=0, tokens=0),
-            timing={"data": 0.0, "evaluation": 0.0, "save": 0.0},
-            log=lambda name, value: None,
-            train_feed=SimpleNamespace(source=SimpleNamespace(advice=str)),
-        )
-        watch = Throughput(peak_flops=1.0, measure_flops=False)
-        watch.on_fit_start(run)
-        watch.on_step_end(run)
-        for _ in answers:
-            watch.on_step_start(run)
-            run.progress.steps += 1
-            watch.on_step_end(run)
-        run.timing |= {"data": 1000.0}
-        with (warned if hinted else heard)("waiting for the training data") as lines:
-            watch.on_log(run)
-        assert len(lines) == hinted
-        assert asked == ["record", "query"] * 3 + ["record"]
-
-
-def test_long_waits_for_data_are_hinted_at_once_unless_nobody_asks(drive):
-    for hint, waits, hinted in ((0.2, 1000.0, True), (None, 1000.0, False), (0.2, 0.0, False)):
-
-        def wait(run, seconds=waits):  # as if it had taken that long
-            run.timing["data"] += seconds
-
-        callbacks = Throughput(data_hint=hint), LambdaCallback(on_step_end=wait)
-        with (warned if hinted else heard)("waiting for the training data") as lines:
-            drive(*callbacks, steps_per_epoch=8, log_every=2).fit()
-        assert ["num_workers" in each for each in lines] == [True] * hinted
 
 
 def test_a_known_gpu_has_its_peak_and_no_other_takes_a_row_whose_name_it_contains():

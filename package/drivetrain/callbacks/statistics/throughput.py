@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
 _LOG = logger(__name__)
 
-_LEAST_WAIT = 1.0
-"""The shortest wait for data between two log points, in seconds, that is worth a hint."""
-
-_BUSY = 0.05
-"""The share of an interval that reading its values takes at least if the host is ahead of the device."""
-
-_IDLE = 0.5
-"""The share of steps that a GPU waits for in an interval if the data is too slow."""
-
 _UNCOUNTED = (
     "The floating-point operations of this task cannot be counted ({}: {}), so Throughput logs none. "
     "Throughput(flops_per_sample=) gives their number; Throughput(measure_flops=False) counts none."
@@ -49,9 +40,8 @@ class Throughput(Callback):
       the training time, which is the wall time without evaluation, saving and compiling;
     - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds`` and ``save_seconds``: the parts of the
       wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has a value with ``_share`` for
-      ``_seconds``. "data" is the host's wait for the data; if its share exceeds ``data_hint``, one line per
-      fit on standard error names a remedy. A GPU works on meanwhile, so there the line comes only if the GPU
-      had nothing left to do when the data came, in most steps. "compute" is the host's time too;
+      ``_seconds``. "data" is the host's wait for the data; a GPU works on meanwhile. "compute" is the host's
+      time too;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices, without those
       that activation checkpointing computes again;
     - ``model_flops``: all of them since the run began, before a resume too;
@@ -75,11 +65,10 @@ class Throughput(Callback):
             dtype, from a table (`drivetrain.callbacks.statistics.peaks`).
         flops_per_sample: Floating-point operations per sample of a forward and backward pass.
         measure_flops: Whether to count them when they are not given.
-        data_hint: The share of time spent on waiting for data that triggers a hint; None disables it.
 
     Raises:
-        ConfigError: A peak or a number of operations is not positive, or a share is not between 0 and 1. The
-            Trainer raises it for two Throughputs, which would log under the same names.
+        ConfigError: A peak or a number of operations is not positive. The Trainer raises it for two
+            Throughputs, which would log under the same names.
     """
 
     timed_names: ClassVar[Sequence[str]] = ("throughput/*",)
@@ -89,18 +78,13 @@ class Throughput(Callback):
         peak_flops: float | None = None,
         flops_per_sample: float | None = None,
         measure_flops: bool = True,
-        data_hint: float | None = 0.2,
     ) -> None:
         for name, value in {"peak_flops": peak_flops, "flops_per_sample": flops_per_sample}.items():
             if value is not None:
                 number(f"Throughput's {name}", value, above=0)
-        if data_hint is not None:
-            number("Throughput's data_hint, a share of the time,", data_hint, above=0, below=1)
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
         self.measure_flops = flag("Throughput(measure_flops=)", measure_flops)
-        self.data_hint = data_hint
-        self._hints = False
         self._flops = FlopsByLength()
         self._done, self._seen = Flops(0, 0), 0  # operations and samples since the run began
         self._window: list[tuple[int, int]] = []  # samples and lengths of the step's micro-batches
@@ -111,8 +95,6 @@ class Throughput(Callback):
         self._loaded = False
         self._counting: FlopCount | None = None
         self._mark: _LogMark | None = None
-        self._ended: Any = None  # a CUDA event, of which torch types nothing
-        self._idle = 0
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that there is only one: two would log under the same names and disturb each other's count.
@@ -131,17 +113,9 @@ class Throughput(Callback):
         self._peak = self.peak_flops or _device_peak(run)
         self._devices = run.engine.strategy.world_size
         self._mark = None
-        self._hints = self.data_hint is not None and run.is_main
-        on_cuda = run.engine.device.type == "cuda"
-        event: Any = torch.cuda.Event
-        self._ended = event() if self._hints and on_cuda else None
 
     def on_step_start(self, run: Run) -> None:
-        """Count the operations of a step whose length was not counted yet, and the steps that a GPU
-        waits for.
-        """
-        if self._ended is not None:
-            self._idle += self._ended.query()
+        """Count the operations of a step whose length was not counted yet."""
         if self._measure:
             window = lengths_of([each.batch for each in run.window.micro_batches])
             if window != self._window:
@@ -157,18 +131,14 @@ class Throughput(Callback):
             self._counting.read()
 
     def on_step_end(self, run: Run) -> None:
-        """Add the step's operations, mark its end on a GPU, and start the first measurement after the first
-        step.
-        """
+        """Add the step's operations, and start the first measurement after the first step."""
         is_first = self._counting is not None and not self._flops.counted
         if self._counting is not None:
             self._finish_counting(run)
         if self._flops.counted or self.flops_per_sample is not None:
             self._add(run)
         if self._mark is None and not is_first:
-            self._mark, self._idle = _LogMark.now(run, self._done), 0
-        if self._ended is not None:
-            self._ended.record()
+            self._mark = _LogMark.now(run, self._done)
 
     def on_log(self, run: Run) -> None:
         """Log the measurements since the previous log point."""
@@ -176,7 +146,6 @@ class Throughput(Callback):
         if before is None or run.progress.steps == before.steps:
             return
         now = self._mark = _LogMark.now(run, self._done)
-        idle, self._idle = self._idle, 0
         wall = now.seconds - before.seconds
         spent = {
             part: now.timing[part] - before.timing.get(part, 0.0) for part in _PARTS if part in now.timing
@@ -192,17 +161,6 @@ class Throughput(Callback):
         for part, seconds in spent.items():
             run.log(f"throughput/{part}_seconds", seconds)
             run.log(f"throughput/{part}_share", seconds / wall)
-        waited = spent["data"]
-        if (
-            self._hints
-            and waited > max(_LEAST_WAIT, wall * (self.data_hint or 0.0))
-            and is_starved(run, wall, idle / (now.steps - before.steps))
-        ):
-            self._hints = False
-            _LOG.warning(
-                f"{waited / wall:.0%} of the time goes to waiting for the training data. More num_workers,"
-                " persistent_workers=True for short epochs, or less work in __getitem__ or collate_fn help"
-            )
         for kind in Flops._fields if self._measure else ("model",):
             total = getattr(now.flops, kind)
             if not total:
@@ -269,17 +227,6 @@ class Throughput(Callback):
             self._counting.close()
             self._counting = None
         self._loaded = False
-
-
-def is_starved(run: Run, wall: float, idle: float) -> bool:
-    """Return whether the device waits for the host.
-
-    Args:
-        idle: On CUDA, the share of steps whose data came when the GPU had nothing left to do. The wait at
-            the log point does not tell: if the queue of launches is full, the host waits in each launch.
-    """
-    kind = run.engine.device.type
-    return idle > _IDLE if kind == "cuda" else kind == "cpu" or run.device_wait < _BUSY * wall
 
 
 @dataclass(frozen=True, slots=True)
