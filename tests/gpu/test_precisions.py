@@ -76,7 +76,7 @@ def test_offloaded_activations_train_the_same() -> None:
 @pytest.mark.parametrize("options", [{"precision": "tf32"}, {"precision": "32"}], ids=str)
 @pytest.mark.parametrize("mode", ["max-autotune-no-cudagraphs", "reduce-overhead"])
 def test_compile_modes_train_with_tf32_and_cuda_graphs(mode: str, options: dict[str, Any]) -> None:
-    config = {"mode": mode, "scope": "step", "dynamic": False}
+    config = {"mode": mode, "scope": "task", "dynamic": False}
     made = trainer(strategy="cuda", compile=config, log_every="4 steps", **options)
     plain = trainer(strategy="cuda", log_every="4 steps", **options)
     found = made.fit(Classifier(), loader()).metrics["train/loss"]

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.refusals import assert_refused
-from tests.support.tasks import Duel, duels, quiet
 from torch import nn
 
 from drivetrain import (
@@ -90,7 +89,7 @@ def test_device_refusals() -> None:
         return lambda: FSDP(FSDPConfig(**options), world_size=world_size)
 
     def whole() -> None:
-        Trainer(strategy=FSDP(world_size=2), compile=CompileConfig(scope="step"))
+        Trainer(strategy=FSDP(world_size=2), compile=CompileConfig(scope="task"))
 
     hybrid: dict[str, Any] = {"tensor_parallel": 2, "sharding": "hybrid", "shard_size": 4}
     rows = {
@@ -99,7 +98,7 @@ def test_device_refusals() -> None:
         "sync batch norm": (lambda: DDP(DDPConfig(sync_batchnorm=True)), "needs GPUs"),
         "parallel": (of(3, tensor_parallel=2), "tensor_parallel=2 does not divide 3"),
         "hybrid split": (of(4, **hybrid), "shard_size=4 does not divide 2 groups of 2"),
-        "compiled whole": (whole, "compile scope 'step' with strategy 'fsdp'", "scope='blocks'"),
+        "compiled whole": (whole, "compile scope 'task' with strategy 'fsdp'", "scope='blocks'"),
     }
     for kind, absent in (
         ("cuda:1", not torch.cuda.is_available()),
@@ -187,15 +186,6 @@ def test_compile_refusals() -> None:
     def of(given: Any) -> Any:
         return lambda: Trainer(compile=given)
 
-    step = CompileConfig(scope="step", backend="eager")
-
-    def generator() -> None:
-        quiet(max_epochs=1, compile=step).fit(Duel(), [duels()[0]])
-
-    def module() -> None:
-        with Engine(strategy="cpu", compile=step) as engine:
-            engine.prepare(nn.Linear(2, 1))
-
     assert_refused(
         ConfigError,
         {
@@ -204,8 +194,6 @@ def test_compile_refusals() -> None:
             "scope": (of({"scope": "block"}), "unknown scope", "'blocks'"),
             "backend": (of({"backend": "aot_eger"}), "unknown backend", "'aot_eager'"),
             "both": (of({"options": {}, "mode": "default"}), "mode or options, not both"),
-            "generator": (generator, "Duel.training_step is a generator"),
-            "no step": (module, "Linear has none", "Use scope 'task' or 'blocks'"),
         },
     )
 

@@ -11,8 +11,7 @@ frees everything.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -25,18 +24,14 @@ from drivetrain.core.validation import by_name, check_names, flag, one_of
 from drivetrain.data.batch import map_tensors
 from drivetrain.strategies.base import Strategy, check_supported
 from drivetrain.task.blocks import is_called, repeated_blocks
-from drivetrain.task.forward import read_forward
-from drivetrain.task.task import TaskModule
 
-SCOPES = ("blocks", "task", "step")
+SCOPES = ("blocks", "task")
 """The values of `CompileConfig.scope`."""
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The values of `CompileConfig.mode`, which are those of `torch.compile`."""
 
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @by_name
@@ -47,8 +42,8 @@ class CompileConfig:
     Attributes:
         scope: The unit of compilation. "blocks" compiles each repeated block of a list of modules, once per
             class; a task without such blocks is compiled as with "task". "task" compiles the whole forward,
-            or, if the task has none, that of each child module. "step" compiles `training_step`, with
-            forward and loss, and those of evaluation and prediction; not backward or the optimizer.
+            or, if the task has none, that of each child module. A loss is compiled by its own decorator,
+            `@torch.compile`.
         mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs"; None means
             "default".
         dynamic: Whether the compiled code accepts changing sizes. True accepts all. False compiles each size
@@ -140,43 +135,22 @@ class Compilation:
 
     def __init__(self, spec: bool | Mapping[str, Any] | CompileConfig, strategy: Strategy) -> None:
         self._config = check_compile(spec, strategy)
-        self._functions: dict[tuple[type[nn.Module], str], Callable[..., Any]] = {}
+        self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
         self._installed: list[Compiled] = []
         self.parts: dict[str, int] = {}
 
     def add(self, model: nn.Module) -> None:
-        """Install the compiled methods, which compile when first called. Call it before sharding or wrapping.
+        """Install compiled forwards, which compile when first called. Call it before sharding or wrapping.
 
         Modules that the user has compiled, and modules that contain them, are left alone.
         """
         if self._config is None:
             return
-        if self._config.scope == "step":
-            for method in self._steps(model):
-                self._install(model, type(model).__name__, method)
-            return
         names = {id(module): name for name, module in model.named_modules()}
         for module in self._modules(model):
             # A forward set on the instance cannot share its class's compiled function.
             if not _has_own_forward(module) and not any(map(_is_compiled, module.modules())):
-                self._install(module, names[id(module)] or type(module).__name__, "forward")
-
-    def _steps(self, model: nn.Module) -> Iterator[str]:
-        kind = type(model)
-        if not isinstance(model, TaskModule):
-            raise ConfigError(
-                f"scope 'step' compiles the steps of a TaskModule, and {kind.__name__} has none. Use scope"
-                " 'task' or 'blocks'"
-            )
-        read_forward(kind)
-        for method in _STEPS:
-            if not inspect.isgeneratorfunction(getattr(kind, method)):
-                yield method
-            elif method == "training_step":
-                raise ConfigError(
-                    f"{kind.__name__}.training_step is a generator, which cannot be compiled together with"
-                    " the optimizers' steps at its yields. Use scope 'task' or 'blocks'"
-                )
+                self._install(module, names[id(module)] or type(module).__name__)
 
     def _modules(self, model: nn.Module) -> list[nn.Module]:
         assert self._config is not None
@@ -187,17 +161,16 @@ class Compilation:
             return [model]
         return [each for each in model.children() if is_called(each)]
 
-    def _install(self, module: nn.Module, name: str, method: str) -> None:
+    def _install(self, module: nn.Module, name: str) -> None:
         assert self._config is not None
         kind = type(module)
-        if (kind, method) not in self._functions:
-            function = _function(f"{kind.__name__}_{method}")
-            self._functions[kind, method] = torch.compile(function, **self._config.arguments())
-        compiled = Compiled(module, method, name, self._functions[kind, method], self._config)
-        vars(module)[method] = compiled
+        if kind not in self._functions:
+            function = _function(f"{kind.__name__}_forward")
+            self._functions[kind] = torch.compile(function, **self._config.arguments())
+        compiled = Compiled(module, name, self._functions[kind], self._config)
+        vars(module)["forward"] = compiled
         self._installed.append(compiled)
-        if method in ("forward", "training_step"):
-            self.parts[kind.__name__] = self.parts.get(kind.__name__, 0) + 1
+        self.parts[kind.__name__] = self.parts.get(kind.__name__, 0) + 1
 
     def marking(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a step that marks for CUDA graphs where it begins, and whose results are no outputs of one.
@@ -229,18 +202,12 @@ def makes_graphs(config: CompileConfig) -> bool:
 
 
 class Compiled:
-    """A compiled method that replaces a module's original one."""
+    """A compiled forward that replaces a module's original one."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        method: str,
-        name: str,
-        function: Callable[..., Any],
-        config: CompileConfig,
+        self, module: nn.Module, name: str, function: Callable[..., Any], config: CompileConfig
     ) -> None:
         self._module = module
-        self._method = method
         self._name = name
         self._function = function
         self._config = config
@@ -250,10 +217,10 @@ class Compiled:
         if self._config.dynamic is None:
             _leave_open((args, kwargs), None)
         try:
-            return self._function(self._module, self._method, self._around, args, kwargs)
+            return self._function(self._module, self._around, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise ConfigError(
-                f"{self._name!r} ({type(self._module).__name__}.{self._method}) could not be compiled:"
+                f"{self._name!r} ({type(self._module).__name__}.forward) could not be compiled:"
                 f" {_cause(error)}. compile=False runs without compilation, and shows whether the model"
                 f" itself is at fault; {self._advice()}"
             ) from error
@@ -274,12 +241,12 @@ class Compiled:
         self._around = again
 
     def remove(self) -> None:
-        if vars(self._module).get(self._method) is self:
-            del vars(self._module)[self._method]
+        if vars(self._module).get("forward") is self:
+            del vars(self._module)["forward"]
 
     def __reduce__(self) -> Any:
         # A copy of the module is not compiled; otherwise it would compute with this one's parameters.
-        return getattr, (self._module, self._method)
+        return getattr, (self._module, "forward")
 
 
 def compiled_forward(module: nn.Module) -> Compiled | None:
@@ -296,8 +263,8 @@ def _has_own_forward(module: nn.Module) -> bool:
     return found is not None
 
 
-def _run(module: nn.Module, method: str, around: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-    function = getattr(type(module), method)
+def _run(module: nn.Module, around: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    function = type(module).forward
     if around is None:
         return function(module, *args, **kwargs)
     return around(function, (module, *args), kwargs)
