@@ -118,7 +118,7 @@ def test_sanity_validation_leaves_no_trace_in_the_numbers() -> None:
 
 
 def test_sanity_validation_counts_for_no_policy_and_no_resume(tmp_path: Path) -> None:
-    kept = CheckpointConfig(best=1, name="{validation/loss:.2f}")
+    kept = CheckpointConfig(best=1)
     options: dict[str, Any] = {"checkpoint": kept, "run_dir": tmp_path, "sanity_validation": 1}
     trainer = quiet(max_epochs=2, log_every="1 step", callbacks=[EarlyStopping()], **options)
     result = trainer.fit(Regression(), pairs(), pairs())

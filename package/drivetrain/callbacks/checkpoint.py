@@ -16,7 +16,6 @@ from drivetrain.checkpoint.format.asset_files import ASSETS
 from drivetrain.checkpoint.format.tensors import check_tensor, has_plain_bytes
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets, make_assets
 from drivetrain.checkpoint.saving.config import rankings
-from drivetrain.checkpoint.saving.names import metrics_of
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.export import write_weights
@@ -85,10 +84,6 @@ class CheckpointSaver(Callback):
             )
             for by in rankings(policies)
         }
-        self._named = [
-            Watched(each, "CheckpointConfig(name=...) names checkpoints by")
-            for each in metrics_of(policies[0].name)
-        ]
         self._triggers: dict[str, Trigger] = {}
         self._saving_step = -1
         self._unsaved: StorageError | None = None
@@ -96,7 +91,7 @@ class CheckpointSaver(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Remove what a kill has left, start the save intervals at the run's progress, and make assets."""
-        for watched in self._all_watched():
+        for watched in self._watched.values():
             watched.begin(run)
         self.policies = self.manager.policies = tuple(
             each.with_direction(None if each.by is None else run.names.direction(each.by))
@@ -129,9 +124,6 @@ class CheckpointSaver(Callback):
             *(("run.add_assets()", each) for each in run.take_assets()),
             ("Trainer(assets=)", self._given),
         )
-
-    def _all_watched(self) -> list[Watched]:
-        return [*self._watched.values(), *self._named]
 
     def best_checkpoints(self) -> dict[str, str]:
         """Return the paths of the best checkpoints, by the metrics that rank; the first policy's first."""
@@ -176,8 +168,6 @@ class CheckpointSaver(Callback):
 
     def _best_by(self, run: Run) -> list[str]:
         """Return the metrics that rank and have a new value among the best."""
-        for watched in self._named:
-            watched.has_new_value(run)  # ends the run if the name is wrong
         fresh = [by for by, watched in self._watched.items() if watched.has_new_value(run)]
         return [by for by in fresh if self.manager.should_keep(run.metrics, by)]
 
@@ -241,7 +231,7 @@ class CheckpointSaver(Callback):
             self._save(run, (), best)  # by the last log point, which comes after the saves
         with run.timed("save"):
             self.wait_for_save(run)
-        for watched in self._all_watched():
+        for watched in self._watched.values():
             watched.end(run)
         if run.nonfinite.diverged is not None:
             return

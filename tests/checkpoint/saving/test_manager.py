@@ -81,7 +81,7 @@ def test_the_best_are_kept_apart_from_the_newest(directory, save, tmp_path):
     save(manager, 1)
     newest = save(manager, 2, 0.5, resume=False, best=True)
     assert purposes(manager) == [(1, True, False), (2, False, True)]
-    assert manager.latest() == newest.path
+    assert manager.load_latest()[0] == newest.path
 
 
 def test_a_metric_or_an_interval_that_no_policy_has_is_refused(directory, save):
@@ -141,7 +141,7 @@ def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
     again = open_manager(moved / "checkpoints")
     assert again.entries() == manager.entries()
     assert again.best() == str(moved / "checkpoints" / "step-00000001")
-    assert again.latest() == str(moved / "checkpoints" / "step-00000004")
+    assert again.load_latest()[0] == str(moved / "checkpoints" / "step-00000004")
     assert str(tmp_path) not in (moved / "checkpoints" / "index.json").read_text(encoding="utf-8")
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_vanished_is_forgotten_with_a_warning(directory, save)
         save(manager, step)
     shutil.rmtree(directory / "step-00000002")
     with warned(r"step-00000002' is in the index, but not on the disk"):
-        assert open_manager(directory).latest() == str(directory / "step-00000001")
+        assert open_manager(directory).load_latest()[0] == str(directory / "step-00000001")
     assert steps(open_manager(directory)) == [1]
 
 
@@ -219,7 +219,7 @@ def test_a_lost_index_is_made_anew(directory, save, loss):
         assert (directory / "index.json.bad").exists()
     found, expected = ([(e.step, e.best, e.metrics) for e in each.entries()] for each in (again, manager))
     assert found == expected
-    assert (again.best(), again.latest()) == (manager.best(), manager.latest())
+    assert (again.best(), again.load_latest()[0]) == (manager.best(), manager.load_latest()[0])
 
 
 def test_any_flipped_bit_in_the_index_is_found(directory, save):

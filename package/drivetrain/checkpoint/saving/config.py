@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from drivetrain.checkpoint.saving.names import check_name
 from drivetrain.core.direction import MODES, direction_of, resolved_direction
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.validation import by_name, count, flag, one_of
 
-_OF_RUN = ("asynchronous", "parameters", "directory", "resumable", "name")
+_OF_RUN = ("asynchronous", "parameters", "directory", "resumable")
 """The fields that all policies of a run share, because one file serves them all."""
 
 # Two letters at least: one is a drive of Windows.
@@ -62,9 +61,6 @@ class CheckpointConfig:
             directory: a path, or an address such as "s3://bucket/run".
         resumable: Whether a run can resume from its checkpoints. Without it they hold the weights and the
             task's arguments alone: no optimizer state, and nothing else that a run needs to go on.
-        name: What to add to the names of the directories, "step-00000048": a text with values in braces,
-            such as "epoch={epoch}-loss={validation/loss:.3f}". A value is `epoch` or the latest of a logged
-            name; one that has not come yet is "none". Names are for people: no lookup reads them.
 
     Raises:
         ConfigError: A value that is not allowed.
@@ -80,7 +76,6 @@ class CheckpointConfig:
     parameters: str | None = None
     directory: str | os.PathLike[str] | None = None
     resumable: bool = True
-    name: str | None = None
 
     def __post_init__(self) -> None:
         """Check each value, and parse the interval."""
@@ -103,8 +98,6 @@ class CheckpointConfig:
                 f"CheckpointConfig: by must be a metric's name such as 'validation/loss', or None; not {by!r}"
             )
         _check_directory(self.directory)
-        if self.name is not None:
-            check_name(self.name)
         if self.every is not None:
             try:
                 object.__setattr__(self, "every", Every(self.every))

@@ -21,7 +21,6 @@ from drivetrain.checkpoint.saving.index import (
 )
 from drivetrain.checkpoint.saving.io import CheckpointIO, DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.lock import DirectoryLock
-from drivetrain.checkpoint.saving.names import rendered_name
 from drivetrain.checkpoint.saving.recovery import load_together, recover, removed, set_aside
 from drivetrain.checkpoint.saving.sharding import Like, plan_save
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
@@ -157,11 +156,6 @@ class CheckpointManager:
         ranked = rank(self._entries, by, self._rankings(by)[by].direction)
         return ranked[0].metrics[by] if ranked else None
 
-    def latest(self) -> str | None:
-        """Return the path of the newest good checkpoint, verified; `load_latest` also returns its content."""
-        found = self.load_latest()
-        return found[0] if found else None
-
     def load_latest(self, like: Like | None = None) -> tuple[str, Snapshot] | None:
         """Read the newest good checkpoint.
 
@@ -259,7 +253,7 @@ class CheckpointManager:
         snapshot = None
         if same is None:
             order = max((each.order for each in self._entries), default=0) + 1
-            name = self.ranks.first(lambda: self._free_name(step, epoch, metrics))
+            name = self.ranks.first(lambda: self._free_name(step))
             entry = Entry(name, order, step, epoch, known, intervals, among)
             snapshot = self._with_purpose(entry, snapshot_factory())
         else:
@@ -408,9 +402,9 @@ class CheckpointManager:
     def _path(self, name: str) -> str:
         return self.files.join(self.directory, name)
 
-    def _free_name(self, step: int, epoch: int, metrics: Mapping[str, float]) -> str:
+    def _free_name(self, step: int) -> str:
         # The name is taken if the run resumed from an earlier checkpoint, and reaches this step again.
-        name = f"step-{step:08d}{rendered_name(self.policies[0].name, metrics, epoch)}"
+        name = f"step-{step:08d}"
         names = chain([name], (f"{name}-{number}" for number in count(2)))
         with os_errors("write to", self.directory):
             return next(each for each in names if self.files.kind(self._path(each)) is None)

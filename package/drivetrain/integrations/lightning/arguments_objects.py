@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ from drivetrain.callbacks import (
 )
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import as_policies
-from drivetrain.checkpoint.saving.names import check_name
 from drivetrain.core.direction import direction_of
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
@@ -194,9 +192,6 @@ def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callback
         else:
             bar = ProgressBar(style="rich" if "Rich" in row.name else "tqdm")
             taken.callbacks.append(ModelSummary() if "Summary" in row.name else bar)
-    if len({each.name for each in policies}) > 1:
-        note("callbacks", "their filenames differ, and one file serves all: none is used", "ModelCheckpoint")
-        policies = [replace(each, name=None) for each in policies]
     if policies and not enabled:
         raise ConfigError("checkpoints are off, but callbacks has a ModelCheckpoint. Give one of the two")
     taken.checkpoint = as_policies(policies or [_DEFAULT]) if enabled else False
@@ -366,7 +361,9 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             "save_on_exception: signals save and end a run; an error does not save",
             "ModelCheckpoint",
         )
-    name = _name(given, note)
+    if given.filename:
+        what = f"filename={given.filename!r} is not used: directories are named after the step"
+        note("callbacks", what, "ModelCheckpoint")
     if given.monitor in ("step", "epoch") and given.save_top_k:
         if given.mode != "max":
             raise ConfigError(
@@ -380,7 +377,6 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             by=None,
             directory=given.dirpath,
             resumable=not given.save_weights_only,
-            name=name,
         )
     if given.monitor is None:
         everything = given.save_top_k == -1
@@ -393,7 +389,6 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             by=None,
             directory=given.dirpath,
             resumable=not given.save_weights_only,
-            name=name,
         )
     return CheckpointConfig(
         every=every,
@@ -403,22 +398,7 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
         mode=given.mode,
         directory=given.dirpath,
         resumable=not given.save_weights_only,
-        name=name,
     )
-
-
-def _name(given: Any, note: Note) -> str | None:
-    """Return the template of a ModelCheckpoint's filename, without the step, which begins each name here."""
-    text = re.sub(r"[-_]?\{step[^}]*\}", "", given.filename or "").strip("-_")
-    if given.auto_insert_metric_name:
-        text = re.sub(r"\{([^}:]+)", lambda found: f"{found[1].replace('/', '_')}={found[0]}", text)
-    try:
-        if text:
-            check_name(text)
-    except ConfigError:
-        note("callbacks", f"filename={given.filename!r} is not used", "ModelCheckpoint")
-        return None
-    return text or None
 
 
 def warn_of_default_mode(given: Any, monitor: str | None) -> None:

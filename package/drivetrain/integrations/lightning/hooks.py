@@ -16,7 +16,6 @@ from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.callbacks.early_stopping import EarlyStopping
 from drivetrain.callbacks.lambda_callback import LambdaCallback
 from drivetrain.callbacks.progress.progress_bar import ProgressBar
-from drivetrain.checkpoint.saving.names import metrics_of
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch
 from drivetrain.distributed.processes import once_per_machine
@@ -797,8 +796,7 @@ def _is_interrupted(run: Run) -> bool:
 def _may_watch(callback: Callback) -> bool:
     """Return whether a callback may read logged values by their names at the end of an epoch."""
     if isinstance(callback, CheckpointSaver):
-        policies = callback.policies
-        return any(each.by is not None or metrics_of(each.name) for each in policies)
+        return any(each.by is not None for each in callback.policies)
     if isinstance(callback, (EarlyStopping, LambdaCallback)):
         return True
     return not type(callback).__module__.startswith("drivetrain.callbacks.")

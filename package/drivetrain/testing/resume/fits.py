@@ -53,7 +53,7 @@ class RunRecorder:
         if not checked:
             return changes
         policy = self._policies(trainer, f"fit-{self._fits}")[0]
-        changes["checkpoint"] = dataclasses.replace(policy, every=None, best=0, by=None, name=None)
+        changes["checkpoint"] = dataclasses.replace(policy, every=None, best=0, by=None)
         self._recorder = Recorder(recording)
         changes["callbacks"] = (*trainer.callbacks, self._recorder)
         changes["log_every"] = "1 step"
