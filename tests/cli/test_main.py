@@ -45,7 +45,9 @@ def test_fit_resumes_and_validate_and_test_judge_its_checkpoints(drive):
     assert "holds the checkpoints of an earlier run" in drive("fit", FIT)[2]
     longer = f"{SHAPES} --trainer.max_epochs 4 --trainer.run_dir run --resume auto --json"
     assert "'checkpoint'" in drive("fit", f"{longer} --optimizer-settings data")[2]
-    code, out, _ = drive("fit", f"{longer} --optimizer-settings program")
+    longer = f"{longer} --optimizer-settings program"
+    assert "skip='2 hours' cannot be counted" in drive("fit", f"{longer} --skip 2hours")[2]
+    code, out, _ = drive("fit", f"{longer} --new-data")
     result = json.loads(out)
     assert (code, result["progress"]["steps"], result["run_dir"]) == (0, 20, "run")
     code, out, _ = drive("validate", f"{SHAPES} --trainer.run_dir run --checkpoint last --json")

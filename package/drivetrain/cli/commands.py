@@ -32,6 +32,8 @@ def fit(settings: Settings, as_json: bool) -> None:
         *fit_data(settings),
         resume=settings.option("resume"),
         optimizer_settings=settings.option("optimizer_settings"),
+        new_data=bool(settings.option("new_data")),
+        skip=settings.option("skip"),
     )
     if as_json:
         print_json(_fit_json(result))

@@ -74,6 +74,8 @@ _OPTIONS = {
     ),
     "--resume": _Option("auto|PATH", "run_dir's newest checkpoint, or the one at a path", ("fit",)),
     "--optimizer-settings": _Option("FROM", "whose a resume takes: program or checkpoint", ("fit",)),
+    "--new-data": _Option(None, "a resume begins the training data at its start", ("fit",)),
+    "--skip": _Option("INTERVAL", "data that a resume leaves out: '2_000 steps'", ("fit",)),
     "--checkpoint": _Option(
         "PATH|best|best:METRIC|last",
         "weights to load: a path, or run_dir's best or last",

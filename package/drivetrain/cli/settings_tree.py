@@ -23,13 +23,14 @@ OBJECTS = ("task", "data", "train_data", "validation_data")
 TEXTS = (
     "resume",
     "optimizer_settings",
+    "skip",
     "checkpoint",
     "save_to",
     "depth",
 )
 """Settings that are texts, of the Trainer's verbs and of single commands; a number in a file is one too."""
 
-SWITCHES = ("joined", "metrics")
+SWITCHES = ("joined", "metrics", "new_data")
 """Settings that are true or false."""
 
 SEARCH = ("space", "trials", "objective", "direction", "storage", "sampler", "pruner", "parallel")

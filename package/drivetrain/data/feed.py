@@ -19,6 +19,7 @@ from drivetrain.data.batch import batch_size, first_dimensions
 from drivetrain.data.counting import Measure, count_batch
 from drivetrain.data.fingerprint import Fingerprint, as_text, matches, of_samples
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
+from drivetrain.data.resumption import Resumption, leave_out
 from drivetrain.data.sources import Source
 from drivetrain.data.split_source import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
@@ -142,6 +143,7 @@ class StreamEpoch:
         transfer.following = None
         if (expected := feed.take_expected()) and limit != 0:
             self._compare(expected, position)
+        feed.drop(self._micro_batches)
         source.seed_epoch(epoch)
         self.state = source.snapshot() if state is None else state
         ahead = source.made_ahead and transfer.draws_ahead
@@ -168,7 +170,8 @@ class StreamEpoch:
 
     def _compare(self, expected: list[Fingerprint], position: int) -> None:
         """Warn if the data does not go on where the checkpoint was saved."""
-        self.following = first = next(self._micro_batches, None)
+        first = next(self._micro_batches, None)
+        self._micro_batches = chain([] if first is None else [first], self._micro_batches)
         found = [] if first is None or first.is_placeholder else of_samples(first.batch, first.samples)
         pairs = list(zip(expected, found, strict=False))  # the batch size may have changed
         then, now = next((each for each in pairs if not matches(*each)), (expected[0], None))
@@ -234,6 +237,8 @@ class Feed:
         self.skips_bad_batches = False
         self._progress = Progress() if progress is None else progress
         self._cut: Cut | None = None
+        self._asked = ""  # what the resume was asked to do with the data
+        self._left_out = 0
         self._length_told = False
         size = 1 if source.samples_per_epoch is None else source.batch_size or 1
         self.calendar = self._make_calendar(accumulation, batch_sizes or size)
@@ -339,7 +344,7 @@ class Feed:
 
     def left(self, done: int) -> int | None:
         """Return how many micro-batches the limit leaves in an epoch; None without a limit."""
-        return None if self.limit is None else self.limit - done
+        return None if self.limit is None else self.limit - done + self._left_out
 
     def close(self) -> None:
         """End the workers, if there are any; reading again starts new ones."""
@@ -417,7 +422,42 @@ class Feed:
         return {
             "data": source.gathered(source.snapshot() if state is None else state),
             "data_continues": source.gathered({**order, "next": samples}),
+            "data_asked": "" if self._left_out else self._asked,
         }
+
+    def resume(self, saved: Mapping[str, Any], how: Resumption) -> bool:
+        """Go on from a checkpoint's state, and move the run's position as it was asked for.
+
+        All processes must call it.
+
+        Returns:
+            Whether the position was moved.
+
+        Raises:
+            CheckpointError: As `restore`.
+            ConfigError: The data to leave out cannot be counted.
+        """
+        progress, moves = self._progress, how.applies_to(saved)
+        self._asked = how.asked
+        if how.new_data and moves:
+            progress.position = progress.epoch_steps = progress.epoch_batches = 0
+        else:
+            self.restore(saved, progress.position)
+        if how.skip is not None and moves:
+            self._left_out = leave_out(how.skip, self.source, self.calendar, progress)
+        return moves
+
+    def drop(self, micro_batches: Iterator[MicroBatch]) -> None:
+        """Read the micro-batches that a resume leaves out, and move the run's position past them, once."""
+        rounds, self._left_out = self._left_out, 0
+        for number in range(rounds):
+            dropped = next(micro_batches, None)
+            if dropped is None:
+                raise DataError(
+                    f"the {self.source.name} data has ended after {number} of the {rounds} batches of each"
+                    " process that were to be skipped. Data of unknown length is skipped within an epoch"
+                )
+            self._progress.position += dropped.advance
 
     def restore(self, saved: Mapping[str, Any], position: int) -> None:
         """Restore the result of `snapshot`; all processes must call it.

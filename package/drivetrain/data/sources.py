@@ -206,7 +206,8 @@ class Source(ABC):
         return CheckpointError(
             f"the checkpoint was saved within an epoch of the {self.name} data, which is another one now:"
             f" {what}. The position means other samples there, so some would be lost and others come twice."
-            f" {instead} until the epoch ends, or resume from a checkpoint at the end of an epoch"
+            f" {instead} until the epoch ends, resume from a checkpoint at the end of an epoch, or begin this"
+            " data at its start: fit(..., new_data=True)"
         )
 
     def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:

@@ -18,6 +18,7 @@ from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import host_state
 from drivetrain.core.types import Json, Stateful
+from drivetrain.data.resumption import Resumption
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
@@ -28,6 +29,9 @@ from drivetrain.task.optim.state import TRAINED, order_of_groups, take_averages
 from drivetrain.task.stored import pack_hparams
 
 _LOG = logger(__name__)
+
+GO_ON = Resumption()
+"""A resume at the checkpoint's position."""
 
 LOST = "training changes what no checkpoint can hold"
 """The beginning of a warning."""
@@ -116,11 +120,13 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
 
 
 @named_place("as it takes over a checkpoint")
-def restore(run: Run, snapshot: Snapshot, address: str, settings_of: str | None = None) -> None:
+def restore(
+    run: Run, snapshot: Snapshot, address: str, settings_of: str | None = None, how: Resumption = GO_ON
+) -> None:
     """Restore a checkpoint's state when a fit begins, and call the callbacks."""
     before, run.last_checkpoint = run.last_checkpoint, address
     try:
-        restore_run(run, snapshot, settings_of=settings_of)
+        restore_run(run, snapshot, settings_of, how)
         _refuse_past_end(run, address)
     except (CheckpointError, ConfigError):  # the error must not advise to resume from this checkpoint
         run.last_checkpoint = before
@@ -187,12 +193,15 @@ def _unmet(run: Run) -> list[str]:
     return sorted(asked if run.progress.epoch_batches else asked - {"end_epoch"})
 
 
-def restore_run(run: Run, snapshot: Snapshot, settings_of: str | None = None) -> None:
+def restore_run(
+    run: Run, snapshot: Snapshot, settings_of: str | None = None, how: Resumption = GO_ON
+) -> None:
     """Restore a run's state.
 
     Args:
         settings_of: "program" if the optimizers have the settings that the user gives now, where they have
             changed, "checkpoint" if they keep those of the checkpoint.
+        how: Where the data goes on.
 
     Raises:
         ConfigError: The settings have changed, and `optimizer_settings` is None.
@@ -209,7 +218,7 @@ def restore_run(run: Run, snapshot: Snapshot, settings_of: str | None = None) ->
                 " use from_checkpoint(path) or load_weights(path)"
             )
         _check_frozen(run, snapshot)
-        orders = _take_over(run, snapshot, tree)
+        orders = _take_over(run, snapshot, tree, how)
         for name, before in tree["given"].items():
             try:
                 kept_out, taken = run.engine.updaters[name].take_given(before, settings_of, orders[name])
@@ -229,7 +238,13 @@ def restore_run(run: Run, snapshot: Snapshot, settings_of: str | None = None) ->
             if taken and run.is_main:
                 _LOG.info(f"the optimizer goes on with settings that have changed: {taken}")
         if run.train_feed is not None:
-            run.train_feed.restore(tree, run.progress.position)
+            moved = run.train_feed.resume(tree, how)
+            limit = run.totals.limit_reached(run.progress)
+            if moved and limit is not None:
+                raise CheckpointError(
+                    f"with {how.asked} no step is left to train: {limit}. Steps and epochs count on from the"
+                    " checkpoint's, so give a larger limit"
+                )
             if run.is_main:
                 _note_other_size(tree.get("samples_per_step"), run.train_feed.samples_per_step)
 
@@ -298,12 +313,12 @@ def _check_seed_of_data(run: Run, tree: Any) -> None:
     if feed is not None and tree.get("data_seed", feed.source.seed) != feed.source.seed:
         raise CheckpointError(
             "the checkpoint was saved with another data_seed, or the generator of the training data's"
-            " DataLoader or sampler had another seed: the order of the data would change in the middle of an"
-            " epoch. Give the same seed"
+            " DataLoader or sampler had another seed: the order of the data would be another one. Give the"
+            " same seed, or begin the data at its start: fit(..., new_data=True)"
         )
 
 
-def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
+def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> dict[str, list[int]]:
     """Restore the state; return the numbers in the checkpoint of each optimizer's groups, which may be listed
     in another order here.
     """
@@ -318,7 +333,8 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> dict[str, list[int]]:
             f"the checkpoint was saved with seed={tree['seed']}, this Trainer has seed={engine.seed}: the"
             f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
         )
-    _check_seed_of_data(run, tree)
+    if not (how.new_data and how.applies_to(tree)):
+        _check_seed_of_data(run, tree)
     _restore_attributes(run, tree)  # first, so that the program's own set_extra_state has the last word
     with engine.checkpoint_layout(write=True) as optimizers:
         _load_weights(run, snapshot, tree)

@@ -25,6 +25,7 @@ from drivetrain.loggers.files import flat, to_json
 
 if TYPE_CHECKING:
     from drivetrain.data import Feed
+    from drivetrain.data.resumption import Resumption
     from drivetrain.run.run import Run
 
 _NOT_IN_USE = re.compile(r"extra == .(bench|docs|test|trackers)")
@@ -92,7 +93,9 @@ def git_state(directory: Path) -> dict[str, Json] | None:
     return {"commit": commit, "branch": head.get("branch.head"), "dirty": len(lines) > len(head)}
 
 
-def with_resumes(config: dict[str, Json], run: Run, settings_of: str | None) -> dict[str, Json]:
+def with_resumes(
+    config: dict[str, Json], run: Run, settings_of: str | None, how: Resumption
+) -> dict[str, Json]:
     """Return a configuration with the resumes of the run: each with its checkpoint, and what it has changed.
 
     Earlier ones, and the settings of before, are those of the ``config.json`` beside the checkpoint.
@@ -104,6 +107,8 @@ def with_resumes(config: dict[str, Json], run: Run, settings_of: str | None) -> 
     this: dict[str, Json] = {"checkpoint": address, "step": run.progress.steps}
     if settings_of is not None:
         this["optimizer_settings"] = settings_of
+    if how.asked:
+        this["data"] = how.asked
     if before is not None:
         this["changed"] = changes(before, config)
     of_before = {} if before is None else before.get("run")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Json, RunLogger
+from drivetrain.data.resumption import Resumption
 from drivetrain.run.record import record_of, with_resumes
 from drivetrain.run.run import Run
 from drivetrain.run.settings import RunSettings
@@ -22,7 +23,8 @@ def start_from(
     run: Run,
     saver: CheckpointSaver | None,
     start: Start,
-    settings_of: str | None = None,
+    settings_of: str | None,
+    how: Resumption,
 ) -> None:
     """Restore the checkpoint that the fit begins from, then set rates and intervals to the run's progress."""
     for each in run.loggers if run.is_main else ():
@@ -39,7 +41,12 @@ def start_from(
         with run.timed("restore"):
             found = load_start(start, run, saver)
             if found is not None:
-                restore(run, found[1], found[0], settings_of)
+                restore(run, found[1], found[0], settings_of, how._replace(once=start.kind == "auto"))
+            elif how.asked:
+                raise ConfigError(
+                    f"{how.asked} goes on from a checkpoint, and resume='auto' found none in {start.path}."
+                    " Give the path of one"
+                )
             report_start(settings, run, start)
     snapshot = None
     if saver is not None:  # values that cannot be stored are found now, not at a save
@@ -53,10 +60,12 @@ def start_from(
     if found is None and run.triggers.validate.every is not None:
         run.sanity_batches = sanity_batches(settings, run)
     if run.loggers:  # on rank 0
-        _log_config(settings, run, settings_of, resumed=found is not None)
+        _log_config(settings, run, settings_of, how, resumed=found is not None)
 
 
-def _log_config(settings: RunSettings, run: Run, settings_of: str | None, resumed: bool) -> None:
+def _log_config(
+    settings: RunSettings, run: Run, settings_of: str | None, how: Resumption, resumed: bool
+) -> None:
     updaters = run.engine.updaters
     config: dict[str, Json] = {"trainer": settings.to_json(), "task": describe_task(run.task)}
     config |= {"optimizers": {name: dict(each.given) for name, each in updaters.items()}}
@@ -65,7 +74,7 @@ def _log_config(settings: RunSettings, run: Run, settings_of: str | None, resume
     if kept:  # the arguments of the task say otherwise
         config["kept_of_checkpoint"] = kept
     if resumed:
-        config = with_resumes(config, run, settings_of)
+        config = with_resumes(config, run, settings_of, how)
     for each in run.loggers:
         with run.logging_to(each, f"the configuration that {type(each).__name__} writes at step"):
             each.log_config(config)

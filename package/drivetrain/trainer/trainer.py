@@ -7,6 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from drivetrain.core.intervals import Interval
 from drivetrain.core.notebook.output import in_notebook
 from drivetrain.core.synonyms import missing
 from drivetrain.core.validation import by_name
@@ -181,6 +182,8 @@ class Trainer(RunSettings):
         *,
         resume: str | None = None,
         optimizer_settings: str | None = None,
+        new_data: bool = False,
+        skip: Interval | None = None,
     ) -> FitResult:
         """Train.
 
@@ -194,6 +197,13 @@ class Trainer(RunSettings):
                 and betas, a resume takes where they differ from those of the checkpoint's run: "program" for
                 this program's, "checkpoint" for the checkpoint's, with a warning. Without it a difference is
                 an error.
+            new_data: Whether a resume begins the training data at its start, which may be other data: for a
+                second stage of training. Weights, optimizer, schedules, steps and complete epochs go on; an
+                epoch that the checkpoint lies within begins anew.
+            skip: Training data that a resume leaves out after the checkpoint's position, such as "2_000
+                steps", "64_000 samples" or "0.1 epochs": data after which the loss had a spike. The run
+                equals one whose data lacks it. None leaves out nothing. With resume="auto", a checkpoint of a
+                fit with the same `new_data` and `skip` goes on at its position.
 
         Raises:
             ConfigError: Arguments, task and data do not fit together.
@@ -205,7 +215,7 @@ class Trainer(RunSettings):
         """
         from drivetrain.trainer.verbs import fit
 
-        return fit(self, task, train_data, validation_data, resume, optimizer_settings)
+        return fit(self, task, train_data, validation_data, resume, optimizer_settings, new_data, skip)
 
     @by_name
     def steps(
@@ -216,6 +226,8 @@ class Trainer(RunSettings):
         *,
         resume: str | None = None,
         optimizer_settings: str | None = None,
+        new_data: bool = False,
+        skip: Interval | None = None,
     ) -> Generator[StepResult, None, None]:
         """Train as `fit` does, but yield after every step, for your own loop body.
 
@@ -225,7 +237,7 @@ class Trainer(RunSettings):
         """
         from drivetrain.trainer.verbs import steps
 
-        return steps(self, task, train_data, validation_data, resume, optimizer_settings)
+        return steps(self, task, train_data, validation_data, resume, optimizer_settings, new_data, skip)
 
     @by_name
     def validate(

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Every, Interval
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import flag, local_path, one_of
+from drivetrain.data.resumption import Resumption
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import rerun_obstacle
 from drivetrain.engine.split_batch import join_batches
@@ -54,11 +56,14 @@ def fit(
     validation_data: Any,
     resume: str | None,
     settings_of: str | None,
+    new_data: bool,
+    skip: Interval | None,
 ) -> FitResult:
     """Train; see `Trainer.fit`."""
     if _has_to_fork(trainer):
-        return _forked(trainer, lambda: fit(trainer, task, train_data, validation_data, resume, settings_of))
-    with _begin(trainer, task, train_data, validation_data, resume, settings_of) as (
+        given = task, train_data, validation_data, resume, settings_of, new_data, skip
+        return _forked(trainer, lambda: fit(trainer, *given))
+    with _begin(trainer, task, train_data, validation_data, resume, settings_of, new_data, skip) as (
         settings,
         run,
         saver,
@@ -95,6 +100,8 @@ def _begin(
     validation_data: Any,
     resume: str | None,
     settings_of: str | None,
+    new_data: bool,
+    skip: Interval | None,
     *,
     body: bool = False,
 ) -> Iterator[tuple[RunSettings, Run, CheckpointSaver | None]]:
@@ -104,6 +111,7 @@ def _begin(
     """
     seed = trainer.seed
     _check_optimizer_settings(settings_of, resume)
+    how = _resumption(new_data, skip, resume)
     trainer, resume = observed(trainer, is_fit=True, resume=resume)
     trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
     torch_seed = torch.initial_seed()
@@ -115,7 +123,7 @@ def _begin(
                 f" steps draw, come from Trainer(seed=0). For another run give Trainer(seed={torch_seed})"
             )
         with run_context(trainer, run):
-            start_from(trainer, run, saver, start, settings_of)
+            start_from(trainer, run, saver, start, settings_of, how)
             preemption.attach(run, is_resumable(trainer))
             yield trainer, run, saver
 
@@ -261,6 +269,14 @@ def _report_early_end(run: Run) -> None:
     if not reason.startswith(tuple(planned)) and not is_part():
         of = "" if totals.steps is None else f" of {totals.steps}"
         _LOG.info(f"the fit ended early, after step {run.progress.steps}{of}: {reason}")
+
+
+def _resumption(new_data: bool, skip: Interval | None, resume: object) -> Resumption:
+    flag("fit(new_data=)", new_data)
+    how = Resumption(new_data, None if skip is None else Every(skip))
+    if how.asked and resume is None:
+        raise ConfigError(f"{how.asked} is for a resume: give resume='auto' or a path, or leave it out")
+    return how
 
 
 def _check_optimizer_settings(given: object, resume: object) -> None:
