@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
 from drivetrain.core.errors import CheckpointError, ConfigError
-from drivetrain.core.messages import logger
 from drivetrain.core.validation import check_no_class
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import check_supported
@@ -45,8 +44,6 @@ from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
 from drivetrain.task.optim.state import start_momenta
 from drivetrain.task.optim.torch_schedule import TorchSchedule, kind_of
 from drivetrain.task.task import TaskModule
-
-_LOG = logger(__name__)
 
 _NO_VALUES: Mapping[str, float] = {}
 
@@ -481,13 +478,14 @@ def checking_gradients(updaters: Iterable[Updater]) -> Iterator[None]:
             handle.remove()
 
 
-def warn_of_long_warmup(updaters: Mapping[str, Updater], steps: int | None) -> None:
-    """Warn of a warm-up that the fit ends before."""
-    for each in updaters.values():
+def long_warmups(updaters: Mapping[str, Updater], steps: int | None) -> Iterator[str]:
+    """Yield a sentence for each warm-up that a fit ends before."""
+    for name, each in updaters.items():
+        of = "" if len(updaters) == 1 else f" of the optimizer {name!r}"
         if steps is not None and 0 < steps <= each.warmup_steps:
-            _LOG.warning(
-                f"the warm-up takes {each.warmup_steps:,} steps and this fit {steps:,}, so the learning rate"
-                " never reaches the given one. Give fewer warmup_steps, or warmup_ratio"
+            yield (
+                f"the warm-up{of} takes {each.warmup_steps:,} steps and this fit {steps:,}: the full learning"
+                " rate is never used. Lower warmup_steps, use warmup_ratio, or train longer"
             )
 
 

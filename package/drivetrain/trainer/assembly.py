@@ -39,7 +39,7 @@ from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
-from drivetrain.engine.updater import warn_of_long_warmup
+from drivetrain.engine.updater import long_warmups
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
@@ -350,7 +350,8 @@ def _preflight(settings: RunSettings, engine: Engine, task: TaskModule, totals: 
     if engine.strategy.rank != 0:
         return
     if not settings.dry_run:
-        warn_of_long_warmup(engine.updaters, totals.steps)
+        for text in long_warmups(engine.updaters, totals.steps):
+            _LOG.warning(text)
     for schedule in schedules:
         schedule.warn_if_never(totals.steps, totals.epochs)
 

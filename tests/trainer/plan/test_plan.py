@@ -372,7 +372,7 @@ def one_cycle(parameters):
 
 VALIDATION = Unreadable(10, 5)
 CONFLICTS = {
-    "warm-up takes 20 steps and the run has 12": {"task": sgd(warmup_steps=20)},
+    "warm-up takes 20 steps and this fit 12": {"task": sgd(warmup_steps=20)},
     "'cosine' does not finish": {"task": sgd(schedule="cosine", total_steps=50)},
     "OneCycleLR can take 10 steps": {"task": Classifier(one_cycle)},
     "max_steps=100 is not reached": {"max_steps": 100},

@@ -17,6 +17,7 @@ from drivetrain.core.calendar import Totals
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every
 from drivetrain.core.stages import most
+from drivetrain.engine.updater import long_warmups
 from drivetrain.run.messages import as_given
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings
@@ -56,6 +57,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Ite
 
 
 def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
+    yield from long_warmups(built.updaters, totals.steps)
     for updater in built.updaters.values():
         if updater.torch_schedule is not None:
             try:
@@ -66,11 +68,6 @@ def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
         if not isinstance(spec, OptimizerConfig) or totals.steps is None:
             continue
         of = "" if len(built.specs) == 1 else f" of the optimizer {name!r}"
-        if spec.warmup_steps >= totals.steps:
-            yield (
-                f"the warm-up{of} takes {spec.warmup_steps} steps and the run has {totals.steps}: the "
-                "full learning rate is never used. Lower warmup_steps, use warmup_ratio, or train longer"
-            )
         total = spec.total_steps
         if total is None or total == totals.steps or spec.schedule in _ENDLESS or callable(spec.schedule):
             continue
