@@ -79,7 +79,7 @@ class Callback(Hooked):
     with the same `run.metrics`, so that all decide the same. A callback that writes to a screen or a file
     first asks `run.is_main`.
 
-    Callbacks are called in the order of the Trainer's argument. What nests ends in the reverse order:
+    Callbacks are called in the order of the Trainer's argument. The hooks of an end run in the reverse order:
     `on_step_end`, `on_epoch_end`, `on_evaluation_end`, `on_fit_end` and `on_exception`. In the last two,
     callbacks with `on_save` or `after_saver` come after all others.
 

@@ -40,13 +40,13 @@ class Freeze(Callback):
     Classification", 2018).
 
     Frozen parameters get no gradient, so that nothing moves them: no weight decay, no momentum. Norms of the
-    gradient and clipping leave them out. Those that are unfrozen later are in the optimizer from the start;
-    it creates their state at their first step. For parameters that are frozen for the whole fit there is
-    neither. Batch norms, and other modules with running statistics, are in evaluation mode while all of
+    gradient and clipping leave them out. Parameters that are unfrozen later are in the optimizer from the
+    start, which creates their state at their first step. Parameters that are frozen for the whole fit are
+    not. Batch norms, and other modules with running statistics, are in evaluation mode while all of
     their parameters are frozen. Dropout stays as it is.
 
-    What is frozen follows from the progress alone, so that a resumed run is bitwise the same. After the fit,
-    also after an error, `requires_grad` and modes are as before.
+    The frozen parameters depend on the progress alone, so that a resumed run is bitwise the same. After the
+    fit, also after an error, `requires_grad` and modes are as before.
 
     Args:
         patterns: Globs on the names of parameters and modules, as in `fnmatch`: ``*`` crosses dots, and a
@@ -182,7 +182,7 @@ class Freeze(Callback):
     def _frozen_by(self, patterns: Collection[str]) -> frozenset[str]:
         return frozenset(name for name, pattern in self._pattern.items() if pattern in patterns)
 
-    # What is frozen now.
+    # The parameters that are frozen now.
 
     def _follow(self, run: Run) -> None:
         """Freeze what is frozen at the run's progress, and train all else."""
@@ -253,8 +253,8 @@ def _set(task: nn.Module, names: Collection[str], value: bool) -> None:
 def _has_statistics(module: nn.Module) -> bool:
     """Return whether forward changes buffers of a module in training mode.
 
-    Those of batch norms and instance norms are called running_*, and those of spectral norms, which iterate
-    towards singular vectors, _u or weight_u.
+    Batch norms and instance norms call them running_*. Spectral norms, which iterate towards singular
+    vectors, call them _u or weight_u.
     """
     return any(
         name.startswith("running_") or name.endswith("_u")

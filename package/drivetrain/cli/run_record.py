@@ -1,4 +1,4 @@
-"""What a run directory says about its run: the values it logged, its settings, its ledger and its search."""
+"""The record of a run in its directory: the values it logged, its settings, its ledger and its search."""
 
 from __future__ import annotations
 

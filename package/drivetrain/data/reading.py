@@ -301,8 +301,8 @@ def _label_of_a_sample(batches: Sequence[Batch]) -> Any:
     """Return the name or place of an entry that looks like a sample's label, or None.
 
     It is one number beside tensors with dimensions, and it differs between the items: a number that holds for
-    every sample, such as a scale, would be equal in all batches. Tensors of a batch have one first dimension,
-    so two of equal length are taken for a batch's.
+    every sample, such as a scale, would be equal in all batches. Tensors of a batch agree in their first
+    dimension, so two tensors of equal length count as a batch.
     """
     looked_at = batches[:: -(-len(batches) // 100)]
     items = [each for each in map(opened, looked_at) if each is not None]

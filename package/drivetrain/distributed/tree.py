@@ -62,8 +62,8 @@ def pack(
     Args:
         tree: Any nesting of the types in this module's docstring.
         check: Raises a `CheckpointError` for a tensor, at a place, that cannot be stored.
-        typed: Returns the name and the content of a value of another type, or None. With it, a key of a dict
-            may be any of these values.
+        typed: Returns the name and the content of a value of another type, or None. If it is given, a key
+            of a dict may be any of these values.
 
     Returns:
         The JSON, and the tensors that it refers to, named after their place in the tree ("optimizer.0.step").

@@ -155,7 +155,7 @@ def _made(name: str, content: Any) -> Any:
         for field, each in content.items():
             object.__setattr__(made, field, each)  # not by its constructor, which may convert values
     elif issubclass(kind, tuple):
-        # Those of C, such as torch.return_types.max, have a constructor of one sequence.
+        # Named tuples of C, such as torch.return_types.max, have a constructor of one sequence.
         made = kind(content) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, content)
     elif issubclass(kind, list):
         made = list.__new__(kind)

@@ -130,7 +130,7 @@ def set_aside(path: Path) -> None:
 
 
 class Appended:
-    """A file that grows by whole pieces: a piece for which the disk has no room is not written at all.
+    """A file that grows by whole pieces: a piece that does not fit on the disk is not written at all.
 
     Otherwise half a row, or half an event, would spoil everything that is written after it.
 

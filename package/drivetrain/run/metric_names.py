@@ -47,7 +47,7 @@ class MetricNames:
         self.stages: set[str] = set()
         self._task = task
         self._owner = type(task).__name__
-        self._sources: dict[str, ValueSource | None] = {}  # None for a value that a hook logs
+        self._sources: dict[str, ValueSource | None] = {}  # None: a hook logs it
         self._directions: dict[str, str] = {}
         self._loaders: tuple[str, ...] = ()
 

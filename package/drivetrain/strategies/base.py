@@ -197,7 +197,7 @@ class Strategy(ABC):
         ranks: All processes, for exchange on the host.
         sharded: Whether all processes must run each forward together, including those of an evaluation.
         refusals: The features that the strategy does not support, each with the reason; and those of
-            `REFUSED` that it supports, each with an empty text. What a class does not name is as in its base.
+            `REFUSED` that it supports, each with an empty text. Anything else is as in its base class.
         gpus: The GPU of each process on a machine, by index; None gives each that of its local rank.
         place: A function applied to each tensor of a batch on the device; None applies nothing.
     """

@@ -89,7 +89,7 @@ class SingleDevice(Strategy):
             torch.cuda.set_device(self.device)
 
     def teardown(self) -> None:
-        """Make the GPU of before the current one again."""
+        """Make the previous GPU the current one again."""
         if self._devices_before:
             torch.cuda.set_device(self._devices_before.pop())
 

@@ -494,7 +494,7 @@ def _begins_with_loss(outputs: Any) -> bool:
 
 
 _DESCRIBED = ("loss", "metrics")
-"""The methods in whose place a constructor may assign an object."""
+"""The methods that a constructor may replace by an object."""
 
 
 def _instead(name: str, value: object) -> str:

@@ -66,7 +66,7 @@ class _Probed(_Unwatched):
     """Overrides of a task that is probed."""
 
     def configure_callbacks(self, stage: str) -> Sequence[Any]:
-        """Leave out all callbacks but those that change the task before its optimizers are built."""
+        """Keep only the callbacks that change the task before its optimizers are built."""
         callbacks = super().configure_callbacks(stage)
         return [each for each in callbacks if type(each).modify_task is not Callback.modify_task]
 

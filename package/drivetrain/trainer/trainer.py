@@ -106,7 +106,7 @@ class Trainer(RunSettings):
         validate_every: When to validate during a fit, which validates at its end if it has not before; None
             disables it. Default: "1 epoch". Example: validate_every="500 steps".
         validate_from: No validation is due before this point, an interval from the run's start ("2 epochs").
-            One that is due at the point itself is made. None delays nothing. Default: None. Example:
+            A validation that is due at this very point is made. None delays nothing. Default: None. Example:
             validate_from="2 epochs".
         evaluation_batch_size: The samples of a batch in evaluations and predictions of a bare Dataset; None
             takes `batch_size`, and of several numbers the largest. Default: None. Example:

@@ -139,8 +139,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 def _recomputes() -> bool:
     """Return whether an operation belongs to a forward that backward runs again.
 
-    Those of backward itself run without gradients, unless its graph is kept for a second derivative. Then no
-    saved tensors are hooked, as torch's `checkpoint` does during a recomputation.
+    The operations of backward itself run without gradients, unless its graph is kept for a second derivative.
+    Then no saved tensors are hooked, as torch's `checkpoint` does during a recomputation.
     """
     if torch._C._current_graph_task_id() < 0 or not torch.is_grad_enabled():
         return False
@@ -160,7 +160,7 @@ class FlopsByLength:
         self.counted = dict(counted or {})
 
     def wants(self, length: int) -> bool:
-        """Return whether a step of this length is to be counted."""
+        """Return whether a step of this length must be counted."""
         near = any(max(each, length) < _APART * min(each, length) for each in self.counted)
         return not near and len(self.counted) < _KNOWN
 

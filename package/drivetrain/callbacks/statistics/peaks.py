@@ -25,7 +25,7 @@ class Peak:
     float32: float
 
 
-# From NVIDIA's data sheet of each product. Those of Ada, Hopper and Blackwell state tensor figures with
+# From NVIDIA's data sheet of each product. The sheets of Ada, Hopper and Blackwell state tensor figures with
 # structured sparsity, which training does not use, so they are halved here. Names are those that CUDA
 # reports; a longer name comes before the shorter one that it contains.
 PEAKS: dict[str, Peak] = {

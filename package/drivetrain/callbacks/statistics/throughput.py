@@ -55,8 +55,8 @@ class Throughput(Callback):
 
     The operations per sample are counted in the fit's first step, as torch runs it
     (`torch.utils.flop_counter`), attention in full also where it is causal. Where the length of the samples
-    changes by a quarter or more, as with `SequenceLength`, up to three lengths are counted. Those of other
-    lengths follow, as a transformer's operations are a polynomial of degree two in the length. A compiled
+    changes by a quarter or more, as with `SequenceLength`, up to three lengths are counted. The
+    counts of other lengths follow from a polynomial of degree two in the length. A compiled
     task runs the counted steps uncompiled. A checkpoint stores the counts, so that a resumed run does not
     count again.
 

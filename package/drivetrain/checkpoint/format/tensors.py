@@ -63,7 +63,7 @@ _METADATA = "__metadata__"
 _FIELDS = {"dtype": str, "shape": list, "data_offsets": list}
 
 WRITER: dict[str, Json] = {"written_by": "drivetrain"}
-"""What the metadata of drivetrain's files have, so that an export replaces its own files alone."""
+"""The mark in the metadata of drivetrain's files, so that an export replaces its own files alone."""
 
 
 @dataclass(frozen=True, slots=True)

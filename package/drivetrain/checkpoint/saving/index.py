@@ -92,7 +92,7 @@ def read_index(directory: str, files: FileSystem = LOCAL) -> list[Entry] | None:
 
 
 def read_undamaged_index(directory: str, files: FileSystem) -> tuple[list[Entry], str]:
-    """Return the entries, none if the index is damaged, and what is wrong with it, else "".
+    """Return the entries, which are none if the index is damaged, and its fault or "".
 
     The manager repairs it when the run resumes.
     """

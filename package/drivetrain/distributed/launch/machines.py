@@ -1,6 +1,6 @@
 """How the machines of `drivetrain launch` meet: torchrun's agents, with what torch's own meetings lack.
 
-Those of torch listen on all interfaces, even for one machine, wait without a word, and unpickle what they
+torch's own listen on all interfaces, even for one machine, wait without a word, and unpickle what they
 find in a store that anybody can write to.
 """
 

@@ -300,7 +300,7 @@ _LOGGERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     ),
     "WandbLogger": _wandb,
 }
-"""What makes the counterpart of a logger, by the name of its class."""
+"""The function that makes the counterpart of a logger, by the name of its class."""
 
 
 def _listed(given: Any) -> list[Any]:

@@ -199,7 +199,7 @@ OLD: Mapping[str, str] = {
     "weights_save_path": "give default_root_dir",
     "weights_summary": "give enable_model_summary",
 }
-"""What is to be done with arguments of Lightning 1, and with keys of hydra."""
+"""The advice for arguments of Lightning 1, and for keys of hydra."""
 
 _FORKED = "processes run the program again; a notebook's are forked"
 _DP = 'use strategy="ddp", which starts a process for each device'

@@ -308,7 +308,7 @@ class ModuleHooks(ModuleState, Callback):
                 " gradients in on_after_backward"
             )
         if engine.strategy.name == "single":
-            # What is frozen now may be unfrozen in a later epoch, if the module's optimizer has it.
+            # Parameters that are frozen now may be unfrozen later, if the module's optimizer has them.
             of_optimizer = {id(each) for updater in updaters for each in updater.parameters}
             engine.parameters = [
                 each for each in run.task.parameters() if each.requires_grad or id(each) in of_optimizer

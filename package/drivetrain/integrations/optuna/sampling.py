@@ -91,9 +91,9 @@ def check_grid(sampler: BaseSampler, name: str, each: BaseDistribution) -> None:
 class SeededSampler(BaseSampler):  # type: ignore[misc]  # mypy does not follow Optuna
     """A sampler that is made anew for each trial and each name, with a seed of their own.
 
-    What it draws is a function of the seed, the trial's number and name, and the finished trials. So a search
-    that was killed between any two draws goes on with those of an uninterrupted one. Optuna's samplers keep
-    their generator in memory, and advise to pickle it.
+    Its draws are a function of the seed, the trial's number and name, and the finished trials. So a search
+    that was killed between any two draws goes on with the same draws as an uninterrupted one. Optuna's
+    samplers keep their generator in memory, and advise to pickle it.
 
     Attributes:
         example: A sampler of its kind.

@@ -453,7 +453,7 @@ class _Spread:
         return bool(ended)
 
     def _fail_trial_of(self, pid: int, reason: str) -> None:
-        """Record that the trial of a process that was killed has failed: another start might end alike."""
+        """Record that the trial of a killed process has failed: another start might end the same way."""
         from drivetrain.integrations.optuna.study import fail, running_trials_of
 
         study, storage = self._open_study()

@@ -203,7 +203,7 @@ def run_trial(
 ) -> bool:
     """Run the next trial, on all ranks; return whether there was one.
 
-    An error of the trial is recorded. One that not all ranks have raised ends the processes, and is raised.
+    An error of the trial is recorded. If only some ranks raised it, it ends the processes, and is raised.
 
     Args:
         plan: The search.

@@ -90,7 +90,7 @@ def page_contents(
     Args:
         records: The runs.
         runs: What `run_contents` has returned for each.
-        searches: The searches that they are trials of.
+        searches: The searches whose trials these runs are.
         media_left_out: The number of pictures, tables, texts and sounds that had no room.
         refresh: Seconds after which the page loads itself again; None never.
     """

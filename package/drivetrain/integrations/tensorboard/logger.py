@@ -268,7 +268,7 @@ def _value(value: Media) -> dict[str, Any]:
         sound: dict[str, Any] = {"sample_rate": value.sample_rate, "num_channels": value.channels}
         sound |= {"length_frames": value.length, "content_type": "audio/wav"}
         return {"audio": {**sound, "encoded_audio_string": data}}
-    # The sizes stand in the headers of PNG and GIF.
+    # The sizes are in the headers of PNG and GIF.
     width, height = (
         struct.unpack_from("<HH", data, 6) if data[:3] == b"GIF" else struct.unpack_from(">II", data, 16)
     )

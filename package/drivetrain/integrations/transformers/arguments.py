@@ -328,7 +328,7 @@ def _loggers(values: Values) -> tuple[Any, ...]:
     for name in names:
         if name not in LOGGERS:
             raise ConfigError(
-                f"report_to has {name!r}, for which there is no logger here. Write one with"
+                f"report_to has {name!r}, and there is no such logger here. Write one with"
                 " log_metrics(metrics, step), log_config(config) and close(), and pass it:"
                 " from_training_arguments(args, loggers=[...]). Or leave it out:"
                 f" report_to={[each for each in names if each in LOGGERS]}"

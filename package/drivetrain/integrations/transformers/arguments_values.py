@@ -294,4 +294,4 @@ _RENAMED: Mapping[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
     "push_to_hub_model_id": lambda value, _: {"hub_model_id": value},
     "push_to_hub_token": lambda value, _: {"hub_token": value},
 }
-"""What an older name stands for, by the names of version 5."""
+"""The meaning of each older name, in the names of version 5."""

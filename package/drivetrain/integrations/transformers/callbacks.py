@@ -98,7 +98,7 @@ _OF_TRIAL = ("is_hyper_param_search", "trial_name", "trial_params")
 """The fields of the state that a search sets for each trial."""
 
 OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-"""What the events get beside the arguments, the state and the control."""
+"""The objects that events get besides the arguments, the state and the control."""
 
 _FLOW = DefaultFlowCallback()
 _AROUND_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
@@ -134,7 +134,7 @@ class CallbackAdapter(OwnCallback):
         reports_evaluations: Whether evaluations are logged and their events called here, not by the program.
         shown_path: Returns the path that the state has for that of a checkpoint.
         told: Names of values that the program has put in rows of its own since the last log point.
-        objects: What the events get beside the arguments, the state and the control.
+        objects: The objects that events get besides the arguments, the state and the control.
         calls_by: Calls the callbacks that it is given with an event, its name and its objects, in the place
             of this class; None for this class.
 

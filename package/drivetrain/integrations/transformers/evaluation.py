@@ -156,7 +156,7 @@ def check_unused(options: Mapping[str, Any]) -> None:
 def predictions_of(outputs: Any, ignored: Collection[str]) -> Any:
     """Return a model's outputs without the loss: one tensor alone, several as a tuple.
 
-    Those of a module that is no model of transformers may be the attributes of any object.
+    The outputs of a module that is no model of transformers may be the attributes of any object.
     """
     if not isinstance(outputs, (Mapping, Sequence, Tensor)) and hasattr(outputs, "loss"):
         outputs = vars(outputs)

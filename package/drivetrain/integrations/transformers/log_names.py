@@ -34,7 +34,7 @@ def to_transformers(name: str, loaders: Iterable[str | None] = ()) -> str:
     """Return transformers' name for one of a run's: "eval_loss" for "validation/loss".
 
     Args:
-        name: The full name. One that neither begins with a stage nor is a learning rate stays.
+        name: The full name. It stays unless it begins with a stage or is a learning rate.
         loaders: The names of the evaluation sets.
     """
     stage, slash, rest = name.partition("/")

@@ -115,7 +115,7 @@ def write_pretrained(
 
     Args:
         model: The model, which may be on the meta device.
-        tensors: The values of its state dict, by clean name. Those of a `PeftModel` may be the adapter's.
+        tensors: The values of its state dict, by clean name. A `PeftModel` may have its adapter's alone.
         folder: The folder; also an address. Files of the same names are replaced where drivetrain has written
             the weights there.
         files: The files beside the weights, by name; None makes those of the model.

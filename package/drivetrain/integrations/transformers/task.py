@@ -489,7 +489,7 @@ class TransformersTask(TaskModule):
             _LOG.info("the weights of %r: %s", folder, report)
         if report.missing or report.mismatched:
             kind = type(base_of(self.model)).__name__
-            _LOG.warning(f"{kind} begins with new values where {folder!r} has none that fit: {report}")
+            _LOG.warning(f"{kind} begins with new values where {folder!r} has no fitting ones: {report}")
 
     def _adapted(self) -> Collection[str]:
         """Return the frozen base of a `PeftModel`: by default its checkpoints hold the adapter alone."""

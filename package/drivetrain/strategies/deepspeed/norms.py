@@ -17,7 +17,7 @@ class WideNorms:
     """Hooks that make norms read their weights in float32.
 
     Gradients go through the cast. A forward hook of each norm sets the cast weights as attributes, which hide
-    the real parameters. Those stay where DeepSpeed gathers and frees them.
+    the real parameters, which stay where DeepSpeed gathers and frees them.
 
     Args:
         module: The model, after DeepSpeed has added its hooks, which gather the weights.

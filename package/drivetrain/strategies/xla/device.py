@@ -248,7 +248,7 @@ class OnXLA(Strategy):
         self._prepared = []
 
     def teardown(self) -> None:
-        """Move the tasks off the device after a failed run; with one process that needs no other rank."""
+        """Move the tasks off the device after a failed run; with one process, this needs no other rank."""
         error = sys.exc_info()[1]
         if error is None:
             return

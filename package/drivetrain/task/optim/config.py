@@ -42,7 +42,7 @@ OPTIMIZERS: Registry[OptimizerFactory] = Registry(
 """Optimizers by name."""
 
 _RATE = 1e-3
-"""The default rate, by whose identity a rate that was given is known."""
+"""The default rate; a rate is a user's if it is not this object."""
 
 _OWN_ARGUMENTS = frozenset({"params", "param_groups", "lr", "weight_decay", "fused", "module"})
 
@@ -61,8 +61,8 @@ class OptimizerConfig:
             ``(param_groups, lr=..., **options)``. The rows are "sgd", "adam", "adamw", "adafactor", "muon"
             and every class of torch.optim by its lower-case name; with torchao also "adamw8bit", "adamw4bit"
             and "adamwfp8".
-        lr: The base learning rate; 0 trains nothing. None for an optimizer that finds its own, such as the
-            Adafactor of transformers; it has no schedule then. That is the default of a class whose own
+        lr: The base learning rate; 0 trains nothing. None leaves the rate to the optimizer, such as the
+            Adafactor of transformers; there is no schedule then. That is the default of a class whose own
             default is None, if no options are given.
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
             two dimensions are left out. The default is 0, whatever the optimizer's default is.

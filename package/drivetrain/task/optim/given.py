@@ -21,7 +21,7 @@ _OF_TIMES = ("scheduler every", "scheduler metric")
 _RATE = "initial_lr"
 
 _BY_GROUP = frozenset({"base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas"})
-"""What torch's schedulers keep for each group of an optimizer, in a list."""
+"""The lists in which torch's schedulers keep a value for each group of an optimizer."""
 
 SETTINGS_OF = ("program", "checkpoint")
 """Whose settings an optimizer has after a resume; values of `optimizer_settings`."""

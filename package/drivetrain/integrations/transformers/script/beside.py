@@ -1,4 +1,4 @@
-"""What a script's optimizer trains beside its model, such as the weights of a loss."""
+"""Parameters that a script's optimizer trains besides its model's, such as the weights of a loss."""
 
 from __future__ import annotations
 

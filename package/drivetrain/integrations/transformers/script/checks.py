@@ -22,7 +22,7 @@ from drivetrain.task.blocks import repeated_blocks
 from drivetrain.trainer.trainer import Trainer
 
 _RECOMPUTATION = ("activation_checkpointing", "gradient_checkpointing")
-"""What transformers calls it now and called it before."""
+"""The name in transformers now, and the name before."""
 
 
 def ranked_by(mapped: MappedArguments, args: TrainingArguments, sets: Any) -> MappedArguments:

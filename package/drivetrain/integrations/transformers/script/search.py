@@ -199,7 +199,7 @@ class OptunaSearch(HyperparameterSearch):
         return dict(self.space(trial))
 
     def report(self, run: Run, metrics: Mapping[str, float], saves: bool) -> None:
-        """Report an evaluation; all ranks stop after this step if the trial is to be pruned."""
+        """Report an evaluation; all ranks stop after this step if the trial must be pruned."""
         self.objective = self.compute_objective(dict(metrics))
         trial, objective, step = self._trial, self.objective, run.progress.steps
 
@@ -230,8 +230,8 @@ class OptunaSearch(HyperparameterSearch):
 class RaySearch(HyperparameterSearch):
     """A search over Ray Tune, whose trials are processes; `space` returns the `config` of `tune.run`.
 
-    A trial reports each evaluation, with a checkpoint of the same step if the script saves any. One that Ray
-    starts from a checkpoint resumes from it, with the arguments of its own configuration.
+    A trial reports each evaluation, with a checkpoint of the same step if the script saves any. If Ray
+    starts a trial from a checkpoint, it resumes from it, with the arguments of its own configuration.
     """
 
     backend = HPSearchBackend.RAY
