@@ -320,6 +320,7 @@ def test_the_command_searches_by_a_file_and_options_and_shows_what_it_found(tmp_
     out = capsys.readouterr().out
     assert f"* {found['best'][0]}" in out
     assert "importance for validation/loss" in out
+    assert "\nnew/page.html: 3 runs" in out
     page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     (shown,) = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["searches"]
     assert (shown["best"], [each["run"] for each in shown["trials"]]) == (found["best"], [0, 1, 2])

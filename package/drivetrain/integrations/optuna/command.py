@@ -166,7 +166,7 @@ def show(words: Sequence[str]) -> int:
         rows = [(each, f"{value:.1%}") for each, value in found.items()]
         table((), rows or [("unknown: too few trials are complete", "")], numbers=(1,))
     if report:
-        line(f"\n{report}")
+        line(report)
     return 0
 
 

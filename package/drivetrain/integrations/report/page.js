@@ -775,7 +775,7 @@ function makeSearches() {
     trials.forEach(each => counts.set(each.state, (counts.get(each.state) || 0) + 1));
     add(head, "small", [...counts].map(([name, count]) => `${count} ${name}`).join(" · "));
     const winners = trials.filter(each => search.best.includes(each.number));
-    if (winners.length === 1) { const [it] = winners; add(section, "p", `Best: trial ${it.number}, ${objective} ${number(it.values[objective])}, with ${Object.entries(it.parameters).map(([name, value]) => `${name} ${shownSetting(value)}`).join(", ")}. Its curves are ${many ? "among the chosen ones " : ""}below.`); if (many && !state.chosen && it.run !== null) pick(it.run); }
+    if (winners.length === 1) { const [it] = winners; add(section, "p", `Best: trial ${it.number}, ${objective} ${number(it.values[objective])}, with ${Object.entries(it.parameters).map(([name, value]) => `${name} ${shownSetting(value)}`).join(", ")}. Its curves are among the ${many ? "chosen" : "drawn"} ones.`); if (many && !state.chosen && it.run !== null) pick(it.run); }
     else add(section, "p", winners.length ? `No other trial beats ${winners.length} trials in all objectives: ${winners.map(each => each.number).join(", ")}.` : "No trial is complete.");
     const grid = add(section, "div", "", "grid"), begin = highlights.length;
     parallel(grid, search, trials, objective, direction);
@@ -949,7 +949,7 @@ function drawMedia() {
   const section = $("media"), names = new Map();
   section.replaceChildren();
   add(section, "h2", "Pictures, tables, texts and sounds");
-  if (!DATA.media.length) { add(section, "p", "None was logged, or by no logger whose files are in the run's directory: \"tensorboard\" writes them there.", "faint"); return; }
+  if (!DATA.media.length) { add(section, "p", "The run's directory has none; the logger \"tensorboard\" writes them there.", "faint"); return; }
   for (const each of DATA.media) names.set(each.name, [...(names.get(each.name) || []), each]);
   if (DATA.mediaLeftOut) add(section, "p", `${plural(DATA.mediaLeftOut, "value")} left out: there was no room on the page.`, "faint");
   const grid = add(section, "div", "", "grid");
