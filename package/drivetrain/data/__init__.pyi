@@ -6,7 +6,8 @@ from drivetrain.data.counting import Measure as Measure
 from drivetrain.data.feed import Feed as Feed
 from drivetrain.data.feed import Window as Window
 from drivetrain.data.length_grouped import LengthGroupedSampler as LengthGroupedSampler
-from drivetrain.data.packed import packed as packed
+from drivetrain.data.mixing import mixture as mixture
+from drivetrain.data.packing import packed as packed
 from drivetrain.data.reading import as_source as as_source
 from drivetrain.data.reading import evaluation_sources as evaluation_sources
 from drivetrain.data.reading import pin_memory_for as pin_memory_for

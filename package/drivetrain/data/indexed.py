@@ -27,11 +27,12 @@ from drivetrain.data.keyed_batches import (
     may_draw,
     single_item,
 )
+from drivetrain.data.mixing import Mixture
 from drivetrain.data.order import OWN, Order, composition, refuse_divided, undivided, unshuffled
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
-from drivetrain.data.sources import Fetched, Source, length_of
+from drivetrain.data.sources import Fetched, Source, length_of, set_epoch
 from drivetrain.data.workers.ends import lacks_shared_memory
 from drivetrain.data.workers.pool import LookAhead, RequestedBatches, Workers
 
@@ -84,7 +85,8 @@ class IndexedSource(Source):
         # sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
         described: Any = loader.batch_sampler if plain else loader
-        self._order = Order(name, self._sampler(described.sampler, in_order), size, seed)
+        sampler = self._sampler(described.sampler, in_order, every_sample)
+        self._order = Order(name, sampler, size, seed)
         self._batch_sampler = None if ready or plain else loader.batch_sampler
         if shard.size > 1:
             refuse_divided(self._batch_sampler, name)
@@ -105,8 +107,10 @@ class IndexedSource(Source):
         self.made_ahead = loader.num_workers > 0
         self._workers = self._make_workers()
 
-    def _sampler(self, sampler: Any, in_order: bool) -> Any:
+    def _sampler(self, sampler: Any, in_order: bool, every_sample: bool) -> Any:
         """Return the sampler of the whole dataset that stands for the user's."""
+        if isinstance(self.dataset, Mixture):
+            return self.dataset.sampler_for(self._loader, self.name, self._seed, is_training=not every_sample)
         sampler = sampler if self.shard.size == 1 else undivided(sampler, self.name)
         return unshuffled(sampler) if in_order else sampler
 
@@ -213,6 +217,7 @@ class IndexedSource(Source):
     def _take_length(self, epoch: int) -> None:
         """Take the dataset's length for an epoch. Workers with a copy of another length start anew."""
         size = len(self._dataset)
+        set_epoch(self._order.sampler, epoch)  # whose length may depend on it
         for rank, other in enumerate(self.ranks.all_gather(size) if self.shard.size > 1 else ()):
             if other != size:
                 raise DataError(

@@ -60,13 +60,16 @@ class LengthGroupedSampler(Sampler[int]):
         yield from torch.cat((groups.flatten(), ordered[len(groups) * size :])).tolist()
 
 
-def lengths_of(dataset: Any, spec: str | Callable[[Any], int], name: str) -> list[int]:
+def lengths_of(
+    dataset: Any, spec: str | Callable[[Any], int], name: str, argument: str = "group_by_length"
+) -> list[int]:
     """Return the length of each sample of a dataset. The random streams do not move.
 
     Args:
         dataset: A dataset with a length.
         spec: A column that holds the length, or what has it, such as tokens; or a function of a sample.
         name: The data's name, for messages.
+        argument: What the user has given as `spec`, for messages.
     """
     with preserved():
         if callable(spec):
@@ -74,21 +77,21 @@ def lengths_of(dataset: Any, spec: str | Callable[[Any], int], name: str) -> lis
         elif spec in getattr(dataset, "column_names", ()):
             values = list(dataset[spec])
         else:
-            values = [_column(dataset[index], spec, name) for index in range(len(dataset))]
-    return [_length(value, spec, name) for value in values]
+            values = [_column(dataset[index], spec, name, argument) for index in range(len(dataset))]
+    return [_length(value, spec, name, argument) for value in values]
 
 
-def _column(sample: Any, column: str, name: str) -> Any:
+def _column(sample: Any, column: str, name: str, argument: str) -> Any:
     try:
         return sample[column]
     except (KeyError, IndexError, TypeError):
         raise DataError(
-            f"group_by_length={column!r}: a sample of the {name} data, a {type(sample).__name__}, has no such"
+            f"{argument}={column!r}: a sample of the {name} data, a {type(sample).__name__}, has no such"
             " column. Give a column of the samples, or a function of a sample that returns its length"
         ) from None
 
 
-def _length(value: Any, spec: object, name: str) -> int:
+def _length(value: Any, spec: object, name: str, argument: str) -> int:
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.item()
     if isinstance(value, numbers.Real):
@@ -97,6 +100,6 @@ def _length(value: Any, spec: object, name: str) -> int:
         return len(value)
     except TypeError:
         raise DataError(
-            f"group_by_length={spec!r}: a sample of the {name} data gave a {type(value).__name__}. It"
+            f"{argument}={spec!r}: a sample of the {name} data gave a {type(value).__name__}. It"
             " must be a number, or have a length"
         ) from None

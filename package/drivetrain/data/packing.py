@@ -80,7 +80,7 @@ def packed(
         ConfigError: An argument is out of range.
         DataError: A document cannot be packed.
     """
-    form = _Form(
+    form = _Packing(
         count("length", length, at_least=2),
         tokens,
         labels,
@@ -94,7 +94,7 @@ def packed(
     return PackedStream(data, form) if is_stream else PackedDataset(data, form)
 
 
-class _Form(NamedTuple):
+class _Packing(NamedTuple):
     """The arguments of `packed`."""
 
     length: int
@@ -254,7 +254,7 @@ def _best_fit(lengths: Sequence[int], length: int) -> list[list[Part]]:
 class PackedDataset(Dataset[Row]):
     """The rows of documents that have a length and an index; see `packed`."""
 
-    def __init__(self, data: Any, form: _Form) -> None:
+    def __init__(self, data: Any, form: _Packing) -> None:
         self._data = data
         self._form = form
         has_column = form.tokens in getattr(data, "column_names", ())  # which is read without the others
@@ -290,7 +290,7 @@ class PackedStream(IterableDataset[Row]):
     rows of this buffer that were given. A resume reads the buffer again.
     """
 
-    def __init__(self, data: Iterable[Any], form: _Form) -> None:
+    def __init__(self, data: Iterable[Any], form: _Packing) -> None:
         self._data = data
         self._form = form
         self._before: Any = None
@@ -339,7 +339,7 @@ class PackedStream(IterableDataset[Row]):
         return self._form.collate(rows)
 
 
-def _say(documents: int, tokens: int, rows: int, form: _Form) -> None:
+def _say(documents: int, tokens: int, rows: int, form: _Packing) -> None:
     share = tokens / (rows * form.length) if rows else 1
     _LOG.info(
         f"packed {documents} documents into {rows} rows of {form.length} tokens: {share:.1%} of them are real"

@@ -1,0 +1,358 @@
+"""Several sources mixed by shares: the source that is next follows from what was drawn before."""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from drivetrain.core.errors import ConfigError, DataError, nearest
+from drivetrain.core.random_streams import ORDER, mix
+from drivetrain.core.validation import number, one_of
+from drivetrain.data.length_grouped import lengths_of
+from drivetrain.data.sources import has_state, set_epoch
+
+SOURCE = "source"
+"""The entry of a sample that holds the number of its source."""
+
+
+def mixture(
+    sources: Mapping[str, Any],
+    weights: Mapping[Any, Any],
+    *,
+    by: str = "samples",
+    until: str = "first",
+    tokens: str = "input_ids",
+) -> Mixture | MixtureStream:
+    """Mix datasets, or streams, by shares that hold at every point of the training.
+
+    At each point a source has given its share of all samples, to within one sample. Each source is shuffled
+    by itself, gives each of its samples once, and then begins anew in another order. When a new epoch of the
+    mixture begins, a source goes on where it has stopped.
+
+    Samples that are mappings get an entry "source", the number of their source in `sources`.
+
+    Args:
+        sources: Datasets with a length, or streams of samples, by name.
+        weights: The share of each source, by name; they need not add up to 1. Or such shares by the point
+            from which they hold, in samples or tokens of the mixture:
+            `{0: {"web": 1, "code": 0}, 10_000: {"web": 1, "code": 1}}`.
+        by: Whether shares are of "samples" or of "tokens". By tokens, the next sample of a source is taken to
+            be as long as its last one, so that a share is exact to about one sample.
+        until: When an epoch ends: "first" when a source has given as many samples as it has, "all" when each
+            source has, "forever" never.
+        tokens: The column of a sample that has its tokens, or their number, for `by="tokens"`.
+
+    Returns:
+        A dataset that is training data, or a stream if a source is one.
+
+    Raises:
+        ConfigError: Weights and sources do not match, or an argument is out of range.
+        DataError: A source has no samples.
+    """
+    if not isinstance(sources, Mapping) or not sources:
+        raise ConfigError('mixture() needs sources by name, such as {"web": web, "code": code}')
+    stages = _stages_of(weights, list(sources))
+    one_of("by", by, ("samples", "tokens"))
+    one_of("until", until, ("first", "all", "forever"))
+    never = [name for index, name in enumerate(sources) if not stages[-1].weights[index]]
+    if never and until == "all":
+        raise ConfigError(f'until="all" waits for each source, but {never[0]!r} has weight 0 in the end')
+    form = _Mixing(list(sources), stages, by, until, tokens)
+    streams = [isinstance(each, IterableDataset) or not hasattr(each, "__len__") for each in sources.values()]
+    if any(streams) and not all(streams):
+        name = list(sources)[streams.index(False)]
+        raise ConfigError(f"mixture() takes datasets or streams, not both: {name!r} has a length")
+    kind = MixtureStream if streams[0] else Mixture
+    return kind(list(sources.values()), form)
+
+
+_ENDED = object()
+
+
+class _Stage(NamedTuple):
+    """Weights in whole numbers, and the point from which they hold."""
+
+    start: int
+    weights: list[int]
+
+
+class _Mixing(NamedTuple):
+    """The arguments of `mixture`."""
+
+    names: list[str]
+    stages: list[_Stage]
+    by: str
+    until: str
+    tokens: str
+
+    def size(self, sample: Any) -> int:
+        """Return how much a sample takes of its source's share."""
+        return self.sizes([sample])[0] if self.by == "tokens" else 1
+
+    def sizes(self, source: Any) -> list[int]:
+        """Return the number of tokens of each sample of a dataset."""
+        return lengths_of(source, self.tokens, "mixture", argument="mixture(): tokens")
+
+
+def _stages_of(weights: Mapping[Any, Any], names: list[str]) -> list[_Stage]:
+    by_point = all(isinstance(each, int) for each in weights) and weights
+    points: Mapping[Any, Any] = weights if by_point else {0: weights}
+    if not all(isinstance(each, Mapping) for each in points.values()):
+        raise ConfigError(f"weights must be shares by name, or such shares by points, not {weights!r}")
+    if min(points) != 0:
+        raise ConfigError(f"weights by points begin at 0, not at {min(points)}")
+    return [_Stage(start, _whole(given, names)) for start, given in sorted(points.items())]
+
+
+def _whole(weights: Mapping[str, Any], names: list[str]) -> list[int]:
+    """Return weights as whole numbers, in the order of the names."""
+    for name in weights:
+        if name not in names:
+            raise ConfigError(f"weights have {name!r}, which is no source. {nearest(name, names)}")
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise ConfigError(f"weights have no share of {missing[0]!r}; 0 leaves a source out")
+    exact = [Fraction(str(number(f"the weight of {name!r}", weights[name], at_least=0))) for name in names]
+    if not any(exact):
+        raise ConfigError("all weights are 0")
+    common = math.lcm(*(each.denominator for each in exact))
+    return [int(each * common) for each in exact]
+
+
+class _Turns:
+    """Which source is next: of those that are not ahead of their share, the one whose sample is due first.
+
+    Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing", INFOCOM 1996.
+    """
+
+    def __init__(self, stages: list[_Stage]) -> None:
+        self._stages = stages
+        count = len(stages[0].weights)
+        self.drawn = [0] * count
+        """The samples that each source has given."""
+        self._total = 0
+        self._stage = 0
+        self._spent = [0] * count  # in this stage
+        self._last = [1] * count  # the size of each source's last sample
+
+    def next(self) -> int:
+        """Return the number of the source that gives the next sample."""
+        weights, spent = self._stages[self._stage].weights, self._spent
+        given, whole = sum(spent), sum(weights)
+        return min(
+            (each for each, weight in enumerate(weights) if weight and spent[each] * whole <= given * weight),
+            key=lambda each: (spent[each] + self._last[each]) / weights[each],
+        )
+
+    def took(self, source: int, size: int) -> None:
+        """Note that a source has given a sample."""
+        self.drawn[source] += 1
+        self._spent[source] += size
+        self._last[source] = max(1, size)
+        self._total += size
+        while self._stage + 1 < len(self._stages) and self._stages[self._stage + 1].start <= self._total:
+            self._stage += 1
+            self._spent = [0] * len(self._spent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next turns follow from."""
+        return copy.deepcopy({name: each for name, each in vars(self).items() if name != "_stages"})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned."""
+        vars(self).update(copy.deepcopy(dict(state)))
+
+
+def _named(sample: Any, source: int) -> Any:
+    if not isinstance(sample, Mapping):
+        return sample
+    if SOURCE in sample:
+        raise DataError(
+            f"mixture() adds the entry {SOURCE!r} to each sample, and a sample has one. Rename it"
+        )
+    return {**sample, SOURCE: source}
+
+
+class Mixture(ConcatDataset[Any]):
+    """Datasets with a length, mixed; see `mixture`. The Trainer reads it by its `sampler`."""
+
+    def __init__(self, sources: list[Any], form: _Mixing) -> None:
+        for name, each in zip(form.names, sources, strict=True):
+            if not len(each):
+                raise DataError(f"the source {name!r} of the mixture has no samples")
+        super().__init__(sources)
+        self.form = form
+        self.lengths = [form.sizes(each) for each in sources] if form.by == "tokens" else None
+
+    def __getitem__(self, index: int) -> Any:
+        source = bisect_right(self.cumulative_sizes, index)
+        return _named(super().__getitem__(index), source)  # type: ignore[no-untyped-call]
+
+    def sampler_for(self, loader: DataLoader[Any], name: str, seed: int, is_training: bool) -> EndlessSampler:
+        """Return the order of the mixture's samples in a loader.
+
+        Raises:
+            DataError: The loader has another order, or is not for training.
+        """
+        if not is_training:
+            raise DataError(
+                f"the {name} data is a mixture, whose shares are for training. Give the sources by name:"
+                f" {{{', '.join(f'{each!r}: ...' for each in self.form.names)}}}"
+            )
+        for own, ours in (
+            (loader.batch_sampler, (BatchSampler, type(None))),
+            (loader.sampler, (SequentialSampler, RandomSampler)),
+        ):
+            if type(own) not in ours:
+                raise DataError(
+                    f"the {name} data is a mixture, whose shares are its order, but its loader has a"
+                    f" {type(own).__name__}. Leave out the sampler, or group_by_length"
+                )
+        return (EndlessSampler if self.form.until == "forever" else MixtureSampler)(self, seed)
+
+
+class EndlessSampler(Sampler[int]):
+    """The order of a mixture without an end.
+
+    Args:
+        data: The mixture.
+        seed: What the orders of its sources depend on.
+    """
+
+    def __init__(self, data: Mixture, seed: int) -> None:
+        self._data = data
+        self._seed = seed
+        self._orders: dict[int, tuple[int, Any]] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        turns = _Turns(self._data.form.stages)
+        while True:
+            yield self._index(turns)[1]
+
+    def _index(self, turns: _Turns) -> tuple[int, int]:
+        """Take a turn; return the source and the index of its sample in the mixture."""
+        source, lengths = turns.next(), self._data.lengths
+        ends = self._data.cumulative_sizes
+        first = ends[source - 1] if source else 0
+        size = ends[source] - first
+        times, place = divmod(turns.drawn[source], size)
+        if self._orders.get(source, (-1,))[0] != times:
+            generator = torch.Generator().manual_seed(mix(ORDER, self._seed, source, times))
+            self._orders[source] = times, torch.randperm(size, generator=generator).numpy()
+        index = int(self._orders[source][1][place])
+        turns.took(source, 1 if lengths is None else lengths[source][index])
+        return source, first + index
+
+
+class MixtureSampler(EndlessSampler):
+    """The order of a mixture in an epoch, in which each source goes on where the epoch before has ended."""
+
+    def __init__(self, data: Mixture, seed: int) -> None:
+        super().__init__(data, seed)
+        self._epoch = 0
+        self._starts: list[dict[str, Any]] = [_Turns(data.form.stages).state_dict()]  # of each epoch
+        self._counts: list[int] = []  # the samples of each epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        while len(self._counts) <= self._epoch:
+            for _ in self._drawn(len(self._counts)):
+                pass
+        return self._counts[self._epoch]
+
+    def __iter__(self) -> Iterator[int]:
+        len(self)
+        return self._drawn(self._epoch)
+
+    def _drawn(self, epoch: int) -> Iterator[int]:
+        turns = _Turns(self._data.form.stages)
+        turns.load_state_dict(self._starts[epoch])
+        left = [len(each) for each in self._data.datasets]  # type: ignore[arg-type]
+        waits_for, count = len(left) if self._data.form.until == "all" else 1, 0
+        while waits_for:
+            source, index = self._index(turns)
+            left[source], count = left[source] - 1, count + 1
+            waits_for -= not left[source]
+            yield index
+        if epoch == len(self._counts):
+            self._counts.append(count)
+            self._starts.append(turns.state_dict())
+
+
+class MixtureStream(IterableDataset[Any]):
+    """Streams of samples, mixed; see `mixture`. It has a state if each stream has one."""
+
+    def __init__(self, sources: list[Iterable[Any]], form: _Mixing) -> None:
+        self._sources = sources
+        self._form = form
+        self._turns = _Turns(form.stages)
+        self._passes = [0] * len(sources)
+        self._iterators: dict[int, Iterator[Any]] = {}
+        self._ended: set[int] = set()  # in this epoch
+        if all(map(has_state, sources)):
+            self.state_dict, self.load_state_dict = self._state, self._load
+
+    def _state(self) -> dict[str, Any]:
+        begun = [each for each in range(len(self._sources)) if each in self._iterators]
+        return {
+            "turns": self._turns.state_dict(),
+            "passes": [*self._passes],
+            "ended": sorted(self._ended),
+            "streams": {self._form.names[each]: self._sources[each].state_dict() for each in begun},  # type: ignore[attr-defined]
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._turns.load_state_dict(state["turns"])
+        self._passes, self._ended, self._iterators = [*state["passes"]], set(state["ended"]), {}
+        for index, name in enumerate(self._form.names):
+            if name in state["streams"]:
+                self._sources[index].load_state_dict(copy.deepcopy(state["streams"][name]))  # type: ignore[attr-defined]
+                self._begin(index)
+
+    def _begin(self, source: int) -> None:
+        set_epoch(self._sources[source], self._passes[source])
+        self._iterators[source] = iter(self._sources[source])
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            source = self._turns.next()
+            begins = source not in self._iterators
+            if begins:
+                self._begin(source)
+            sample = next(self._iterators[source], _ENDED)
+            if sample is not _ENDED:
+                self._turns.took(source, self._form.size(sample))
+                yield _named(sample, source)
+            elif begins:
+                raise DataError(f"the source {self._form.names[source]!r} of the mixture gave no sample")
+            elif self._end(source):
+                return
+
+    def _end(self, source: int) -> bool:
+        """Note that a stream has ended, and return whether the epoch has."""
+        del self._iterators[source]
+        self._passes[source] += 1
+        self._ended.add(source)
+        until = self._form.until
+        is_over = until != "forever" and (until == "first" or len(self._ended) == len(self._sources))
+        if is_over:
+            self._ended.clear()
+        return is_over
