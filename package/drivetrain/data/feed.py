@@ -519,7 +519,7 @@ class Feed:
                 self._waits_for = number
         finally:
             self._waits_for = None
-            # Of one size, all batches but the last agree with a table that has as many rows as they have.
+            # Batches of one size may all agree with a table that has as many rows, except for the last one.
             self._check_samples(counted)
         self.left_early = False
         if number == 0 and position == 0:

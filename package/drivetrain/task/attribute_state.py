@@ -327,7 +327,7 @@ class _Walk:
 
 
 class _Digest(pickle.Pickler):
-    """Writes what pickle would store of an object; of a part that pickle cannot store, its identity.
+    """Writes an object as pickle would; a part that pickle cannot store is written by its identity.
 
     Args:
         write: Receives bytes.

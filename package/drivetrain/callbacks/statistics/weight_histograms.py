@@ -205,7 +205,7 @@ def _row(part: Tensor, outer: Tensor, bins: int) -> Tensor:
         return row
     for chunk in _chunks(part):
         low, high = outer.to(chunk)
-        # Of torch.histogram's formula; `bins` is the place of the last edge, `bins + 1` of what is no number.
+        # torch.histogram's formula. The last edge gets the place `bins`, and a NaN gets `bins + 1`.
         place = ((chunk - low) * bins / (high - low)).nan_to_num_(bins + 1, bins + 1, bins + 1).int()
         if place.is_cuda:  # where bincount waits for the device
             slots = torch.histc(place, bins + 2, 0, bins + 2)

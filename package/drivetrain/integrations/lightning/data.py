@@ -259,7 +259,7 @@ def _counting_once(loader: Any, source: str) -> Any:
 
 
 def _read_to_its_length(loader: DataLoader[Any]) -> Any:
-    """Return a loader with an iteration of its own that is asked for as many batches as its length says.
+    """Return a loader that iterates by itself, cut to the number of batches that its length gives.
 
     Lightning reads no further, and what such a loader does then may be an error: it may cycle one of several.
     """

@@ -453,7 +453,7 @@ def _last_step(values: Values, options: Mapping[str, Any], replaced: Mapping[str
     Args:
         values: The arguments.
         options: The Trainer's options.
-        replaced: Those that replace the arguments; an interval among them is the only one.
+        replaced: The Trainer's arguments that replace these; an interval among them is used alone.
     """
     logs = values["logging_strategy"] == "epoch" and "log_every" not in replaced
     validates = values["eval_strategy"] != "no" and "validate_every" not in replaced

@@ -56,7 +56,7 @@ class LossItems:
     """The items of a model's loss.
 
     Attributes:
-        count: Counts those of a batch.
+        count: Counts the items of a batch.
         shifts: Whether position t of the logits belongs to label t + 1.
         problem: Why the count is not exact; "" if it is.
     """

@@ -1047,9 +1047,9 @@ class Trainer(TheirNames):
         yield
 
     def _find_beside(self) -> nn.Module | None:
-        """Return what the script's optimizer trains beside the model, so that the task has it.
+        """Return the module that the script's optimizer trains beside the model, so that the task has it.
 
-        Where attributes may have it, `create_optimizer` makes an optimizer for this alone. The fit makes it
+        If an attribute may hold it, `create_optimizer` is called to find out. The fit makes it
         again, once the strategy has placed the parameters.
         """
         ours = ("_own_model", "_task")
