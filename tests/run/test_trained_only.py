@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from drivetrain import (
     CheckpointConfig,
     CheckpointError,
+    ConfigError,
     DeepSpeedConfig,
     LambdaCallback,
     OptimizerConfig,
@@ -25,6 +26,7 @@ from drivetrain import (
 from drivetrain.checkpoint import load_weights, verify
 from drivetrain.cli.main import main
 from drivetrain.core.registry import is_installed
+from drivetrain.task.model_info import ModelInfo
 
 ONLY = CheckpointConfig(every="2 steps", keep_last=None, by=None, parameters="trainable")
 ALL = CheckpointConfig(every="2 steps", keep_last=None, by=None)
@@ -140,3 +142,22 @@ def test_trainable_parameters_of_two_ranks_resume_bitwise_and_on_one_rank(
         _, result = fit(tmp_path / "run", max_steps=10, resume="auto")
     assert result.progress.steps == 10
     assert set(load_weights(result.last_checkpoint)) == KEPT
+
+
+def test_names_that_are_left_out_are_those_of_parameters(tmp_path: Path) -> None:
+    class Named(Adapted):
+        left_out: tuple[str, ...] = ()
+
+        def model_info(self) -> ModelInfo:
+            return ModelInfo(left_out=self.left_out)
+
+    def refused(name: str) -> Any:
+        task = Named()
+        task.left_out = ("base.0.weight", name)
+        return lambda: fit(tmp_path / "run", task, checkpoint=ALL)
+
+    cases = {
+        "misspelt": (refused("base.0.wieght"), "'base.0.wieght'", "Did you mean 'base.0.weight'?"),
+        "a buffer": (refused("base.1.running_mean"), "'base.1.running_mean'", "a buffer", "persistent=False"),
+    }
+    assert_refused(ConfigError, cases)

@@ -33,7 +33,8 @@ class ModelInfo:
         assets: Files to store beside the weights, such as a processor and a configuration: what
             `Trainer(assets=...)` takes, whose files replace those of the same names. They are made on rank 0
             when a fit begins.
-        left_out: The names of the frozen parameters that checkpoints leave out by default.
+        left_out: The names of the frozen parameters that checkpoints leave out by default. A name of nothing,
+            or of a buffer, is refused.
             `CheckpointConfig(parameters=...)` takes precedence.
         origin: Where the weights come from that training starts with, such as "name" and "revision".
             Checkpoints record it, and a resume without the same frozen weights names both.

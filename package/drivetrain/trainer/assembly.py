@@ -19,7 +19,12 @@ from torch import Tensor
 from drivetrain import callbacks as built_in
 from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint.saving.config import chosen_policies
-from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
+from drivetrain.checkpoint.weights.frozen import (
+    FrozenParameters,
+    check_left_out,
+    check_storable,
+    fingerprints,
+)
 from drivetrain.checkpoint.weights.module_state import load_module_state
 from drivetrain.core.calendar import Calendar, Totals, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
@@ -446,6 +451,7 @@ def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -
     if chosen == "all" or (names is not None and not names):
         check_storable(task)
         return None
+    check_left_out(task, names or ())
     return FrozenParameters(engine.ranks.first(lambda: fingerprints(task, names)))
 
 

@@ -5,6 +5,7 @@ The program rebuilds them, and the fingerprint tells whether it has rebuilt the 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -47,6 +48,22 @@ def fingerprints(module: nn.Module, names: Collection[str] | None = None) -> dic
                 known[id(parameter)] = _fingerprint(parameter)
             found[name] = known[id(parameter)]
     return found
+
+
+def check_left_out(module: nn.Module, names: Collection[str]) -> None:
+    """Check that the names of what checkpoints leave out are those of parameters.
+
+    Raises:
+        ConfigError: A name is not; tells the closest one.
+    """
+    known = {clean_name(raw) for raw, _ in module.named_parameters(remove_duplicate=False)}
+    for name in sorted(set(names) - known):
+        if name in {clean_name(raw) for raw, _ in module.named_buffers()}:
+            what = "a buffer, which checkpoints hold. Register it with persistent=False to leave it out"
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+            what = f"no parameter. Did you mean {close[0]!r}?" if close else "no parameter of the task"
+        raise ConfigError(f"ModelInfo(left_out=...) has {name!r}, which is {what}")
 
 
 def _fingerprint(parameter: nn.Parameter) -> Json:
