@@ -11,8 +11,10 @@ import torch
 from tests.support.messages import warned
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SubsetRandomSampler
 
-from drivetrain.data import as_source
+from drivetrain import CheckpointError
+from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.data.order import Order
+from drivetrain.data.shuffle import FormulaOrder
 
 SIZE = 7
 
@@ -91,6 +93,36 @@ def test_shuffled_epochs_differ_and_each_is_itself_in_any_process_and_after_a_re
     assert [tuple(order.indices(epoch).tolist()) for epoch in range(4)] == flat
     other = Order("training", RandomSampler(range(SIZE)), SIZE, seed=6)
     assert tuple(other.indices(0).tolist()) != flat[0]
+
+
+def test_many_samples_are_shuffled_by_a_formula_which_is_found_at_any_place() -> None:
+    for length in (2, 3, 5, 8, 9, 1_000, 4_097, 70_001):
+        order = FormulaOrder(length, seed=length)
+        whole = order[0:length]
+        assert torch.equal(whole.sort().values, torch.arange(length)), length
+        assert torch.equal(torch.cat([order[at : at + 997] for at in range(0, length, 997)]), whole)
+        assert order[length : length + 3].tolist() == []
+        assert length < 9 or not torch.equal(whole, FormulaOrder(length, seed=length + 1)[0:length])
+    places = np.arange(70_001)
+    assert abs(np.corrcoef(whole, places)[0, 1]) < 0.02
+    assert abs(np.corrcoef(whole[:-1], whole[1:])[0, 1]) < 0.02
+
+
+def test_a_hundred_million_samples_need_no_list_and_an_older_order_of_them_is_refused() -> None:
+    def feed() -> Feed:  # 763 MiB and many seconds as a list
+        return Feed(
+            as_source(DataLoader(range(10**8), 4, True), "training", 5), Transfer(torch.device("cpu"))
+        )  # type: ignore[arg-type]
+
+    read = feed()
+    epochs = [next(read.windows(epoch, 10**7)).micro_batches[0].batch.tolist() for epoch in (0, 1, 0)]
+    assert epochs[0] == epochs[2] != epochs[1]
+    state = read.snapshot()
+    feed().restore(state, 10**7)
+    del state["data_continues"]["settings"]
+    with pytest.raises(CheckpointError, match="its order was 'shuffled' and is 'shuffled by a formula' now"):
+        feed().restore(state, 10**7)
+    feed().restore(state, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -28,7 +28,16 @@ from drivetrain.data.keyed_batches import (
     single_item,
 )
 from drivetrain.data.mixing import Mixture
-from drivetrain.data.order import OWN, Order, composition, refuse_divided, undivided, unshuffled
+from drivetrain.data.order import (
+    FORMULA,
+    OWN,
+    SHUFFLED,
+    Order,
+    composition,
+    refuse_divided,
+    undivided,
+    unshuffled,
+)
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
@@ -384,7 +393,9 @@ class IndexedSource(Source):
         `on_epoch_start` may change the dataset.
         """
         if position:
-            self._refuse_other_settings(before, self.order_state())
+            # Checkpoints without settings are older than the formula.
+            of_old = {"settings": {"its order": SHUFFLED}} if self._order.kind == FORMULA else {}
+            self._refuse_other_settings({**of_old, **before}, self.order_state())
         self._resumed = before, position
         if not position:
             self._take_over_order(0)

@@ -25,6 +25,7 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
 from drivetrain.data.length_grouped import LengthGroupedSampler
+from drivetrain.data.shuffle import LARGE, FormulaOrder
 from drivetrain.data.sources import has_state, length_of, set_epoch
 
 _LOG = logger(__name__)
@@ -35,8 +36,8 @@ _PIECE = 10_000
 _INDICES = 100_000
 """The most indices of a subset that are compared, so that a save never takes long."""
 
-OWN = "that of the program's sampler"
-"""The kind of an order that is not ours."""
+SHUFFLED, FORMULA, OWN = "shuffled", "shuffled by a formula", "that of the program's sampler"
+"""Kinds of orders."""
 
 
 @dataclass
@@ -105,7 +106,6 @@ class Order:
 
     Attributes:
         sampler: The user's sampler.
-        kind: The kind of the order: "the dataset's", "shuffled", "grouped" or `OWN`.
         known: Whether it is one of torch's two or ours, whose length is exact.
         is_grouped: Whether it is ours, which groups all samples by length.
     """
@@ -119,16 +119,14 @@ class Order:
             type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
         )
         self.is_grouped = type(sampler) is LengthGroupedSampler and len(sampler) == size
-        ours = {"the dataset's": self._sequential, "shuffled": self._shuffled, "grouped": self.is_grouped}
-        self.kind = next((name for name, is_so in ours.items() if is_so), OWN)
-        self.known = self.kind != OWN
+        self.known = self._sequential or self._shuffled or self.is_grouped
         self._epoch = -1
         self._indices: Any = ()
         self._drawn: _Drawn | None = None
         self._length_told = False
 
     def indices(self, epoch: int) -> Any:
-        """Return all indices of an epoch as a range, tensor or list; for a sampler with a length."""
+        """Return all indices of an epoch as a sequence that can be sliced; for a sampler with a length."""
         if self._sequential:
             return range(len(self.sampler))
         if epoch != self._epoch:
@@ -138,9 +136,18 @@ class Order:
             self._epoch = epoch
         return self._indices
 
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(mix(ORDER, self._seed, epoch))
-        return torch.randperm(len(self.sampler), generator=generator)
+    @property
+    def kind(self) -> str:
+        """The kind of the order, which is in a checkpoint because a position depends on it."""
+        if self._shuffled:
+            return FORMULA if len(self.sampler) > LARGE else SHUFFLED
+        return "the dataset's" if self._sequential else "grouped" if self.is_grouped else OWN
+
+    def _permutation(self, epoch: int) -> FormulaOrder | torch.Tensor:
+        seed = mix(ORDER, self._seed, epoch)
+        if self.kind == FORMULA:
+            return FormulaOrder(len(self.sampler), seed)
+        return torch.randperm(len(self.sampler), generator=torch.Generator().manual_seed(seed))
 
     def forget(self) -> None:
         """Draw every order anew: the dataset has another length."""
