@@ -42,6 +42,7 @@ def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
         "resume auto": "Write --resume in place of --trainer.resume",
         "checkpoint.save_top_k 1": "Here it is called 'best'.",
         f"{STOPPING}.monitor x": "called 'metric'",
+        "callbacks+=EarlyStopping --trainer.callbacks.patience 3": "Write drivetrain.EarlyStopping, or",
         "callbacks drivetrain.EarlyStoping": "Did you mean 'EarlyStopping'?",
         "callbacks drivetrain.core.intervals.Every": "drivetrain.core.intervals.Every is no Callback",
         "loggers+=drivetrain.CSVLogger": "a value is missing: give --trainer.loggers.directory VALUE",

@@ -278,6 +278,7 @@ def test_an_assigned_loss_whose_weight_cannot_be_known_is_refused() -> None:
         return lambda: quiet(max_epochs=1).fit(task, [(torch.ones(2, 4), LABELS[:2])])
 
     step = {"training_step": lambda self, batch: self.loss(self(batch[0]), batch[1])}
+    listed = {"metric_inputs": lambda self, outputs, batch: (outputs, batch[1].tolist())}
     found = {"metric_inputs": lambda self, outputs, batch: (outputs[0], batch[1])}
     table = {
         "none": (fit(nn.MSELoss(reduction="none")), "MSELoss(reduction='none')", "reduction='mean'"),
@@ -286,8 +287,9 @@ def test_an_assigned_loss_whose_weight_cannot_be_known_is_refused() -> None:
         "a forward": (fit(focal(WEIGHTS)), "Own.loss, Focal", "loss_weight(self, batch)"),
         "within": (fit(within), "Own.loss, Within", "loss_weight(self, batch)"),
         "a target": (fit(nn.CrossEntropyLoss(), **found), "metric_inputs needs the outputs", "loss_weight"),
+        "a list": (fit(nn.CrossEntropyLoss(), **listed), "the target of Own.loss is a list", "collate_fn"),
     }
-    assert_refused(ConfigError, table)
+    assert_refused((ConfigError, DataError), table)
     fit(focal(WEIGHTS), loss_weight=lambda self, batch: 1)()
     fit(focal())()
     fit(nn.CrossEntropyLoss(), **found, **step, forward=lambda self, x: self.net(x))()

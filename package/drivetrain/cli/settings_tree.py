@@ -133,9 +133,9 @@ def lay_over(tree: Tree, option: str, value: str) -> None:
         node[last] = {**({} if is_other else before), "class_path": value}
     elif option.endswith("+"):
         kind = list if last in node and type(before) is not AddedItems else AddedItems
-        node[last] = kind([*_listed(before), *_listed(value)])
+        node[last] = kind([*_listed(before), *_listed(value, name)])
     else:
-        node[last] = _listed(value) if above == ["trainer"] and last in LISTS else value
+        node[last] = _listed(value, name) if above == ["trainer"] and last in LISTS else value
 
 
 def _parts(node: Tree, name: str, place: str) -> Tree:
@@ -181,9 +181,14 @@ def _parsed(text: str, loader: type[yaml.SafeLoader]) -> Any:
         raise ConfigError(f"{text[:40]!r}... is nested too deeply") from None
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: Any, name: str = "") -> list[Any]:
     found = read_value(value) if isinstance(value, str) else value
     found = [] if found is None else found if isinstance(found, list) else [found]
+    for each in found if name == "trainer.callbacks" else ():
+        if isinstance(each, str) and "." not in each:
+            raise ConfigError(
+                f"--{name}: {each!r} is not the path of a class. Write drivetrain.{each}, or module.{each}"
+            )
     return [_object("an item", each) if isinstance(each, Mapping) else each for each in found]
 
 
@@ -246,7 +251,7 @@ def _tree(content: Any, also: Sequence[str]) -> Tree:
     for name in {*NAMED, *LISTS} & trainer.keys():
         value = trainer[name]
         if name in LISTS:
-            trainer[name] = _listed(value)
+            trainer[name] = _listed(value, f"trainer.{name}")
         elif value is None:
             del trainer[name]
         elif isinstance(value, Mapping):

@@ -417,6 +417,11 @@ class TaskModule(nn.Module):
                 " batch, counted before the forward. Define loss_weight(self, batch) to return it, such as"
                 ' (batch["label"] != -100).sum()'
             ) from error
+        if not isinstance(labels, Tensor):
+            raise DataError(
+                f"the target of {type(self).__name__}.loss is a {type(labels).__name__}, not a tensor. Make"
+                " one where batches are made, such as torch.tensor(labels) in the collate_fn"
+            )
         return labels
 
     def tokens(self, batch: Batch) -> int:
