@@ -11,7 +11,6 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager
 from drivetrain.checkpoint.assets import write_assets
-from drivetrain.checkpoint.format import strict_json
 from drivetrain.checkpoint.format.asset_files import ASSETS
 from drivetrain.checkpoint.format.tensors import check_tensor, has_plain_bytes
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets, make_assets
@@ -22,7 +21,7 @@ from drivetrain.checkpoint.weights.export import write_weights
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.core.calendar import Trigger
-from drivetrain.core.errors import CheckpointError, NonFiniteError
+from drivetrain.core.errors import NonFiniteError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.distributed.failure.named_places import named_place, register_opaque
@@ -146,7 +145,6 @@ class CheckpointSaver(Callback):
         """Save if an interval ends here, a metric is among the best, or the run is about to end."""
         if not self._is_checked and run.result is not None:  # the first step of this program
             self._is_checked = True
-            _check_extent(run)
             if self.policies[0].resumable:
                 _check_storable(run)
         if self.manager.is_writing:
@@ -305,22 +303,3 @@ def _check_storable(run: Run) -> None:
     for name, tensor in tensors.items():
         if has_plain_bytes(tensor):
             check_tensor(tensor, f"checkpoints cannot hold {name!r}")
-
-
-def _check_extent(run: Run) -> None:
-    """Check, once the optimizers have state, that a checkpoint can describe that many parameters.
-
-    Raises:
-        CheckpointError: The first save would fail, perhaps hours later.
-    """
-    optimizers = [each.optimizer for each in run.engine.updaters.values()]
-    parameters = sum(len(group["params"]) for each in optimizers for group in each.param_groups)
-    states = [slots for each in optimizers for slots in each.state.values() if isinstance(slots, dict)]
-    slots = sum(map(len, states))
-    # Each of them takes three keys in state.json: its name, dtype and shape.
-    if 3 * (parameters + slots) > strict_json.MAX_CONTAINERS:
-        raise CheckpointError(
-            f"{parameters} trained parameters with {slots} entries of optimizer state are more than a"
-            f" checkpoint can describe: together at most {strict_json.MAX_CONTAINERS // 3}. Join parameters"
-            " of one shape, such as those of a layer's experts, or use checkpoint=False"
-        )

@@ -44,9 +44,6 @@ REFUSED = {
     "Extra data": [b"[]]", b"[1] 2"],
     "Expecting": [b"'a'", b"", b"{"],
     "at most": [b" " * (limits.MAX_JSON_BYTES + 1)],
-    "values that are allowed": [b"[" + b"," * (limits.MAX_VALUES + 1) + b"]"],
-    "lists and objects": [b"[" * (limits.MAX_CONTAINERS + 1), b":" * (limits.MAX_CONTAINERS + 1)],
-    "not all are ASCII": ["é".encode() * limits.MAX_NOT_ASCII],
 }
 
 
@@ -68,8 +65,8 @@ def test_a_seal_holds_the_content_and_not_its_layout():
             unseal(data, "it")
 
 
-def test_a_manifest_of_100000_tensors_on_8192_processes_is_within_the_limits():
-    """One of a hundredth of the tensors and files is made, within a hundredth of each limit."""
+def test_a_manifest_of_100000_tensors_on_8192_processes_is_within_the_limit():
+    """One of a hundredth of the tensors and files is made, within a hundredth of the limit."""
     layouts = [Layout("BF16", (4096, 16384 + 8 * each), (((8192, 1),), ())) for each in range(10)]
     names = [f"transformer.layers.{number}.attention.projection.weight" for number in range(1000)]
     records = {name: TensorRecord(layouts[number % 10]) for number, name in enumerate(names)}
@@ -77,5 +74,3 @@ def test_a_manifest_of_100000_tensors_on_8192_processes_is_within_the_limits():
     data = Manifest(files, {"model": records}, {}, {}, processes=8192).dump()
     assert Manifest.parse(data).tensors["model"] == records
     assert len(data) * 100 < limits.MAX_JSON_BYTES
-    assert data.count(b",") * 100 < limits.MAX_VALUES
-    assert max(data.count(b":"), data.count(b"[") + data.count(b"{")) * 100 < limits.MAX_CONTAINERS
