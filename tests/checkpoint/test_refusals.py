@@ -22,7 +22,7 @@ from drivetrain.core.validation import byte_count
 
 
 def test_the_defaults_are_those_of_the_design():
-    expected = (2, None, "validation/loss", "auto", False, False, None, None, True, None)
+    expected = (2, None, "validation/loss", "auto", False, False, None, None, True)
     assert dataclasses.astuple(CheckpointConfig())[1:] == expected
     assert CheckpointConfig().interval == Every("1 epoch")
     assert CheckpointConfig(every=None).interval is None
