@@ -17,7 +17,7 @@ from drivetrain.checkpoint import (
 )
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, RunDirectory
-from drivetrain.checkpoint.storage.filesystem import FileSystem, StorageError, os_errors, plain_path
+from drivetrain.checkpoint.storage.filesystem import FileSystem, StorageError, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.load import is_weight_file
@@ -221,7 +221,7 @@ def _checked_path(resume: object) -> str:
     given = os.fspath(resume)
     files = file_system(given)
     if files.renames:
-        check_path(plain_path(given))
+        check_path(given)
     with os_errors("read", given):
         kind = files.kind(files.absolute(given))
     word = given.partition(":")[0]

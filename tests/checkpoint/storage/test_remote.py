@@ -24,7 +24,6 @@ from drivetrain.checkpoint import CheckpointManager, DamagedCheckpointError, Dir
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.saving.io import UNFINISHED, discard
 from drivetrain.checkpoint.storage.files import write_file
-from drivetrain.checkpoint.storage.filesystem import LOCAL, plain_path
 from drivetrain.checkpoint.storage.remote import RemoteFileSystem
 from drivetrain.checkpoint.storage.retries import Retry, as_os_error, is_transient
 from drivetrain.checkpoint.storage.schemes import file_system
@@ -90,9 +89,9 @@ def memory():
     MemoryFileSystem.store.clear()
 
 
-@pytest.fixture(params=["memory", "file"])
-def place(request, tmp_path, memory):
-    return f"file://{tmp_path}/a%20run" if request.param == "file" else f"{memory}s/a run"
+@pytest.fixture
+def place(memory):
+    return f"{memory}s/a run"
 
 
 def test_every_operation_is_what_checkpoints_need(place):
@@ -112,14 +111,6 @@ def test_a_fit_resumes_from_an_address_bit_for_bit(place, tmp_path):
     assert weights(Regression.from_checkpoint(result.last_checkpoint)) == weights(whole)
     assert weights(Regression.from_checkpoint(place)) == weights(whole)
     assert not list((tmp_path / "half").rglob("*.safetensors"))
-
-
-def test_an_address_of_a_file_is_a_path(tmp_path, helpers):
-    DirectoryCheckpointIO().save(f"file://{tmp_path}/50%25%20done", helpers.make_snapshot())
-    assert os.listdir(tmp_path) == ["50% done"]
-    assert plain_path(f"file://localhost{tmp_path}/50%25") == f"{tmp_path}/50%"
-    assert plain_path("runs/50%25") == "runs/50%25"
-    assert file_system("FILE:///x").renames is LOCAL.renames is True
 
 
 def test_what_an_address_needs_is_named(monkeypatch):

@@ -25,7 +25,6 @@ from drivetrain.checkpoint.storage.filesystem import (
     DamagedCheckpointError,
     FileSystem,
     os_errors,
-    plain_path,
 )
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError
@@ -171,7 +170,7 @@ def _sized(files: FileSystem, listed: Listed) -> Listed:
     """Add the size of a checkpoint on a disk, which need not be complete, and the time of its manifest."""
     if not files.renames:
         return listed
-    size, saved_at, top = 0, None, plain_path(listed.path)
+    size, saved_at, top = 0, None, listed.path
     for parent, _, names in os.walk(top):
         for name in names:
             with suppress(OSError):  # removed just now

@@ -27,7 +27,6 @@ from drivetrain.checkpoint.storage.filesystem import (
     DamagedCheckpointError,
     FileSystem,
     os_errors,
-    plain_path,
 )
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
 from drivetrain.core.types import Json
@@ -169,12 +168,11 @@ class DirectoryLock:
                     " CheckpointConfig(directory='s3://bucket/run')"
                 )
             time.sleep(0.1)
-        directory = plain_path(self.directory)
-        if self._files.renames and not os.access(directory, os.W_OK | os.X_OK):
+        if self._files.renames and not os.access(self.directory, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"rank {rank} on {socket.gethostname()} may read {directory!r}, and not write to it: its disk"
-                " is mounted read-only there, or its permissions forbid it. The ranks save a checkpoint"
-                " together: mount the disk for writing, or give another run_dir"
+                f"rank {rank} on {socket.gethostname()} may read {self.directory!r}, and not write to it:"
+                " its disk is mounted read-only there, or its permissions forbid it. The ranks save a"
+                " checkpoint together: mount the disk for writing, or give another run_dir"
             )
 
     def confirm(self) -> None:
@@ -202,7 +200,7 @@ class DirectoryLock:
                 _held.discard(self._token)
             if self._is_new:
                 with suppress(OSError):  # not empty: something was saved
-                    os.rmdir(plain_path(self.directory))
+                    os.rmdir(self.directory)
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(5)
         atexit.unregister(self.release)
@@ -314,7 +312,6 @@ class DirectoryLock:
 
 def _put(temporary: str, path: str) -> bool:
     """Give a file a second name if that name is free; return whether it was."""
-    temporary, path = plain_path(temporary), plain_path(path)
     try:
         os.link(temporary, path)
     except (FileExistsError, FileNotFoundError):  # the latter: the lock's holder has cleaned the directory

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias
-from urllib.request import url2pathname
 
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import descriptor_of_file
@@ -144,22 +143,8 @@ class FileSystem(Protocol):
         ...
 
 
-def plain_path(path: str) -> str:
-    """Return the path of a "file://..." address (RFC 8089: "%20" is a blank); other paths are unchanged."""
-    scheme, separator, rest = path.partition("://")
-    if not separator or scheme.lower() != "file":
-        return path
-    host, slash, inside = rest.partition("/")
-    if host not in ("", "localhost") or not slash:
-        raise CheckpointError(
-            f"{path!r} names the machine {host!r}: an address of a file here begins with three slashes, as "
-            "'file:///data/run', and a relative path is given without 'file://'"
-        )
-    return url2pathname(f"/{inside}")
-
-
 class LocalFileSystem(FileSystem):
-    """Local and mounted disks. A path may also be an address, such as "file:///data/run".
+    """Local and mounted disks.
 
     This is not fsspec's local file system: a disk can rename directories, so it promises more than a store.
     """
@@ -167,17 +152,17 @@ class LocalFileSystem(FileSystem):
     renames = True
 
     def absolute(self, path: str) -> str:
-        return os.path.abspath(plain_path(path))
+        return os.path.abspath(path)
 
     def join(self, directory: str, name: str) -> str:
-        return os.path.join(plain_path(directory), name)
+        return os.path.join(directory, name)
 
     def split(self, path: str) -> tuple[str, str]:
-        return os.path.split(plain_path(path))
+        return os.path.split(path)
 
     def kind(self, path: str) -> Kind | None:
         try:
-            mode = os.lstat(plain_path(path)).st_mode
+            mode = os.lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None  # ValueError: a name that no file can have, with a null byte or a lone surrogate
         if stat.S_ISREG(mode):
@@ -187,7 +172,6 @@ class LocalFileSystem(FileSystem):
         return "link" if stat.S_ISLNK(mode) else "other"
 
     def entries(self, directory: str) -> dict[str, Kind]:
-        directory = plain_path(directory)
         if not os.path.isdir(directory):
             return {}
         with os.scandir(directory) as found:
@@ -195,14 +179,13 @@ class LocalFileSystem(FileSystem):
 
     def create(self, path: str) -> Sink:
         """See `FileSystem.create`; raises if the file exists."""
-        return _LocalSink(plain_path(path))
+        return _LocalSink(path)
 
     def open(self, path: str) -> ByteSource:
         # Unbuffered: every read goes directly into the caller's memory.
-        return open(plain_path(path), "rb", buffering=0, opener=_open_no_follow)
+        return open(path, "rb", buffering=0, opener=_open_no_follow)
 
     def make_directory(self, path: str) -> None:
-        path = plain_path(path)
         parent = os.path.dirname(path)
         if os.path.isdir(path) or parent == path:
             return
@@ -216,17 +199,16 @@ class LocalFileSystem(FileSystem):
         """See `FileSystem.sync`. Windows lacks this call, and journals names by itself."""
         if os.name == "nt":
             return
-        descriptor = os.open(plain_path(directory), os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
     def rename(self, old: str, new: str) -> None:
-        os.replace(plain_path(old), plain_path(new))
+        os.replace(old, new)
 
     def delete(self, path: str) -> None:
-        path = plain_path(path)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:

@@ -20,7 +20,7 @@ from drivetrain.checkpoint.inspection.listing import Listed, list_checkpoints
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.saving.run_directory import resolve
 from drivetrain.checkpoint.storage.files import replacing
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors, plain_path
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
@@ -169,7 +169,7 @@ def _write_torch(weights: Mapping[str, Tensor], output: str, dtype: str | None) 
     """Write a file that `torch.load(output, weights_only=True)` reads, whole or not at all."""
     lazy = LazyTensors(weights, floating_dtype(dtype), f"the weights for {output!r}")
     state = {name: lazy.materialize(name) for name in weights}
-    path = Path(plain_path(output))
+    path = Path(output)
     with os_errors("write", output):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -185,7 +185,7 @@ def _check_output(parsed: argparse.Namespace) -> None:
     output: str = parsed.output
     if parsed.format == "torch" and parsed.max_shard_size is not None:
         raise ConfigError("--max-shard-size needs --format safetensors; a torch state dict is one file")
-    if parsed.format == "torch" and "://" in output and not output.startswith("file://"):
+    if parsed.format == "torch" and "://" in output:
         raise ConfigError(f"--format torch writes a local file, not {output!r}; copy it there afterwards")
     if parsed.format == "torch" and output.endswith(TENSORS):
         raise ConfigError(
