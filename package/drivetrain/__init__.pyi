@@ -18,7 +18,6 @@ from drivetrain.core.errors import DataError as DataError
 from drivetrain.core.errors import DrivetrainError as DrivetrainError
 from drivetrain.core.errors import NonFiniteError as NonFiniteError
 from drivetrain.core.errors import StrategyError as StrategyError
-from drivetrain.core.mps_fallback import enable_mps_fallback as enable_mps_fallback
 from drivetrain.core.types import StepOutput as StepOutput
 from drivetrain.core.version import __version__ as __version__
 from drivetrain.data.split_source import already_split as already_split

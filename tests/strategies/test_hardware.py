@@ -1,7 +1,5 @@
 """What a machine is found to have: TPUs, Intel's GPUs and Apple's Metal, told without them."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,7 @@ import torch
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import ConfigError, LambdaCallback, StrategyError, Trainer, enable_mps_fallback
-from drivetrain.cli.main import main
-from drivetrain.core.mps_fallback import FALLBACK
+from drivetrain import LambdaCallback, StrategyError, Trainer
 from drivetrain.strategies import Hardware, SingleDevice
 from drivetrain.strategies.hardware import tpu_chips
 
@@ -99,26 +95,6 @@ def test_mps_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         "no Metal": (absent, "'mps' cannot run here: this machine has", "no Metal", "'auto'"),
     }
     assert_refused(StrategyError, cases)
-
-
-@pytest.mark.landing
-def test_mps_fallback_is_set_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FALLBACK, raising=False)
-    library = f"import drivetrain, os; drivetrain.enable_mps_fallback(); print(os.environ['{FALLBACK}'])"
-    command = ["-m", "drivetrain", "fit", "--mps-fallback", "--task", "nowhere.Task"]
-    for words, told in ((["-c", library], "1\n"), (command, "'nowhere'")):  # an error if it were too late
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-        assert told in done.stdout + done.stderr
-
-
-def test_mps_fallback_is_refused_once_torch_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.delenv(FALLBACK, raising=False)
-    with pytest.raises(ConfigError, match=f"too late: torch reads the setting.*{FALLBACK}=1"):
-        enable_mps_fallback()
-    assert main(["fit", "--mps-fallback", "--task", "nowhere.Task"]) == 2
-    assert "was called too late" in capsys.readouterr().err
-    monkeypatch.setenv(FALLBACK, "1")
-    enable_mps_fallback()  # it is set, so there is nothing to do
 
 
 on_a_mac = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="needs a Mac with Metal")

@@ -23,7 +23,6 @@ from drivetrain.core.errors import (
     shown,
     without_secrets,
 )
-from drivetrain.core.mps_fallback import enable_mps_fallback
 from drivetrain.core.registry import Registry
 from drivetrain.core.version import __version__
 
@@ -135,8 +134,6 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _run_task(command: str, words: Sequence[str]) -> int:
-    if "--mps-fallback" in words:  # before torch is imported
-        enable_mps_fallback()
     from drivetrain.cli.settings import Settings
     from drivetrain.distributed.launch.environment import detect
 

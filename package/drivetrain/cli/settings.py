@@ -92,11 +92,6 @@ _OPTIONS = {
     "--sampler": _Option("NAME", "tpe, random, grid, gp or nsga2; default: tpe", ("search",)),
     "--pruner": _Option("NAME", "median, halving or hyperband; default: none", ("search",)),
     "--parallel": _Option("NUMBER", "trials that run at a time; default: 1", ("search",)),
-    "--mps-fallback": _Option(
-        None,
-        "on a Mac: run operations that MPS lacks on the CPU",
-        ("fit", "validate", "test", "predict", "search"),
-    ),
     "--config": _Option("FILE", "a YAML or JSON file; the command line wins"),
     "--print-config": _Option(None, "print the settings as such a file, and stop"),
     "--json": _Option(None, "print JSON"),
