@@ -145,8 +145,6 @@ def test_the_lowest_versions_of_each_extra_are_tested_or_there_is_a_reason() -> 
     together = dict(re.findall(r"^LOWEST_EXTRAS_(\w+) := (.*)$", makefile, re.M))
     tested = {extra for name in names.split() for extra in together.get(name, name).split(",")}
     elsewhere = {"accelerate": "transformers", "xla": "its one version, in make xla"}
-    newest = "make trackers tests the newest: the lowest is older than what it needs today"
-    elsewhere |= dict.fromkeys(("azureml", "mlflow", "ray"), newest)
     ours = {"bench", "docs", "test", "trackers"}  # of those who work on the project
     assert sorted(setup["options.extras_require"]) == sorted({*tested, *elsewhere, *ours})
     assert {*names.split()} == {*re.findall(r"^LOWEST_TESTS_(\w+) := ", makefile, re.M)}
