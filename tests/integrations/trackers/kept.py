@@ -34,8 +34,9 @@ def killed_twice(
 
 
 def assert_each_value_once(found: Iterable[tuple[int, str, float]]) -> None:
-    """The tracker has what the table has, and nothing twice."""
+    """The tracker has what the table has, and the epoch of each log point, and nothing twice."""
     table = read_history(Path("run/metrics.csv"))
     assert len(table) == 10
     wanted = [(row["step"], name, value) for row in table for name, value in row.items() if name != "step"]
+    wanted += [(row["step"], "epoch", row["step"] // 5) for row in table]
     assert sorted(found) == sorted(wanted)

@@ -88,7 +88,8 @@ def test_a_tracker_that_is_down_for_a_while_gets_each_value_once_with_one_warnin
         fit(kind(), down=(4,), up=(7,))
     assert len(found) == 1
     assert [step for step, _ in rows()] == list(range(1, 11))
-    assert "validation/loss" in rows()[-1][1]
+    assert {*rows()[-1][1]} == {"epoch", "train/loss", "validation/loss"}
+    assert [values["epoch"] for _, values in rows()] == [0.0] * 9 + [1.0]
     assert Path("closed").read_text() == "False"
 
 

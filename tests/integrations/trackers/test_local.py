@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import sqlite3
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def test_dvclive_goes_on_in_the_same_files_with_each_value_once():
 @pytest.mark.landing
 @pytest.mark.real("kills a fit twice")
 def test_comet_goes_on_in_archives_of_one_experiment_with_each_value_once():
+    for words in ("init -q", "remote add origin https://me:hush@example.org/digits"):
+        subprocess.run(["git", *words.split()], check=True)
     killed_twice("comet", {"project": "digits", "online": False, "artifacts": "best"})
     messages, about = [], []
     for path in Path("run/comet").glob("*.zip"):
@@ -61,11 +64,13 @@ def test_comet_goes_on_in_archives_of_one_experiment_with_each_value_once():
     assert_each_value_once(
         (each["step"], each["metricName"], each["metricValue"])
         for each in found
-        if "/" in each["metricName"]  # and no measurement of the machine
+        if "/" in each["metricName"] or each["metricName"] == "epoch"  # and no measurement of the machine
     )
     text = json.dumps(messages)
     assert "trainer.max_epochs" in text
     assert "model.safetensors" in text
+    assert "Linear(in_features=4" in text  # the model
+    assert "hush" not in text
     assert not Path("run/comet/unfinished.json").exists()
 
 
@@ -89,7 +94,8 @@ def test_clearml_goes_on_in_the_same_session_with_each_value_once():
         task = json.loads(archive.read("task.json"))
     found = [each for line in lines for each in line if not each["metric"].startswith(":")]
     assert_each_value_once(
-        (each["iter"], f"{each['variant']}/{each['metric']}", each["value"]) for each in found
+        (each["iter"], f"{each['variant']}/{each['metric']}".removeprefix("epoch/"), each["value"])
+        for each in found
     )
     assert task["hyperparams"]["General"]["trainer.max_epochs"]["value"] == "2"
     assert any(each["key"].startswith("weights") for each in task["execution"]["artifacts"])

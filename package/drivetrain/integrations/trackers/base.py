@@ -284,8 +284,10 @@ class Tracker(ABC):
             )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add values to the record of a step; the step before is sent."""
-        self._add(step, {name: float(value) for name, value in metrics.items()}, {})
+        """Add values to the record of a step, with the full passes over the data; the step before is sent."""
+        run = self._run
+        epoch = {} if run is None or run.train_feed is None else {"epoch": float(run.progress.epoch)}
+        self._add(step, epoch | {name: float(value) for name, value in metrics.items()}, {})
 
     def log_media(self, values: Mapping[str, Media], step: int) -> None:
         """Add values of the kinds that it takes to the record of a step."""

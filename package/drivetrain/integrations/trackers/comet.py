@@ -6,12 +6,14 @@ import csv
 import io
 import itertools
 import json
+import subprocess
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from drivetrain.core.errors import without_secrets
 from drivetrain.core.files import make_directory, open_file, read_json
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
@@ -95,13 +97,15 @@ class CometLogger(Tracker):
             self._pack_the_killed()
             key = resumed or self._given_id
             # Its measurement of emissions asks other servers where this machine is; our CodeCarbon does not.
-            chosen = {
+            chosen: dict[str, Any] = {
                 "auto_metric_logging": False,
                 "auto_log_co2": False,
                 "display_summary_level": 0,
                 "name": self._name or self._run_name,
                 "offline_directory": str(self._folder),
             }
+            if _remote_has_secret():
+                chosen["log_git_metadata"] = False
             settings = comet_ml.ExperimentConfig(**{**chosen, **self._options})
             mode = "create" if key is None else "get"
             begin: Any = comet_ml.start
@@ -111,6 +115,8 @@ class CometLogger(Tracker):
                 raise ConnectionError("no server answers, or it refuses the key")
             if self._is_offline:
                 self._note_for_a_kill()
+            if key is None and self._run is not None:
+                self._experiment.set_model_graph(str(self._run.task))
         self._experiment.log_parameters(dict(flat(dict(config))))
         return str(self._experiment.get_key())
 
@@ -224,6 +230,16 @@ class CometLogger(Tracker):
         else:
             _LOG.warning(f"{self.title} has lost the values of a killed fit, which were in {folder}")
         self._note.unlink()
+
+
+def _remote_has_secret() -> bool:
+    """Return whether a remote of Git has a password in its address, which Comet would store."""
+    try:
+        command = ["git", "config", "--get-regexp", r"^remote\..*url$"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return without_secrets(found) != found
 
 
 def _histogram(value: Histogram) -> Any:

@@ -10,7 +10,7 @@ rows = []
 for metric in run.metrics():
     if not metric.name.startswith("__"):
         table = metric.dataframe()
-        name = f"{metric.context['subset']}/{metric.name}"
+        name = f"{metric.context.to_dict().get('subset', '')}/{metric.name}".lstrip("/")
         rows += [(step, name, value) for step, value in zip(table["step"], table["value"], strict=True)]
 print(json.dumps([rows, run.name, run.experiment, run["config"]]))
 run.close()
