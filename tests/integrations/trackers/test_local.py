@@ -17,6 +17,12 @@ def installed(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{package} is not installed; `make trackers` installs it")
 
 
+def begin_repository() -> None:
+    """One whose remote has a password."""
+    for words in ("init -q", "remote add origin https://me:hush@example.org/digits"):
+        subprocess.run(["git", *words.split()], check=True)
+
+
 @installed("trackio")
 @pytest.mark.landing
 @pytest.mark.real("kills a fit twice")
@@ -49,8 +55,7 @@ def test_dvclive_goes_on_in_the_same_files_with_each_value_once():
 @pytest.mark.landing
 @pytest.mark.real("kills a fit twice")
 def test_comet_goes_on_in_archives_of_one_experiment_with_each_value_once():
-    for words in ("init -q", "remote add origin https://me:hush@example.org/digits"):
-        subprocess.run(["git", *words.split()], check=True)
+    begin_repository()
     killed_twice("comet", {"project": "digits", "online": False, "artifacts": "best"})
     messages, about = [], []
     for path in Path("run/comet").glob("*.zip"):
@@ -105,7 +110,7 @@ def test_clearml_goes_on_in_the_same_session_with_each_value_once():
 @pytest.mark.landing
 @pytest.mark.real("kills a fit twice")
 def test_swanlab_goes_on_under_the_same_id_with_each_value_once():
-
+    begin_repository()
     killed_twice("swanlab", {"project": "digits", "mode": "offline", "artifacts": "best"})
     paths = sorted(Path("run/swanlog").glob("run-*/*.swanlab"))
     assert len({path.name for path in paths}) == 1
@@ -113,6 +118,7 @@ def test_swanlab_goes_on_under_the_same_id_with_each_value_once():
     rows, saved = json.loads(out)
     assert_each_value_once((step, name, value) for step, name, value in rows)
     assert any("model.safetensors" in each for each in saved)
+    assert not [each for each in Path("run/swanlog").rglob("*.json") if "hush" in each.read_text()]
 
 
 @installed("neptune")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -65,6 +66,16 @@ def _command_without_secrets() -> Iterator[None]:
         yield
     finally:
         sys.argv = given
+
+
+def remote_has_secret() -> bool:
+    """Return whether a remote of Git has a password in its address, which some trackers would store."""
+    try:
+        command = ["git", "config", "--get-regexp", r"^remote\..*url$"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return without_secrets(found) != found
 
 
 def read_lines(text: str) -> Iterator[Any]:

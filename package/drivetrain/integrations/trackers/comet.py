@@ -6,19 +6,23 @@ import csv
 import io
 import itertools
 import json
-import subprocess
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from drivetrain.core.errors import without_secrets
 from drivetrain.core.files import make_directory, open_file, read_json
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
-from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, read_lines
+from drivetrain.integrations.trackers.base import (
+    Artifacts,
+    StepRecord,
+    Tracker,
+    read_lines,
+    remote_has_secret,
+)
 from drivetrain.loggers.files import flat
 from drivetrain.loggers.media import Histogram, Kind, Media, Table, Text
 
@@ -104,7 +108,7 @@ class CometLogger(Tracker):
                 "name": self._name or self._run_name,
                 "offline_directory": str(self._folder),
             }
-            if _remote_has_secret():
+            if remote_has_secret():
                 chosen["log_git_metadata"] = False
             settings = comet_ml.ExperimentConfig(**{**chosen, **self._options})
             mode = "create" if key is None else "get"
@@ -230,16 +234,6 @@ class CometLogger(Tracker):
         else:
             _LOG.warning(f"{self.title} has lost the values of a killed fit, which were in {folder}")
         self._note.unlink()
-
-
-def _remote_has_secret() -> bool:
-    """Return whether a remote of Git has a password in its address, which Comet would store."""
-    try:
-        command = ["git", "config", "--get-regexp", r"^remote\..*url$"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return without_secrets(found) != found
 
 
 def _histogram(value: Histogram) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
+from drivetrain.core.errors import without_secrets
 from drivetrain.core.files import make_directory
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name, one_of
-from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker
+from drivetrain.integrations.trackers.base import Artifacts, StepRecord, Tracker, remote_has_secret
 from drivetrain.integrations.trackers.wandb_file import read_records
 from drivetrain.loggers.media import Kind, Media, Table, Text
 
@@ -99,6 +101,10 @@ class SwanLabLogger(Tracker):
             arguments["name"] = arguments["name"] or self._run_name
             if arguments["id"] is not None:
                 arguments.setdefault("resume", "allow")
+            command = " ".join(sys.orig_argv)  # SwanLab asks the system for it
+            hides = {"git": remote_has_secret(), "runtime": without_secrets(command) != command}
+            if probe := {name: False for name, each in hides.items() if each}:
+                arguments.setdefault("settings", swanlab.Settings(probe=probe))
             self._swanlab_run = swanlab.init(**{"log_dir": str(self._folder), **arguments})
         else:
             self._swanlab_run = swanlab.get_run()
