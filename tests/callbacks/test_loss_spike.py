@@ -12,6 +12,7 @@ from tests.support.tasks import Duel, duels, quiet
 from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointConfig, LossSpike, OptimizerConfig
+from drivetrain.callbacks import LambdaCallback
 from drivetrain.core.errors import DivergenceError
 
 POLICY = CheckpointConfig(every="4 steps", keep_last=99, best=0, by=None)
@@ -64,15 +65,17 @@ def test_skip_leaves_out_a_spike_whole_once_the_window_is_full(caplog: pytest.Lo
         (18, LARGE, 16, {}),  # found before the save that comes next
         (29, LARGE, 28, {}),  # at the log point at the end
         (29, LARGE, 28, {"log_every": None}),
-        (29, LARGE, None, {"log_every": None, "checkpoint": False}),  # nothing else reads the last steps
         (5, NAN, 4, {"log_every": None}),
     ],
 )
 def test_stop_ends_a_run_before_a_checkpoint_has_the_spike(bad, mark, newest, options, tmp_path) -> None:
+    pointless: list[bool] = []
+    ends = LambdaCallback(on_exception=lambda run: pointless.append(run.stopping.restart_is_pointless))
     with pytest.raises(DivergenceError, match=f"a spike at step {bad}: loss is ") as caught:
-        stopping(tmp_path, **options).fit(task(), data(bad, mark=mark))
-    notes = "".join(getattr(caught.value, "__notes__", ()))
-    assert newest is None or f"newest checkpoint is {tmp_path / 'checkpoints'}/step-{newest:08d};" in notes
+        stopping(tmp_path, spike("stop"), ends, **options).fit(task(), data(bad, mark=mark))
+    notes = "".join(caught.value.__notes__)
+    assert f"the newest checkpoint is {tmp_path / 'checkpoints'}/step-{newest:08d};" in notes
+    assert pointless == [True]  # for a signal that comes at the same time
     assert not (tmp_path / "model.safetensors").exists()
 
 
