@@ -18,8 +18,10 @@ name, options, killed_after, waits = sys.argv[1], *map(json.loads, sys.argv[2:])
 
 
 def is_stored(tracker):
-    measured = name != "mlflow" or "system/" in str(tracker.experiment.get_run(tracker.run_id).data.metrics)
-    return measured and tracker._stored_until() >= killed_after - 2
+    if tracker._stored_until() < killed_after - 2:
+        return False
+    measures = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING" in os.environ
+    return not measures or "system/" in str(tracker.experiment.get_run(tracker.run_id).data.metrics)
 
 
 def die(run):
