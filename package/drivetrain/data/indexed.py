@@ -27,8 +27,8 @@ from drivetrain.data.keyed_batches import (
     may_draw,
     single_item,
 )
-from drivetrain.data.mixing import Mixture
-from drivetrain.data.order import (
+from drivetrain.data.orders.mixing import Mixture
+from drivetrain.data.orders.order import (
     FORMULA,
     OWN,
     SHUFFLED,

@@ -17,7 +17,7 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count, one_of
-from drivetrain.data.length_grouped import lengths_of
+from drivetrain.data.orders.length_grouped import lengths_of
 from drivetrain.data.sources import has_state, set_epoch
 
 _LOG = logger(__name__)

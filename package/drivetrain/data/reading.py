@@ -16,8 +16,8 @@ from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import mix
 from drivetrain.core.types import Batch
 from drivetrain.data.indexed import IndexedSource
-from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
-from drivetrain.data.order import generators_of
+from drivetrain.data.orders.length_grouped import LengthGroupedSampler, lengths_of
+from drivetrain.data.orders.order import generators_of
 from drivetrain.data.sample_stream import SampleStream
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.sources import BatchSource, IterableSource, Source

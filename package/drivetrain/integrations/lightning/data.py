@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.validation import count
-from drivetrain.data.order import refuse_divided, undivided
+from drivetrain.data.orders.order import refuse_divided, undivided
 from drivetrain.distributed.processes import once_per_machine
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
 

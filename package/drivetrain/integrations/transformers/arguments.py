@@ -21,7 +21,7 @@ from drivetrain.core.direction import direction_of
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import NAME, logger
-from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
+from drivetrain.data.orders.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.integrations.transformers.arguments_strategy import strategy_options
 from drivetrain.integrations.transformers.arguments_table import ROWS, SECRETS

@@ -55,7 +55,7 @@ from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, resolve
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.core.messages import logger
-from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
+from drivetrain.data.orders.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.launch.environment import is_started_again, may_start_again
 from drivetrain.distributed.processes import local_rank, rank
 from drivetrain.distributed.ranks import ALONE

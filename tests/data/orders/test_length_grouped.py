@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from drivetrain import DataError, LambdaCallback
 from drivetrain.data import LengthGroupedSampler, Shard, as_source
-from drivetrain.data.length_grouped import lengths_of
+from drivetrain.data.orders.length_grouped import lengths_of
 
 LENGTHS = torch.randint(1, 200, (403,), generator=torch.Generator().manual_seed(1)).tolist()
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset
 
 from drivetrain import CheckpointError
 from drivetrain.data import Feed, Transfer, as_source
-from drivetrain.data.order import Order
-from drivetrain.data.shuffle import FormulaOrder
+from drivetrain.data.orders.order import Order
+from drivetrain.data.orders.shuffle import FormulaOrder
 
 SIZE = 7
 

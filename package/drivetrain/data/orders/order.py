@@ -24,8 +24,8 @@ from torch.utils.data import (
 from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
-from drivetrain.data.length_grouped import LengthGroupedSampler
-from drivetrain.data.shuffle import LARGE, FormulaOrder
+from drivetrain.data.orders.length_grouped import LengthGroupedSampler
+from drivetrain.data.orders.shuffle import LARGE, FormulaOrder
 from drivetrain.data.sources import has_state, length_of, set_epoch
 
 _LOG = logger(__name__)

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.random_streams import ORDER, mix
 from drivetrain.core.validation import number, one_of
-from drivetrain.data.length_grouped import lengths_of
+from drivetrain.data.orders.length_grouped import lengths_of
 from drivetrain.data.sources import has_state, set_epoch
 
 SOURCE = "source"
