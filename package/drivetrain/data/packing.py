@@ -88,6 +88,10 @@ def packed(
         one_of("by", by, ("best_fit", "concatenate")),
         count("buffer", buffer, at_least=1),
     )
+    if isinstance(data, Mapping):
+        raise DataError(
+            "packed() takes a sequence of documents; give a mapping of columns as a dataset of rows"
+        )
     is_stream = isinstance(data, IterableDataset) or not (
         hasattr(data, "__len__") and hasattr(data, "__getitem__")
     )
@@ -185,17 +189,23 @@ class _Packing(NamedTuple):
         """Make a batch of rows."""
         if self.boundary != "varlen":
             return default_collate(rows)
-        batch = {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+        own = (self.tokens, self.labels, "position_ids")
+        batch = {name: torch.cat([each[name] for each in rows]) for name in own}
+        others = default_collate([{name: each[name] for name in each if name not in own} for each in rows])
         positions = batch["position_ids"]
         starts = (positions == 0).nonzero()[:, 0]
         ends = torch.cat((starts, torch.tensor([len(positions)]))).to(torch.int32)
         longest = int(positions.max()) + 1
-        return {name: each[None] for name, each in batch.items()} | {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        return (
+            {name: each[None] for name, each in batch.items()}
+            | others
+            | {
+                "cu_seq_lens_q": ends,
+                "cu_seq_lens_k": ends,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
+        )
 
 
 def _column(values: Any, name: str) -> Tensor:

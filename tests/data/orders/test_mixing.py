@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from drivetrain import LambdaCallback, TaskModule
-from drivetrain.data import mixture
+from drivetrain.data import mixture, packed
 from drivetrain.errors import ConfigError, DataError
 
 
@@ -131,6 +131,15 @@ def test_shares_of_tokens():
         spent[sample["source"]] += sample["n"]
     for share, weight in zip(spent, (0.5, 0.25, 0.25), strict=True):
         assert abs(share - sum(spent) * weight) <= 18, "two of the longest samples"
+
+
+def test_rows_that_were_packed_keep_their_collation():
+    data = mixture(
+        {"a": packed([[1, 2], [3]], 4, boundary="varlen"), "b": packed([[4]], 4)}, {"a": 1, "b": 1}
+    )
+    batch = data.collate_fn([data[0], data[0]])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 2, 3, 5, 6]
+    assert batch["source"].tolist() == [0, 0]
 
 
 REFUSED = [

@@ -178,6 +178,12 @@ class _Turns:
         vars(self).update(copy.deepcopy(dict(state)))
 
 
+def _collate_of(sources: list[Any]) -> Any:
+    """Return how a batch is made of the sources' samples; None if they do not say so."""
+    own = [getattr(each, "collate_fn", None) for each in sources]
+    return own[0] if all(own) else None
+
+
 def _named(sample: Any, source: int) -> Any:
     if not isinstance(sample, Mapping):
         return sample
@@ -197,6 +203,7 @@ class Mixture(ConcatDataset[Any]):
                 raise DataError(f"the source {name!r} of the mixture has no samples")
         super().__init__(sources)
         self.form = form
+        self.collate_fn = _collate_of(sources)
         self.lengths = [form.sizes(each) for each in sources] if form.by == "tokens" else None
 
     def __getitem__(self, index: int) -> Any:
@@ -304,6 +311,7 @@ class MixtureStream(IterableDataset[Any]):
         self._sources = sources
         self._form = form
         self._turns = _Turns(form.stages)
+        self.collate_fn = _collate_of(sources)
         self._passes = [0] * len(sources)
         self._iterators: dict[int, Iterator[Any]] = {}
         self._ended: set[int] = set()  # in this epoch
