@@ -114,8 +114,8 @@ test-landing: $(READY) $(XLA_LANDING)
 check: lint $(XLA_LANDING)
 	$(MAKE) --jobs=2 types checked-tests
 
-checked-tests: $(READY)
-	$(call pytest,not (nightly or extended))
+checked-tests: $(READY)  # tests call make too, whose own settings are not for theirs
+	unset MAKEFLAGS MFLAGS MAKELEVEL; $(call pytest,not (nightly or extended))
 
 # Matrices, all families of models, notebooks, XLA whole, campaigns at a tenth of their length.
 test-nightly: $(READY) xla trackers libraries lowest

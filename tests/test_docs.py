@@ -176,6 +176,8 @@ def run_pages(
             except Exception:
                 wrong.append(f"{named(page)}: {traceback.format_exc()}")
             os.chdir(tmp_path)
+            if "transformers" in sys.modules:  # whose level a page may have raised
+                sys.modules["transformers"].logging.set_verbosity_warning()
             wrong += [f"{named(page)} changes the environment"] if os.environ != before else []
         assert not wrong, "\n\n".join(wrong)
 

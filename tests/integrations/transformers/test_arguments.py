@@ -121,7 +121,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"eval_strategy": "step"}, "Did you mean 'steps'"),
         ({"learning_rate": "5e-5"}, "give a number"),
         ({"evaluation_strategy": "epoch", "eval_strategy": "steps"}, "former name of eval_strategy"),
-        ({"report_to": ["flyte"]}, "no logger here"),
+        ({"report_to": ["flyte"]}, "no such logger here"),
         ({"report_to": "codecarbon"}, "CODECARBON_COUNTRY_ISO_CODE=DEU", "callbacks=[CodeCarbon("),
         ({"load_best_model_at_end": True}, "validations"),
         ({"lr_scheduler_type": "greedy"}, "between min_lr=0.001 and max_lr=1", "learning_rate=5e-05"),
