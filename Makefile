@@ -48,7 +48,7 @@ LOWEST_TESTS_ray := tests/integrations/ray
 LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
 LOWEST_TESTS_servers := tests/integrations/trackers -m "not extended" -k "not command"
 LOWEST_TESTS_tools := $(addprefix tests/checkpoint/storage/test_,remote.py s3.py) $(addprefix tests/callbacks/test_,notebook_results.py progress_bar.py) \
-	$(addprefix tests/callbacks/statistics/test_,device_stats.py plot_metrics.py) tests/loggers/test_media.py \
+	$(addprefix tests/integrations/,matplotlib psutil) tests/loggers/test_media.py \
 	$(addprefix tests/cli/test_,main.py runs.py) -m "not (nightly or extended)"
 LOWEST_TESTS_torchao := tests/task/optim/test_quantized.py
 LOWEST_TESTS_trackers := tests/integrations/trackers -m "not extended" -k "not command and not (wandb and killed)"

@@ -148,3 +148,7 @@ def test_the_lowest_versions_of_each_extra_are_tested_or_there_is_a_reason() -> 
     ours = {"bench", "docs", "test", "trackers"}  # of those who work on the project
     assert sorted(setup["options.extras_require"]) == sorted({*tested, *elsewhere, *ours})
     assert {*names.split()} == {*re.findall(r"^LOWEST_TESTS_(\w+) := ", makefile, re.M)}
+    rule = "files: ; @echo '$(foreach each,$(LOWEST),$(LOWEST_TESTS_$(each)))'"
+    words = subprocess.check_output(["make", "--silent", f"--eval={rule}", "files"], cwd=ROOT, text=True)
+    missing = [path for path in re.findall(r"tests/[\w/.]+", words) if not (ROOT / path).exists()]
+    assert not missing, "the Makefile's tests of the lowest versions name files that are not there"
