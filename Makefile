@@ -38,7 +38,7 @@ LOWEST_PACKAGES_mlflow := 'sqlalchemy<2.1'
 LOWEST_PACKAGES_ray := 'pyarrow<21'
 LOWEST_PACKAGES_search := 'pyparsing<3.3'
 LOWEST_PACKAGES_servers := plotly
-LOWEST_PACKAGES_tools := aiobotocore==2.26.0 boto3==1.41.5 flask flask-cors 'moto[s3]' 'pyparsing<3.3'
+LOWEST_PACKAGES_tools := aiobotocore==2.26.0 boto3==1.41.5 flask flask-cors ipykernel 'moto[s3]' nbclient nbformat 'pyparsing<3.3'
 LOWEST_PACKAGES_transformers := 'datasets<2.20' peft 'pyarrow<21'
 LOWEST_TESTS_deepspeed := tests/strategies/deepspeed/test_config.py
 LOWEST_TESTS_hub := tests/integrations/hub/test_hub.py
@@ -49,7 +49,8 @@ LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
 LOWEST_TESTS_servers := tests/integrations/trackers -m "not extended" -k "not command"
 LOWEST_TESTS_tools := $(addprefix tests/checkpoint/storage/test_,remote.py s3.py) $(addprefix tests/callbacks/test_,notebook_results.py progress_bar.py) \
 	$(addprefix tests/integrations/,matplotlib psutil) tests/loggers/test_media.py \
-	$(addprefix tests/cli/test_,main.py runs.py) -m "not (nightly or extended)"
+	tests/cli/test_runs.py $(addprefix tests/cli/test_main.py::test_a_shell_,completes_words_arguments_and_values can_read_what_completes) \
+	-m "not (nightly or extended)"
 LOWEST_TESTS_torchao := tests/task/optim/test_quantized.py
 LOWEST_TESTS_trackers := tests/integrations/trackers -m "not extended" -k "not command and not (wandb and killed)"
 LOWEST_TESTS_transformers := tests/strategies/accelerate/test_accelerate.py \
