@@ -78,7 +78,14 @@ def test_a_default_tells_the_type_that_no_annotation_does_and_is_added_to(typed)
         "whole 0.5": 0.5, "none 5,6": [5, 6], "policy.best 3": Policy(every=5, best=3),
         "nothing.a 2": {"a": 2}, "other.b.c 1e-3": {"b": {"c": 1e-3}},
     }  # fmt: skip
-    two = {"kernel 5": (5,), "widths 8": [8], 'sizes {"a":5}': {"a": 5}, "title 3": "3", "whole none": None}
+    two = {
+        "kernel 5": (5,),
+        "widths 8": [8],
+        "names [8,1.50]": ["8", "1.50"],
+        'sizes {"a":5}': {"a": 5},
+        "title 3": "3",
+        "whole none": None,
+    }
     assert read("InheritingBare", one, two) == []
     line = '--task typed.Bare --task.widths=8 --task.widths+=9 --task.sizes {"a":5} --task.sizes.c 1'
     found = settings(line).make("task").given

@@ -8,9 +8,11 @@ from contextlib import suppress
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from drivetrain.cli.settings_tree import AddedItems, ChangedEntries, read_value
+from drivetrain.core.errors import ConfigError
 
 _LISTS = (list, tuple, set, frozenset)
 
@@ -37,7 +39,12 @@ class Arguments(ArgumentParser):
             if isinstance(node, ChangedEntries) and above[0] != "trainer" and action.default != SUPPRESS:
                 node.setdefault(last, action.default)  # the other fields of a default that is changed
             if isinstance(node, (dict, Namespace)) and last in node:
-                node[last] = _fitting(node[last], action._typehint, action.default)
+                try:
+                    node[last] = _fitting(node[last], action._typehint, action.default)
+                except yaml.YAMLError:
+                    raise ConfigError(
+                        f"--{action.dest} is not valid YAML, though it begins with a bracket: {node[last]!r}"
+                    ) from None
         return super().parse_object(given, *args, **options)
 
     def _typed(self) -> list[Any]:
@@ -74,6 +81,8 @@ def _fitting(value: Any, hint: Any, default: Any) -> Any:
     if isinstance(value, ChangedEntries) and any(map(_is_untyped, _members(hint))):
         value = _typed(value)
     value = _merged(default, value)
+    if isinstance(value, str) and value[:1] in ("[", "{") and _takes_texts(hint):
+        value = read_value(value, yaml.BaseLoader)  # [1,2] is the same as 1,2
     if isinstance(value, str):
         value = _listed(value, [get_origin(each) or each for each in _members(hint)], default)
     return _known(value) if _scalars(hint) <= {bool, int, float, NoneType} else value
@@ -116,6 +125,8 @@ def _known(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _known(each) for name, each in value.items()}
     found = read_value(value) if isinstance(value, str) else value
+    if isinstance(found, dict):  # in braces
+        return _known(found)
     return found if found is None or isinstance(found, float) else value
 
 
@@ -126,6 +137,13 @@ def _scalars(hint: Any) -> set[Any]:
         return {hint}
     values = inside[1:] if _is_container(origin) and issubclass(origin, Mapping) else inside
     return {found for each in values if each is not ... for found in _scalars(each)}
+
+
+def _takes_texts(hint: Any) -> bool:
+    """Return whether values of a type are lists or mappings with texts, or none."""
+    members = [each for each in _members(hint) if each is not NoneType and not _is_untyped(each)]
+    items = {item for each in members for item in _scalars(each)} - {Any}
+    return {str} <= items <= {bool, int, float, str} and all(_is_container(get_origin(m)) for m in members)
 
 
 def _is_container(kind: Any) -> bool:

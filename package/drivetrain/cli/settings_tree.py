@@ -62,6 +62,9 @@ _LARGEST = 4 << 20
 _PLACES = (*OBJECTS, *(f"trainer.{name}" for name in NAMED))
 """Settings that describe an object."""
 
+_ITEMS = {"trainer.callbacks": "EarlyStopping", "trainer.loggers": "CSVLogger"}
+"""Settings that are lists of objects, with a class of each."""
+
 
 def expanded(value: Any) -> Any:
     """Return settings with the home directory for `~/` at the beginning of a text; `${...}` is refused."""
@@ -145,6 +148,11 @@ def _parts(node: Tree, name: str, place: str) -> Tree:
     part = value if items is None else items[-1]
     if isinstance(part, str) and part.startswith("{"):
         part = read_value(part)
+    if place in _ITEMS and not isinstance(part, dict) and "." not in str(part):
+        raise ConfigError(
+            f"--{place}: an option belongs to the item before it, which must be the path of a class, such as"
+            f" drivetrain.{_ITEMS[place]}, not {part!r}"
+        )
     if not isinstance(part, dict):
         part = {"class_path": part} if isinstance(part, str) and "." in part else ChangedEntries()
     node[name] = part if items is None else type(items)([*items[:-1], part])
@@ -154,8 +162,12 @@ def _parts(node: Tree, name: str, place: str) -> Tree:
     return found
 
 
-def read_value(text: str) -> Any:
-    """Parse a text that is not a number: a list, a mapping, a truth value, none, or the text itself."""
+def read_value(text: str, loader: type[Any] = yaml.SafeLoader) -> Any:
+    """Parse a text that is not a number: a list, a mapping, a truth value, none, or the text itself.
+
+    Args:
+        loader: Reads a list or mapping in brackets; `yaml.BaseLoader` leaves its values as texts.
+    """
     if text.lower() in ("none", "null"):
         return None
     if text.lower() in ("true", "yes", "on", "false", "no", "off"):
@@ -163,7 +175,7 @@ def read_value(text: str) -> Any:
     if text.lower().lstrip("+-.") in ("inf", "infinity", "nan"):
         return float(text.replace(".", ""))
     if text[:1] in ("[", "{") or "\n" in text:  # jsonargparse parses the YAML that it has written
-        return _parsed(text, yaml.SafeLoader)
+        return _parsed(text, loader)
     if text in ("", "()"):
         return []
     if "," in text and " " not in text:
@@ -171,7 +183,7 @@ def read_value(text: str) -> Any:
     return text
 
 
-def _parsed(text: str, loader: type[yaml.SafeLoader]) -> Any:
+def _parsed(text: str, loader: type[Any]) -> Any:
     """Parse YAML; what would take minutes, or nests too deeply, raises."""
     if text.count("[") + text.count("{") > _MOST_BRACKETS:
         raise ConfigError(f"{text[:40]!r}... opens more than {_MOST_BRACKETS} lists and mappings")
