@@ -21,7 +21,8 @@ from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import shielded
 from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.distributed.failure.last_words import set_training
-from drivetrain.engine.updater import Updater, checking_gradients
+from drivetrain.engine.first_step import checking_first_step
+from drivetrain.engine.updater import Updater
 from drivetrain.engine.weighting import StepResult
 from drivetrain.run.evaluation_pass import EvaluationPass
 from drivetrain.run.run import Run
@@ -78,7 +79,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             for hook in hooks.on_step_start:
                 hook(run)
             if run.result is None:  # the first step of this program
-                with checking_gradients(run.engine.updaters.values()):
+                with checking_first_step(run.engine):
                     run.result = train_step(window.micro_batches)
                 run.engine.ranks.all_gather(None)  # compares the calls of the first step
             else:

@@ -177,6 +177,15 @@ def _restore_task(run: Run) -> None:
     run.engine.strategy.restore()
 
 
+_HINTS = {
+    "Expected more than 1 value per channel": "batch norm cannot train on one sample; the last batch of an"
+    " epoch may have no more. Use DataLoader(..., drop_last=True), other batch sizes, or group norm",
+    "backward through the graph a second time": "the loss depends on a graph that a backward has freed: on a"
+    " tensor that an earlier batch has left, which needs .detach(), or on a backward of the step's own",
+}
+"""What to say to errors of torch, by their words."""
+
+
 def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
     run.exception = error
     run.ledger.end_training()
@@ -185,11 +194,9 @@ def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
     error.add_note(note := shown(f"drivetrain: {', '.join(filter(None, places))}"))
     if is_group:
         atexit.register(_end_with, note, id(error))
-    if "Expected more than 1 value per channel" in str(error):  # torch.nn.functional.batch_norm
-        error.add_note(
-            "drivetrain: batch norm cannot train on one sample; the last batch of an epoch may have no more."
-            " Use DataLoader(..., drop_last=True), other batch sizes, or group norm"
-        )
+    for words, hint in _HINTS.items():
+        if words in str(error):
+            error.add_note(f"drivetrain: {hint}")
     _call_on_exception(run)  # ends a save in the background
     if run.last_checkpoint is not None:
         newest = as_given(settings, run.last_checkpoint) or run.last_checkpoint
