@@ -73,8 +73,6 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
     ramp = cb.SequenceLength({0: 4, "9 samples": 8})
     table: dict[str, tuple[Any, ...]] = {
         "two averages": (with_callbacks(cb.WeightAverage(), cb.WeightAverage("swa")), "2 WeightAverage"),
-        "average in two precisions": (
-            with_callbacks(cb.WeightAverage(), evaluation_precision="bf16-true"), "evaluation_precision"),
         "two freezes": (with_callbacks(cb.Freeze("a"), cb.Freeze("b")), "2 Freeze", "one another"),
         "profile without a directory": (with_callbacks(cb.Profile()), "Profile(folder="),
         "profile of no rank": (with_callbacks(cb.Profile(ranks=[0, 1], folder=tmp_path)), "has rank 1"),

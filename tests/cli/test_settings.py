@@ -98,7 +98,7 @@ RUNS: tuple[dict[str, tuple[Any, str]], ...] = (
         "strategy": ("cpu", "cpu"), "devices": (1, "1"), "num_nodes": (1, "1"), "compile": (True, "true"),
         "precision": ("bf16-mixed", "bf16-mixed"), "on_bad_batch": ("skip", "skip"),
         "memory": (MemoryConfig(activation_checkpointing=True), '{"activation_checkpointing":true}'),
-        "evaluation_precision": ("bf16-true", "bf16-true"), "seed": (3, "3"), "data_seed": (None, "none"),
+        "seed": (3, "3"), "data_seed": (None, "none"),
         "gradient_accumulation_steps": ({0: 8, "4 epochs": 4}, '{0: 8, "4 epochs": 4}'),
         "batch_size": (8, "8"), "max_grad_norm": (1e-3, "1e-3"), "limit_train_batches": (0.5, "0.5"),
         "validate_every": ("500 steps", "500 steps"),

@@ -36,11 +36,9 @@ def test_callbacks_of_a_task_are_refused_as_those_of_the_trainer_are() -> None:
         return lambda: getattr(quiet(max_steps=1, **options), verb)(task, pairs())
 
     average = (WeightAverage(), "Variant.configure_callbacks", "2 WeightAverage")
-    both: Any = {"evaluation_precision": "bf16-true"}
     table: dict[str, tuple[Any, ...]] = {
         "two": (fit([average[0], WeightAverage()]), *average[1:]),
         "two in a plan": (fit([average[0]], "plan", callbacks=[WeightAverage()]), *average[1:]),
-        "average and precision": (fit([average[0]], **both), "configure_callbacks", "evaluation_precision"),
         "one, no list": (fit(average[0]), "configure_callbacks('train') must be a sequence"),
         "none": (fit(None, "validate"), "configure_callbacks('validation') must be a sequence"),
         "a class": (fit([WeightAverage]), "configure_callbacks('train') has the class", "WeightAverage(...)"),

@@ -62,8 +62,7 @@ class WeightAverage(Callback):
             same callback.
 
     Raises:
-        ConfigError: An argument that is not allowed; or, when a Trainer is made, a second WeightAverage or an
-            `evaluation_precision`.
+        ConfigError: An argument that is not allowed; or, when a Trainer is made, a second WeightAverage.
         StrategyError: A strategy or an optimizer that keeps weights of its own: DeepSpeed, XLA's sharded
             ones.
     """
@@ -101,15 +100,10 @@ class WeightAverage(Callback):
         """Check that the weights are parameters that each rank holds whole or as shards.
 
         Raises:
-            ConfigError: There is a second one, or evaluations store the weights in another precision.
+            ConfigError: There is a second one.
             StrategyError: The strategy keeps weights of its own.
         """
         check_only_one(WeightAverage, trainer, "replace each other's weights. Give one")
-        if trainer.evaluation_precision is not None and self.evaluate:
-            raise ConfigError(
-                "WeightAverage with evaluation_precision: both replace the weights of an evaluation. Leave"
-                " one out, or give WeightAverage(evaluate=False)"
-            )
         instead = "Use 'ddp' or 'fsdp', or leave the callback out"
         check_supported(strategy, "averages", "WeightAverage", instead)
 

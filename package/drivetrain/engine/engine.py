@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -29,7 +29,6 @@ from drivetrain.distributed.failure.lifetime import ProgramChannel
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.launch.programs import join_job
 from drivetrain.distributed.tensors import broadcast_buffers
-from drivetrain.engine.evaluation_precision import stored_in
 from drivetrain.engine.generator_step import advance, generator_step
 from drivetrain.engine.memory import MemoryConfig, MemoryInUse
 from drivetrain.engine.metrics.declared import DeclaredMetrics
@@ -134,7 +133,6 @@ class Engine:
         self.gate: StepGate | None = None
         self.refuse_nonfinite = refuse_nonfinite
         self.max_grad_value: float | None = None
-        self.evaluation_precision: Precision | None = None  # None evaluates in the precision of training
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
@@ -422,9 +420,7 @@ class Engine:
     def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
         """Run the block with a step of an evaluation or prediction, without gradients."""
         self.synchronize_buffers()
-        precision = self.evaluation_precision
-        stored = nullcontext() if precision is None else stored_in(precision, self.step_module, self.device)
-        with stored, self.step_module.evaluating(step) as run_step:
+        with self.step_module.evaluating(step) as run_step:
             self.evaluate_step = self.compilation.marking(self.model if self.strategy.sharded else run_step)
             yield
             # Forwards without a backward leave parameters gathered. The next forward would compute with

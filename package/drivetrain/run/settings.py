@@ -17,7 +17,6 @@ from drivetrain.core.intervals import Every, Interval
 from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import check_no_class
-from drivetrain.engine.evaluation_precision import check_evaluation_precision
 from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
 from drivetrain.loggers.base import check_loggers
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
@@ -71,7 +70,6 @@ class RunSettings:
     compile: bool | Mapping[str, Any] | CompileConfig = False
     memory: Mapping[str, Any] | MemoryConfig | None = None
     precision: str | int | Precision = "auto"
-    evaluation_precision: str | int | Precision | None = None
     seed: int = 0
     data_seed: int | None = None
     deterministic: bool = False
@@ -124,7 +122,6 @@ class RunSettings:
         check_compile(self.compile, strategy)
         _check_graphs(self)
         check_micro_batch(self.micro_batch, strategy)
-        check_evaluation_precision(self.evaluation_precision, strategy)
         check_on_nonfinite(self.on_nonfinite, strategy)
         _check_value_clipping(self.max_grad_value, strategy)
         check_strategy_settings(self, strategy, self.batch_size)

@@ -46,7 +46,6 @@ REFUSED: Mapping[str, str] = {
     "recomputation": "it manages activations itself, by options of its own if at all",
     "micro_batch": "it does not declare that a step can be split into parts and restarted",
     "skipping": "it does not declare that a step can be skipped once its gradients exist",
-    "evaluation_precision": "it does not declare that weights can be replaced for an evaluation",
     "value_clipping": "it does not declare that the parameters' gradients are those of the step",
     "unfreezing": "it does not declare that the trained parameters may change between steps",
     "choice_of_gpus": "it does not declare that a process can take another GPU than its local rank's",
@@ -62,7 +61,6 @@ REFUSED: Mapping[str, str] = {
 - recomputation: `MemoryConfig` may recompute blocks or offload activations.
 - micro_batch: A step can be split into parts and restarted.
 - skipping: A step can be skipped once its gradients exist.
-- evaluation_precision: The weights may be stored in another dtype for an evaluation.
 - value_clipping: Gradients can be clipped by value, and read between backward and the step.
 - unfreezing: The trained parameters may change between steps.
 - choice_of_gpus: A process may take another GPU than that of its local rank.

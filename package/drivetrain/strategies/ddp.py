@@ -87,7 +87,6 @@ class DDP(Replicated):
         (
             "recomputation",
             "skipping",
-            "evaluation_precision",
             "value_clipping",
             "unfreezing",
             "choice_of_gpus",

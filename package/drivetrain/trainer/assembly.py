@@ -58,7 +58,6 @@ from drivetrain.run.settings import (
 )
 from drivetrain.run.state import Start, Triggers
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.select import check_precision
 from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
@@ -136,8 +135,6 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
         compile=settings.compile,
         memory=settings.memory,
     )
-    if settings.evaluation_precision is not None:
-        engine.evaluation_precision = as_precision(settings.evaluation_precision)
     ranks = engine.ranks
     try:
         with ExitStack() as after_error:
@@ -146,8 +143,6 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
                 status = Status(lambda: "in the set-up of the run", signs=signs)
                 channel = FailureChannel(ranks.rank, ranks.size, status=status, order=ranks.order)
                 engine.channel = after_error.enter_context(channel)
-            if engine.evaluation_precision is not None:  # a process that starts ranks has not asked its GPU
-                check_precision(engine.strategy, engine.evaluation_precision, "evaluation_precision={!r}")
             check_same_call(same_on_all_ranks(settings), task, engine.strategy, verb, **arguments)
             yield engine
             after_error.pop_all()

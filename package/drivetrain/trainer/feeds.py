@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.stages import Stages, at_start, most
-from drivetrain.data import Feed, Transfer, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
 from drivetrain.data.reading import is_dataset
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.epoch_metric import EpochMetric
@@ -101,10 +101,7 @@ def evaluation_feeds(
     limit = getattr(settings, f"limit_{stage}_batches")
     # `loss_weight` may count labels, which data to predict may lack.
     measure = None if stage == "predict" and declared is None else measure_of(task)
-    precision, transfer = engine.evaluation_precision, engine.transfer
-    if precision is not None:
-        transfer = Transfer(engine.device, precision.input_dtype, engine.strategy.place)
-    feeds = [(name, Feed(source, transfer, measure, 1, limit)) for name, source in sources]
+    feeds = [(name, Feed(source, engine.transfer, measure, 1, limit)) for name, source in sources]
     for _, feed in feeds:
         engine.closing.callback(feed.close)
     return feeds

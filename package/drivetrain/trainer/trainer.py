@@ -64,9 +64,6 @@ class Trainer(RunSettings):
         precision: "32", "tf32", "bf16-mixed", "16-mixed", "fp8", "bf16-true", "16-true", "64", or a
             `Precision`; "auto" takes it from `accelerate launch` or an Accelerator, else "32". Default:
             "auto". Example: precision="bf16-mixed".
-        evaluation_precision: The precision that weights are stored in during evaluations and predictions,
-            also those of a fit: "bf16-true", "16-true" or "64"; the weights of before return bitwise. None
-            evaluates in `precision`. Default: None. Example: evaluation_precision="bf16-true".
         seed: Seeds the order of the data and every random stream of a run. Default: 0. Example: seed=1.
         data_seed: Seeds the order of the training data, and what loading it draws, apart from all other
             streams; None takes `seed`. Default: None. Example: data_seed=2.

@@ -263,8 +263,6 @@ def _precision(values: Values) -> dict[str, Any]:
         made["precision"] = "bf16-mixed" if values["bf16"] else "16-mixed"
     elif values["tf32"]:
         made["precision"] = "tf32"
-    if values["bf16_full_eval"] or values["fp16_full_eval"]:
-        made["evaluation_precision"] = "bf16-true" if values["bf16_full_eval"] else "16-true"
     if values["torch_compile"] or values["torch_compile_backend"] or values["torch_compile_mode"]:
         chosen = {"backend": values["torch_compile_backend"], "mode": values["torch_compile_mode"]}
         made["compile"] = {name: each for name, each in chosen.items() if each} or True

@@ -157,12 +157,17 @@ _OPTIMIZER = (
     _mapped("warmup_steps", _SCHEDULE + "; below 1 it is a share of all steps", 10),
 )
 
+_FULL_EVAL = (
+    "`{}` evaluates in 16 bits too; after a fit, evaluate by"
+    ' `Trainer(precision="{}").validate(copy.deepcopy(task), data)`'
+)
+
 _PRECISION = (
     _mapped("bf16", '`Trainer(precision="bf16-mixed")`', True),
     _mapped("fp16", '`Trainer(precision="16-mixed")`', True),
     _mapped("tf32", '`Trainer(precision="tf32")`; "bf16-mixed" and "16-mixed" leave little for it', True),
-    _mapped("bf16_full_eval", '`Trainer(evaluation_precision="bf16-true")`', True),
-    _mapped("fp16_full_eval", '`Trainer(evaluation_precision="16-true")`', True),
+    _refused("bf16_full_eval", _FULL_EVAL.format("bf16", "bf16-true")),
+    _refused("fp16_full_eval", _FULL_EVAL.format("fp16", "16-true")),
     _mapped("activation_checkpointing", '`Trainer(memory={"activation_checkpointing": True})`', True),
     _mapped(
         "activation_checkpointing_kwargs",

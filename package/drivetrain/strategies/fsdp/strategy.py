@@ -77,7 +77,6 @@ class FSDP(Strategy):
     name = "fsdp"
     refusals: Mapping[str, str] = {
         **dict.fromkeys(("skipping", "value_clipping", "unfreezing", "choice_of_gpus"), ""),
-        "evaluation_precision": "shards are gathered in the precision of training",
         "micro_batch": (
             "all processes gather parameters during a forward, so when one runs out of memory the others"
             " would wait for it"
