@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from drivetrain import ConfigError, FSDPConfig, MemoryConfig, OptimizerConfig, StrategyError
-from drivetrain.strategies.transforms.offload import Offload
 
 SIZE = 8
 ADAMW = OptimizerConfig("adamw", lr=0.05, schedule="cosine")
@@ -109,43 +108,11 @@ def test_a_task_is_an_ordinary_module_after_activation_checkpointing() -> None:
     assert weights(fit(again("selective"), task)) == weights(fit(None, plain))
 
 
-def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_they_are() -> None:
-    task, x, taken = Deep().eval(), torch.randn(64, SIZE), []
-    expected = torch.autograd.grad(task(x).square().mean(), list(task.parameters()))
-
-    class Watched(Offload):
-        def pack(self, tensor: Tensor) -> Any:
-            packed = super().pack(tensor)
-            if isinstance(packed, tuple):
-                taken.append(tensor)
-                assert packed[1].data_ptr() != tensor.data_ptr()
-            return packed
-
-    offload = Watched(task, at_least=64 * SIZE * 4, pinned=False)
-    with offload():
-        loss = task(x).square().mean()
-    assert all(map(torch.equal, torch.autograd.grad(loss, list(task.parameters())), expected))
-    # Of each block the input and tanh's result, and the head's input; the outputs' 256 bytes are too few.
-    assert [tuple(each.shape) for each in taken] == [(64, SIZE)] * (2 * BLOCKS + 1)
-    taken.clear()
-    with torch.autocast("cpu", torch.bfloat16), Watched(task, at_least=0, pinned=False)():
-        task(x)  # autocast's copies of weights and biases are values that the device keeps anyway
-    assert taken
-    assert {tuple(each.shape) for each in taken} <= {(64, SIZE), (64, 1)}
-    taken.clear()
-    with Watched(task, at_least=0, pinned=False)():
-        task(x)
-    held = {each.untyped_storage().data_ptr() for each in task.parameters()}
-    assert taken
-    assert held.isdisjoint(each.untyped_storage().data_ptr() for each in taken)
-
-
 def test_refusals_of_memory_options() -> None:
     lbfgs = lambda parameters: torch.optim.LBFGS(parameters)  # noqa: E731
     sharded = FSDPConfig(activation_checkpointing="full")
     cases: dict[str, tuple[Any, ...]] = {
         "a closure": (lambda: fit(None, Deep(lbfgs)), "LBFGS", "closure"),
-        "offload on the host": (lambda: quiet(memory=MemoryConfig(offload_activations=True)), "'cpu' device"),
         "shards": (lambda: quiet(strategy=sharded, devices=2, memory=again(True)), "give FSDPConfig"),
         "a misspelt key": (lambda: quiet(memory={"activation_checkpoint": True}), "activation_checkpointing"),
         "no such mode": (lambda: fit(again("selectiv")), "'selectiv'", "'selective'"),

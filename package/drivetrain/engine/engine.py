@@ -106,7 +106,7 @@ class Engine:
         self.precision = copy.copy(select_precision(precision, strategy=strategy))
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         self.compilation = Compilation(compile, self.strategy)
-        self.memory = MemoryInUse(memory, self.strategy, compile)
+        self.memory = MemoryInUse(memory, self.strategy)
         join_job(self.strategy.world_size, num_nodes)
         self.strategy.setup()
         try:
@@ -200,7 +200,6 @@ class Engine:
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
         for updater in self.updaters.values():
             start_momenta(updater.optimizer)
-        self.memory.attach(self.step_module)
         self.trainable = [p for p in task.parameters() if p.requires_grad]
         if max_grad_value is not None and any(each.is_complex() for each in self.trainable):
             raise ConfigError(
@@ -486,7 +485,6 @@ class Engine:
         self.memory.add(model)
         self.closing.callback(self.precision.restore_module, model)
         prepared = prepare_module(self.strategy, model, make_optimizer, self.precision, self.weight_updates)
-        self.memory.attach(prepared.model)
         self._window.optimizers += prepared.optimizers.values()
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 

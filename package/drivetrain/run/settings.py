@@ -125,7 +125,7 @@ class RunSettings:
         check_on_nonfinite(self.on_nonfinite, strategy)
         _check_value_clipping(self.max_grad_value, strategy)
         check_strategy_settings(self, strategy, self.batch_size)
-        check_memory(as_memory(self.memory), strategy, self.compile)
+        check_memory(as_memory(self.memory), strategy)
         check_callbacks(self, strategy)
 
     def select_strategy(self) -> Strategy:

@@ -58,7 +58,7 @@ REFUSED: Mapping[str, str] = {
 - compile: Compiled models.
 - local_parts: `Strategy.local_part` tells which part of a tensor this process has.
 - averages: An average may take the place of the weights between steps.
-- recomputation: `MemoryConfig` may recompute blocks or offload activations.
+- recomputation: `MemoryConfig` may recompute blocks.
 - micro_batch: A step can be split into parts and restarted.
 - skipping: A step can be skipped once its gradients exist.
 - value_clipping: Gradients can be clipped by value, and read between backward and the step.

@@ -274,17 +274,20 @@ def _precision(values: Values) -> dict[str, Any]:
 def _memory(options: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"activation_checkpointing": True}
     for name, value in options.items():
-        if name == "offload":
-            made["offload_activations"] = bool(value)
-        elif name == "every_n_layers" and value != 1:
+        if name == "offload" and value:
+            raise ConfigError(
+                "activation_checkpointing_kwargs={'offload': True} has no counterpart here. Run the task's"
+                " training_step under torch.autograd.graph.save_on_cpu"
+            )
+        if name == "every_n_layers" and value != 1:
             raise ConfigError(
                 f"activation_checkpointing_kwargs={{'every_n_layers': {value}}}: give the modules to"
                 ' recompute, Trainer(memory={"activation_checkpointing": ("*.layer.[02468]",)})'
             )
-        elif name not in ("use_reentrant", "every_n_layers"):
+        if name not in ("use_reentrant", "every_n_layers", "offload"):
             raise ConfigError(
                 f"activation_checkpointing_kwargs has {name!r}."
-                f" {nearest(name, ('offload', 'use_reentrant', 'every_n_layers'))}"
+                f" {nearest(name, ('use_reentrant', 'every_n_layers'))}"
             )
     return made
 

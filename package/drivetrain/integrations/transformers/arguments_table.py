@@ -169,20 +169,9 @@ _PRECISION = (
     _refused("bf16_full_eval", _FULL_EVAL.format("bf16", "bf16-true")),
     _refused("fp16_full_eval", _FULL_EVAL.format("fp16", "16-true")),
     _mapped("activation_checkpointing", '`Trainer(memory={"activation_checkpointing": True})`', True),
-    _mapped(
-        "activation_checkpointing_kwargs",
-        "`offload` is `MemoryConfig(offload_activations=)`; `use_reentrant` changes no number and is ignored;"
-        " others are refused",
-        {"offload": True},
-        activation_checkpointing=True,
-    ),
+    _ignored("activation_checkpointing_kwargs", "`use_reentrant` changes no number; others are refused"),
     _mapped("gradient_checkpointing", "the former name of `activation_checkpointing`", True),
-    _mapped(
-        "gradient_checkpointing_kwargs",
-        "the former name of `activation_checkpointing_kwargs`",
-        {"offload": True},
-        gradient_checkpointing=True,
-    ),
+    _ignored("gradient_checkpointing_kwargs", "the former name of `activation_checkpointing_kwargs`"),
     _mapped("torch_compile", "`Trainer(compile=True)`", True),
     _mapped("torch_compile_backend", "`CompileConfig(backend=)`", "eager"),
     _mapped("torch_compile_mode", "`CompileConfig(mode=)`", "max-autotune"),

@@ -17,7 +17,6 @@ from drivetrain.core.messages import columns, sized
 from drivetrain.core.notebook.html import html_table, sparkline
 from drivetrain.core.stages import at_start
 from drivetrain.data import evaluation_sources
-from drivetrain.engine.memory import as_memory
 from drivetrain.run.settings import RunSettings, stages_of
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
@@ -294,8 +293,6 @@ class _Process:
         if strategy.sharded or (held is not None and held.gathered):
             self.memory["gathered"] = None if held is None else held.gathered
         self.memory |= dict.fromkeys(_OF_A_STEP)
-        if as_memory(settings.memory).offload_activations:
-            self.offloaded += ("activations",)
         self.unknown, self.tokens, self.example = "", None, None
         try:
             batch = self.example = example_batch(settings, task, data)
