@@ -191,7 +191,7 @@ class Engine:
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
             return
-        specs = configured_specs(task, self.strategy, total_steps)
+        specs = configured_specs(task, self.strategy)
 
         def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
             self.updaters = build_updaters(task, specs, total_steps, max_grad_norm, self.weight_updates)

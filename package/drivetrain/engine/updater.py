@@ -353,15 +353,12 @@ def _check_not_class(spec: object) -> None:
         check_no_class("configure_optimizers", spec)
 
 
-def configured_specs(
-    task: TaskModule, strategy: Strategy, total_steps: int | None
-) -> dict[str, OptimizerSpec]:
-    """Return the optimizers of a task, or those that the strategy's own configuration chooses, by name."""
+def configured_specs(task: TaskModule, strategy: Strategy) -> dict[str, OptimizerSpec]:
+    """Return the optimizers of a task by name, after a check that the strategy can step them."""
     kind, instead = type(task).__name__, "Use 'ddp' or 'fsdp'"
     if is_interleaved(task):
         check_supported(strategy, "generators", f"{kind}.training_step, a generator,", instead)
-    configured = strategy.configured_optimizer(task, total_steps)
-    specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)
+    specs = optimizer_specs(task.configure_optimizers())
     if len(specs) > 1:
         several = f"{kind}, which has {len(specs)} optimizers ({', '.join(map(repr, specs))}),"
         check_supported(strategy, "generators", several, instead)

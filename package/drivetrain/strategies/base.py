@@ -280,12 +280,6 @@ class Strategy(ABC):
             ConfigError: The strategy's own configuration contradicts them.
         """
 
-    def configured_optimizer(self, task: nn.Module, total_steps: int | None) -> Any:
-        """Return the optimizer that the strategy's own configuration chooses, in the form of
-        `configure_optimizers`; None leaves the choice to the task.
-        """
-        return None
-
     @abstractmethod
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision

@@ -256,33 +256,6 @@ def test_deepspeed_refuses_a_checkpoint_of_parameters_that_were_not_always_used(
     run_distributed(_uneven, tmp_path, world_size=1)
 
 
-def _configured() -> None:
-    from deepspeed.runtime.lr_schedules import WarmupDecayLR
-
-    rates: list[float] = []
-    note = LambdaCallback(on_step_start=lambda run: rates.extend(run.learning_rates().values()))
-    config: dict[str, Any] = {
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": "auto"}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
-        **dict.fromkeys(("train_batch_size", "gradient_clipping"), "auto"),
-        "bf16": {"enabled": "auto"},
-    }
-    strategy = DeepSpeed(DeepSpeedConfig(config=config), world_size=1)
-    fitted(Plain(), strategy, 2, callbacks=[note], max_grad_norm=1.0)
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=1e-2)
-    theirs, expected = WarmupDecayLR(optimizer, warmup_num_steps=3, total_num_steps=11), []
-    for _ in range(11):
-        expected.append(optimizer.param_groups[0]["lr"])
-        theirs.step()
-    assert rates == pytest.approx(expected)
-
-
-@pytest.mark.nightly
-def test_optimizer_and_schedule_of_the_configuration_are_deepspeeds() -> None:
-    run_distributed(_configured, world_size=1)
-
-
 def test_plan_tells_the_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert quiet(strategy="zero2", max_epochs=1).plan(Regression(), pairs()).strategy.endswith("stage 2")
     assert "strategy deepspeed, ZeRO stage 2" in capsys.readouterr().out

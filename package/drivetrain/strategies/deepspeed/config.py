@@ -123,12 +123,7 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings
     """
     made: dict[str, Any] = copy.deepcopy(dict(config.mapping))
     _fill(made)
-    for key in (
-        "train_batch_size",
-        "optimizer",
-        "scheduler",
-        *REFUSED,
-    ):  # these are off, and DeepSpeed may refuse even that
+    for key in ("train_batch_size", *REFUSED):  # these are off, and DeepSpeed may refuse even that
         made.pop(key, None)
     section = PRECISIONS[precision.name]
     for each in ("bf16", "fp16"):

@@ -45,6 +45,10 @@ REFUSED = {
     "hybrid_engine": "replaces modules to generate text, so that checkpoints would fit no other strategy",
     "torch_autocast": "is the Trainer's: give precision='bf16-mixed'",
     "autotuning": "runs the program many times over to try batch sizes; give the one that you want",
+    "optimizer": "is the task's: remove it, and let configure_optimizers return"
+    " OptimizerConfig('adamw', lr=...)",
+    "scheduler": "is the task's: remove it, and let configure_optimizers return"
+    " OptimizerConfig(..., schedule='linear', warmup_steps=...)",
     "gradient_allreduce_op": "would sum the gradients of all processes, but the engine's weights need their"
     " mean; remove it",
 }
@@ -73,10 +77,7 @@ REFUSED_PRECISION = (
 AUTO = "auto"
 """The value in DeepSpeed's configuration that means the Trainer's value, or DeepSpeed's default."""
 
-OPTIMIZERS = ("Adam", "AdamW", "SGD")
-SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-
-_SECTIONS = ("zero_optimization", "bf16", "fp16", "compile", "optimizer", "scheduler")
+_SECTIONS = ("zero_optimization", "bf16", "fp16", "compile")
 """The sections that this file reads."""
 
 
@@ -109,7 +110,6 @@ def read(config: Any) -> dict[str, Any]:
         if not isinstance(given.get(key, {}), Mapping):
             raise ConfigError(f"DeepSpeed's configuration has {key}={given[key]!r}; it must be a mapping")
     _check_honoured(given)
-    _check_optimizer(given)
     return given
 
 
@@ -173,32 +173,4 @@ def _check_honoured(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "DeepSpeed's configuration has managed_gradient_accumulation=false, but the engine needs it to"
             " mark each window's last micro-batch. Remove it"
-        )
-
-
-def optimizer_type(section: Mapping[str, Any]) -> str:
-    """Return the optimizer that a section asks for; as in DeepSpeed, case does not matter."""
-    given = str(section.get("type", "AdamW"))
-    return next((each for each in OPTIMIZERS if each.lower() == given.lower()), given)
-
-
-def _check_optimizer(given: Mapping[str, Any]) -> None:
-    for section, kinds in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
-        if section not in given:
-            continue
-        kind = optimizer_type(given[section]) if section == "optimizer" else given[section].get("type")
-        if kind not in kinds:
-            raise ConfigError(
-                f"DeepSpeed's configuration asks for the {section} {kind!r}. {nearest(str(kind), kinds)} For"
-                " another one remove the section, and return it from the task's configure_optimizers"
-            )
-        if not isinstance(given[section].get("params", {}), Mapping):
-            params = given[section]["params"]
-            raise ConfigError(
-                f"DeepSpeed's configuration has {section}.params={params!r}; it must be a mapping"
-            )
-    if "scheduler" in given and "optimizer" not in given:
-        raise ConfigError(
-            "DeepSpeed's configuration has a scheduler without an optimizer. Give the schedule by"
-            " OptimizerConfig(schedule=...), or add the optimizer"
         )

@@ -7,7 +7,6 @@ Our engine does weighting, accumulation, clipping and learning rates; DeepSpeed'
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ from drivetrain.strategies.deepspeed.config import PRECISIONS, DeepSpeedConfig, 
 from drivetrain.strategies.deepspeed.errors import check_by_deepspeed, translated_errors
 from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
 from drivetrain.strategies.deepspeed.norms import WideNorms
-from drivetrain.strategies.deepspeed.optimizer import configured
 from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
 from drivetrain.strategies.deepspeed.unshard import ModulesBeforeZero, full_shapes
 from drivetrain.strategies.meta_device import (
@@ -155,12 +153,7 @@ class DeepSpeed(Strategy):
         check_contradictions(self.config, precision, asked)
         self._asked = asked
         if self.config.mapping:
-            configured(self.config, nn.Module(), total_steps=sys.maxsize)  # the length is not known yet
             check_by_deepspeed(realise(self.config, precision, asked), self.device.type)
-
-    def configured_optimizer(self, task: nn.Module, total_steps: int | None) -> Any:
-        """Return the optimizer and schedule of DeepSpeed's configuration, if it has them."""
-        return configured(self.config, task, total_steps)
 
     def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
         """Return what ZeRO's stage divides, with DeepSpeed's buckets and gathered weights at their limits."""
