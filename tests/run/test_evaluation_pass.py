@@ -82,10 +82,9 @@ class Structured(Measured):  # each sample in several forms
         rows = batch[0]
         return {
             "rows": rows,
-            "pair": (rows[:, 0], rows, 2),
+            "pair": (rows[:, 0], rows),
             "names": [str(float(x)) for x in rows[:, 0]],
             "no": None,
-            "scale": 0.5,
         }
 
 
@@ -100,7 +99,7 @@ def test_joined_outputs_are_those_of_all_samples_on_each_rank() -> None:
     assert torch.equal(outputs["rows"], torch.cat([each[0] for each in pairs(7, 2)]))
     assert torch.equal(outputs["pair"][1], outputs["rows"])
     assert outputs["names"] == [str(float(x)) for x in outputs["pair"][0]]
-    assert (outputs["no"], outputs["scale"], outputs["pair"][2]) == (None, 0.5, 2)
+    assert outputs["no"] is None
     assert [each[1:] for each in on_two_ranks(joined)] == [(text, rows)] * 2
 
 

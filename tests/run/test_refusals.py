@@ -132,8 +132,7 @@ def test_data_that_a_fit_or_an_evaluation_cannot_use_is_refused() -> None:
             lambda: quiet().predict(
                 variant(predict_step=lambda self, batch: batch[0].mean())(), pairs(4), joined=True
             ),
-            "joined=True cannot join the outputs of 2 batch(es)",
-            "shape () for 2 samples",
+            "joined=True cannot join the outputs: the output of 2 samples is a Tensor of shape ()",
             "without joined",
         ),
         "a text": (lambda: quiet().predict(Regression(), ["text"]), "batch 0 of epoch 0", "a str"),

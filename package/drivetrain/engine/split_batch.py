@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from itertools import pairwise
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,6 @@ from drivetrain.data.batch import batch_size
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 """Types of values that hold for every sample, or that a list has one of for each sample."""
-
-_CONSTANTS = (str, bytes, Number, torch.dtype, torch.device)
-"""Types of outputs that may describe a whole batch: if equal for all batches, they hold for all."""
 
 
 def split_batch(batch: Batch, size: int) -> list[Batch]:
@@ -91,103 +87,59 @@ def _piece_of_list(value: Any, number: int, start: int, stop: int) -> Any:
     return value[start:stop] if len(value) == number else value
 
 
-class _NotJoinable(Exception):  # noqa: N818 - caught and turned into an error
-    """The reason why outputs cannot be joined."""
-
-
 def join_batches(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the outputs of batches as one output of all samples."""
+    """Return the outputs of batches as one output of all samples.
+
+    Tensors and arrays are concatenated. A list has an entry for each sample; mappings, tuples and data
+    classes are joined entry by entry.
+
+    Raises:
+        DataError: There is no output, or a part of one has no entry for each sample; names it.
+    """
     if not outputs:
         raise DataError("the data gave no batch, so there are no outputs to join. joined=False returns []")
-    try:
-        return _joined(outputs, sizes)
-    except _NotJoinable as reason:
-        raise DataError(
-            f"joined=True cannot join the outputs of {len(outputs)} batch(es), each a"
-            f" {type(outputs[0]).__name__}: {reason}. Every tensor needs one entry for each"
-            " sample; without joined, predict returns a list with the outputs of each batch"
-        ) from None
+    return _joined(outputs, sizes, "the output")
 
 
-def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _joined(outputs: Sequence[Any], sizes: Sequence[int], place: str) -> Any:
     first, kinds = outputs[0], {*map(type, outputs)}
     if len(kinds) > 1:
-        raise _NotJoinable(f"they are of kinds {', '.join(sorted(each.__name__ for each in kinds))}")
-    if isinstance(first, (Tensor, np.ndarray)):
-        return _joined_rows(outputs, sizes)
-    if isinstance(first, (tuple, list)) and not hasattr(first, "_make"):
-        return _joined_sequences(outputs, sizes)
+        raise _not_joinable(place, f"is of kinds {', '.join(sorted(each.__name__ for each in kinds))}")
     if first is None:
         return None
-    container = opened(first)
-    if container is None:
-        reason = f"a {type(first).__name__} does not have one entry for each sample"
-        differs = isinstance(first, _CONSTANTS) and len(outputs) > 1
-        raise _NotJoinable(reason + ", and it differs between batches" * differs)
-    containers = [opened(each) for each in outputs]
-    if any(each is None or list(each.names) != list(container.names) for each in containers):
-        raise _NotJoinable("their keys differ")
-    columns = zip(*(each.entries for each in containers if each is not None), strict=True)
-    entries = [_joined_entry(*named, sizes) for named in zip(container.names, columns, strict=True)]
-    return container.rebuild(entries)
+    if isinstance(first, (Tensor, np.ndarray, list)):
+        return _concatenated(outputs, sizes, place)
+    containers = [container for each in outputs if (container := opened(each)) is not None]
+    if not containers:
+        raise _not_joinable(place, f"is a {type(first).__name__}")
+    names = list(containers[0].names)
+    if any(list(each.names) != names for each in containers):
+        raise _not_joinable(place, "has other keys in other batches")
+    columns = zip(names, *(each.entries for each in containers), strict=True)
+    return containers[0].rebuild([_joined(column, sizes, f"{place}[{name!r}]") for name, *column in columns])
 
 
-def _joined_entry(name: Any, column: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if _is_constant(column):
-        return column[0]
-    try:
-        return _joined(column, sizes)
-    except _NotJoinable as reason:
-        raise _NotJoinable(f"{name!r}: {reason}") from None
-
-
-def _is_constant(column: Sequence[Any]) -> bool:
-    first, kinds = column[0], set(map(type, column))
-    return isinstance(first, _CONSTANTS) and len(kinds) == 1 and all(each == first for each in column)
-
-
-def _joined_rows(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    for each, number in zip(outputs, sizes, strict=True):
-        if not each.ndim or each.shape[0] != number:
-            shape = tuple(each.shape)
-            raise _NotJoinable(
-                f"of shape {shape} for {number} samples, it does not have one entry for each sample"
-            )
-    shapes = list(dict.fromkeys(tuple(each.shape) for each in outputs))
+def _concatenated(outputs: Sequence[Any], sizes: Sequence[int], place: str) -> Any:
+    shapes = [(len(each),) if isinstance(each, list) else tuple(each.shape) for each in outputs]
+    for shape, number in zip(shapes, sizes, strict=True):
+        if shape[:1] != (number,):
+            kind = type(outputs[0]).__name__
+            raise _not_joinable(place, f"of {number} samples is a {kind} of shape {shape}")
+    if isinstance(outputs[0], list):
+        return [*itertools.chain.from_iterable(outputs)]
     if len({shape[1:] for shape in shapes}) > 1:
-        raise _NotJoinable(
-            f"their shapes are {', '.join(map(str, shapes))}, as of outputs that are padded to the longest of"
-            " their batch. Pad all to one length, or return a list with a tensor for each sample"
+        listed = ", ".join(map(str, dict.fromkeys(shapes)))
+        raise _not_joinable(
+            place,
+            f"has the shapes {listed}, as if padded to the longest of each batch. Pad all to one length, or"
+            " return a list with a tensor for each sample",
         )
     return torch.cat(list(outputs)) if isinstance(outputs[0], Tensor) else np.concatenate(outputs)
 
 
-def _joined_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = outputs[0]
-    columns, reason = None, "their lengths differ"
-    if len({len(each) for each in outputs}) == 1:
-        try:
-            # A list without a tensor may have one text or number for each sample.
-            has_tensors = any(isinstance(each, (Tensor, np.ndarray)) for each in first)
-            columns = [
-                each[0] if has_tensors and _is_constant(each) else _joined(each, sizes)
-                for each in zip(*outputs, strict=True)
-            ]
-        except _NotJoinable as error:
-            reason = str(error)
-    per_sample = all(len(each) == n for each, n in zip(outputs, sizes, strict=True))
-    if columns is None and not per_sample:
-        raise _NotJoinable(reason)
-    if columns is not None and per_sample and _have_same_type(first):  # ambiguous
-        raise _NotJoinable(
-            f"a {type(first).__name__} of {len(first)} for {len(first)} samples may have an entry for each"
-            " sample, or be columns"
-        )
-    whole = columns if columns is not None else [*itertools.chain.from_iterable(outputs)]
-    return whole if isinstance(first, list) else tuple(whole)
-
-
-def _have_same_type(entries: Sequence[Any]) -> bool:
-    """Return whether the entries may be the same quantity of several samples."""
-    kinds = {(type(each), getattr(each, "dtype", None), getattr(each, "ndim", None)) for each in entries}
-    return len(kinds) <= 1
+def _not_joinable(place: str, what: str) -> DataError:
+    return DataError(
+        f"joined=True cannot join the outputs: {place} {what}. Tensors, arrays and lists need one entry for"
+        " each sample, and may be in mappings, tuples and data classes; without joined, predict returns a"
+        " list with the outputs of each batch"
+    )
