@@ -249,7 +249,7 @@ def test_an_argument_of_another_library_is_answered_with_ours() -> None:
         ),
         "GPU by index": (
             lambda: Trainer(max_epochs=1, strategy="cuda:1"),
-            "strategy='cuda', and devices=[1]",
+            "strategy='cuda', and drivetrain.strategies.SingleDevice('cuda:1')",
         ),
     }
     assert_refused(ConfigError, others)

@@ -20,6 +20,7 @@ from drivetrain import (
 )
 from drivetrain.checkpoint import load_weights
 from drivetrain.data import MicroBatch, Transfer
+from drivetrain.strategies import SingleDevice
 
 NO_GPU = not torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(NO_GPU, reason="needs an NVIDIA GPU")
@@ -185,7 +186,7 @@ def test_chosen_gpu_is_the_current_one_during_a_fit_alone() -> None:
     last, seen = torch.cuda.device_count() - 1, []
     look = LambdaCallback(on_step_end=lambda run: seen.append(torch.cuda.current_device()))
     before = torch.cuda.current_device()
-    trainer(devices=[last], callbacks=[look]).fit(Classifier(), loader())
+    trainer(strategy=SingleDevice(f"cuda:{last}"), callbacks=[look]).fit(Classifier(), loader())
     assert set(seen) == {last}
     assert torch.cuda.current_device() == before
 

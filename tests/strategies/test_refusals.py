@@ -59,10 +59,7 @@ def test_choice_refusals() -> None:
             "idle TPU": (chosen("ddp", TPU), "TPU idle", "4 TPU chips", "'xla'", "'cpu'"),
             "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "or 'xla_fsdp'"),
             "no CUDA": (chosen("cuda", MAC), "has no CUDA GPUs and Metal", "strategy='auto'"),
-            "indices on a CPU": (chosen("auto", LAPTOP, None, [0, 2]), "run is on cpu", "devices=2"),
-            "no such GPU": (chosen("ddp", FOUR_GPUS, None, [0, 4]), "no GPU 4", "from 0 to 3"),
-            "twice": (chosen("auto", FOUR_GPUS, None, [1, 1]), "different indices of GPUs"),
-            "GPU of an object": (lambda: Engine(SingleDevice("cpu"), devices=[0]), "'single' is an object"),
+            "a list of GPUs": (chosen("auto", FOUR_GPUS, None, [0, 2]), "not [0, 2]", "CUDA_VISIBLE_DEVICES"),
             "no nodes": (lambda: Engine("cpu", num_nodes=0), "num_nodes must be a positive number"),
         },
     )

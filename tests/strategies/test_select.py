@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from drivetrain import AccelerateConfig, DeepSpeedConfig, Engine, StrategyError, Trainer
-from drivetrain.distributed.group import own_device
 from drivetrain.distributed.launch.children import PARENT
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.strategies import Choice, Hardware, SingleDevice, choose, select_precision, select_strategy
@@ -37,8 +36,8 @@ def slurm(size: int, nodes: int) -> ProcessEnvironment:
     return found
 
 
-def single(device: str, *gpus: int) -> Choice:
-    return Choice("single", device, gpus=gpus or None)
+def single(device: str) -> Choice:
+    return Choice("single", device)
 
 
 def ddp(device: str, local: int, nodes: int = 1) -> Choice:
@@ -75,9 +74,6 @@ CHOICES: list[tuple[Any, ...]] = [
     ("auto", EIGHT_GPUS, "auto", 1, torchrun(2), ddp("cuda", 2)),
     ("auto", FOUR_GPUS, 4, 2, slurm(4, 2), ddp("cuda", 4, 2)),
     ("fsdp", EIGHT_GPUS, "auto", 1, torchrun(8, 2, rank=9), Choice("fsdp", "cuda", 8, 16)),
-    ("auto", FOUR_GPUS, [2], 1, None, single("cuda", 2)),
-    ("auto", FOUR_GPUS, [3, 1], 1, None, Choice("ddp", "cuda", 2, 2, None, (3, 1))),
-    ("fsdp", FOUR_GPUS, [0, 2], 2, torchrun(2, nodes=2), Choice("fsdp", "cuda", 2, 4, None, (0, 2))),
 ]
 
 
@@ -147,10 +143,3 @@ def test_strategy_object_is_taken_as_it_is_or_refused_for_other_numbers() -> Non
     mine.device = torch.device("mps")
     with pytest.raises(StrategyError, match="precision '64' cannot run on mps: MPS has no float64"):
         select_strategy(mine, as_precision("64"))
-
-
-def test_each_process_takes_the_gpu_of_its_place_in_the_list() -> None:
-    strategy = selected("ddp", [3, 1], FOUR_GPUS)
-    assert (strategy.world_size, strategy.gpus) == (2, (3, 1))
-    assert [str(own_device("cuda", local, strategy.gpus)) for local in (0, 1)] == ["cuda:3", "cuda:1"]
-    assert own_device("cuda", 1, None) == torch.device("cuda:1")

@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
     "max_epochs": ((-0.5, ""), (float("inf"), "")),
     "max_time": (("3 steps", "positive time"), ("3 parsecs", "max_time must"), (timedelta(0), "positive")),
     "strategy": (("cup", "did you mean 'cpu'"), ("fsdp2", "called 'fsdp'"), ("npu", "ascend"), (3, "")),
-    "devices": (("two", ""), ([0, 0], "different indices")),
+    "devices": (("two", ""), ([0, 2], "CUDA_VISIBLE_DEVICES")),
     "precision": (("bf16", "called 'bf16-mixed'"), (8, "'8'", "'bf16-mixed'")),
     "max_grad_norm": ((0, ""), ("1", "")),
     "micro_batch": ((2.5, ""), ("automatic", "'auto'")),

@@ -79,7 +79,7 @@ def help_with(name: str, allowed: Iterable[str], kind: str = "argument", owner: 
     ours = None if name.lower() in names else row(name, kind, owner)
     device, _, index = name.partition(":")
     if kind == "strategy" and device in names and index.isdigit():
-        of_several = f", and devices=[{index}] chooses one of several GPUs"
+        of_several = f", and drivetrain.strategies.SingleDevice({name!r}) takes one of several GPUs"
         ours = f"strategy={device!r}" + of_several * (device == "cuda")
     listed = f"Allowed: {', '.join(map(repr, names)) or 'none'}."
     if ours is not None and not ours.startswith("same"):

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -61,9 +60,7 @@ class Member:
     ranks: Ranks
 
 
-def join(
-    world_size: int, device: str, timeout: timedelta | None = None, gpus: Sequence[int] | None = None
-) -> Member:
+def join(world_size: int, device: str, timeout: timedelta | None = None) -> Member:
     """Join the process group of the job that the environment describes, or use the one that exists already.
 
     A group that is formed here stays for later runs, until the program ends or `disband` is called: another
@@ -72,13 +69,12 @@ def join(
     Args:
         timeout: How long a collective may take; None uses torch's limit, which is 10 minutes on GPUs and 30
             on CPUs.
-        gpus: The GPU of each process on this machine, by index; None gives each that of its local rank.
     """
     global _process
     environment = detect(os.environ)
     forms = not distributed.is_initialized()
     if forms:
-        _connect(environment, world_size, device, timeout, gpus)
+        _connect(environment, world_size, device, timeout)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size != world_size:
         raise StrategyError(
@@ -94,7 +90,7 @@ def join(
         authenticate(rank, size)
     local = environment.local_rank if environment is not None else rank
     ranks = Ranks.of_job() if size > 1 else ALONE
-    own = own_device(device, local, gpus)
+    own = own_device(device, local)
     if own.type == "cuda":  # also where the user has formed the group
         torch.cuda.set_device(own)
     if _bound is not None and own.type == "cuda" and own != _bound:
@@ -110,7 +106,6 @@ def _connect(
     world_size: int,
     device: str,
     timeout: timedelta | None,
-    gpus: Sequence[int] | None,
 ) -> None:
     if environment is None and world_size > 1:
         raise StrategyError(
@@ -118,7 +113,7 @@ def _connect(
             " `drivetrain launch`, torchrun or a batch system"
         )
     global _formed, _bound
-    own = own_device(device, environment.local_rank if environment is not None else 0, gpus)
+    own = own_device(device, environment.local_rank if environment is not None else 0)
     if environment is not None:
         check_interface()
     if own.type == "cuda":
@@ -206,11 +201,9 @@ def uncompared() -> distributed.ProcessGroup | None:
         set_debug_level(level)
 
 
-def own_device(kind: str, local_rank: int, gpus: Sequence[int] | None) -> torch.device:
+def own_device(kind: str, local_rank: int) -> torch.device:
     """Return the device of a process, by its local rank."""
-    if kind != "cuda":
-        return torch.device(kind)
-    return torch.device(kind, local_rank if gpus is None else gpus[local_rank])
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
 
 def leave(member: Member) -> None:

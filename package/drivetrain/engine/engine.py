@@ -69,7 +69,7 @@ class Engine:
         strategy: A name, a configuration such as `DDPConfig(...)`, or an instance; see
             `drivetrain.strategies`.
         precision: A name or a `Precision`; "auto" takes it from `accelerate launch`, else "32".
-        devices: The number of processes, the indices of the GPUs to use, or "auto"; see `Trainer`.
+        devices: The number of processes, or "auto"; see `Trainer`.
         num_nodes: The number of machines.
         seed: Seeds every random stream of the run.
         compile: True, a `CompileConfig`, or a mapping of its options, to compile the task's repeated blocks.
@@ -94,7 +94,7 @@ class Engine:
         self,
         strategy: str | Strategy | StrategyConfig = "auto",
         precision: str | Precision = "auto",
-        devices: int | Sequence[int] | str = "auto",
+        devices: int | str = "auto",
         num_nodes: int = 1,
         seed: int = 0,
         compile: bool | Mapping[str, Any] | CompileConfig = False,

@@ -65,7 +65,7 @@ class RunSettings:
     min_steps: int | None = None
     dry_run: bool | int | str | None = None
     strategy: str | Strategy | StrategyConfig = "auto"
-    devices: int | Sequence[int] | str = "auto"
+    devices: int | str = "auto"
     num_nodes: int = 1
     compile: bool | Mapping[str, Any] | CompileConfig = False
     memory: Mapping[str, Any] | MemoryConfig | None = None

@@ -48,7 +48,6 @@ REFUSED: Mapping[str, str] = {
     "skipping": "it does not declare that a step can be skipped once its gradients exist",
     "value_clipping": "it does not declare that the parameters' gradients are those of the step",
     "unfreezing": "it does not declare that the trained parameters may change between steps",
-    "choice_of_gpus": "it does not declare that a process can take another GPU than its local rank's",
 }
 """The features that a strategy may refuse, each with the reason of one that says nothing.
 
@@ -63,7 +62,6 @@ REFUSED: Mapping[str, str] = {
 - skipping: A step can be skipped once its gradients exist.
 - value_clipping: Gradients can be clipped by value, and read between backward and the step.
 - unfreezing: The trained parameters may change between steps.
-- choice_of_gpus: A process may take another GPU than that of its local rank.
 """
 
 
@@ -196,7 +194,6 @@ class Strategy(ABC):
         sharded: Whether all processes must run each forward together, including those of an evaluation.
         refusals: The features that the strategy does not support, each with the reason; and those of
             `REFUSED` that it supports, each with an empty text. Anything else is as in its base class.
-        gpus: The GPU of each process on a machine, by index; None gives each that of its local rank.
         place: A function applied to each tensor of a batch on the device; None applies nothing.
     """
 
@@ -207,7 +204,6 @@ class Strategy(ABC):
     ranks: Ranks = ALONE
     sharded: bool = False
     refusals: Mapping[str, str] = {}
-    gpus: Sequence[int] | None = None
     place: Callable[[Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -240,7 +236,7 @@ class Strategy(ABC):
         from drivetrain.distributed.group import join
 
         limit = None if timeout is None else timedelta(seconds=timeout)
-        member = join(self.world_size, self.device.type, limit, self.gpus)
+        member = join(self.world_size, self.device.type, limit)
         self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
 
     def _leave(self) -> None:

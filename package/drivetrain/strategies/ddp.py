@@ -89,7 +89,6 @@ class DDP(Replicated):
             "skipping",
             "value_clipping",
             "unfreezing",
-            "choice_of_gpus",
         ),
         "",
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
-from drivetrain.strategies.base import Strategy, Support, check_supported
+from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
@@ -32,10 +32,6 @@ _TO_EVALUATE = (
 """Advice for a program that runs as several processes and asks for one, usually to evaluate."""
 
 
-Devices: TypeAlias = int | Sequence[int] | str
-"""The number of processes on each machine, the indices of the GPUs that each machine uses, or "auto"."""
-
-
 class Choice(NamedTuple):
     """The strategy, device and number of processes of a run.
 
@@ -45,7 +41,6 @@ class Choice(NamedTuple):
         local_world_size: The number of processes on this machine.
         world_size: The number of processes on all machines.
         config: The strategy's configuration; None uses its defaults.
-        gpus: The GPU of each process on this machine, by index; None gives each that of its local rank.
     """
 
     name: str
@@ -53,14 +48,13 @@ class Choice(NamedTuple):
     local_world_size: int = 1
     world_size: int = 1
     config: Any = None
-    gpus: tuple[int, ...] | None = None
 
 
 def choose(
     spec: Any,
     hardware: Hardware,
     environment: ProcessEnvironment | None = None,
-    devices: Devices = "auto",
+    devices: int | str = "auto",
     num_nodes: int = 1,
     request: Request | None = None,
 ) -> Choice:
@@ -77,7 +71,7 @@ def choose(
         spec: A name, or a strategy's configuration.
         hardware: The hardware of this machine.
         environment: The processes that a launcher has started; None means no launcher.
-        devices: The number of processes on each machine, the indices of its GPUs, or "auto".
+        devices: The number of processes on each machine, or "auto".
         num_nodes: The number of machines; 1 also accepts the launcher's number.
         request: The arguments of `accelerate launch` or of its file, for "auto" and "accelerate".
 
@@ -85,24 +79,20 @@ def choose(
         ConfigError: The name or configuration is unknown.
         StrategyError: The machine or the launcher cannot provide what was asked for.
     """
-    gpus = _checked_counts(devices, num_nodes)
-    count = len(gpus) if gpus is not None else devices
-    assert isinstance(count, (int, str))
+    _check_counts(devices, num_nodes)
     name, config = named(spec)
     if name not in ("auto", "accelerate") or request is None:
         request = Request()
     if request.strategy is not None:
         name, config = request.strategy, configure(request.strategy, request.options)
     kind = _device_kind(name, request.device, hardware)
-    if gpus is not None:
-        _check_gpus(gpus, kind, hardware)
-    local, total = _processes(name, kind, hardware, environment, count, num_nodes)
+    local, total = _processes(name, kind, hardware, environment, devices, num_nodes)
     if total > 1 and (name in ONE_PROCESS or kind in ("mps", "xpu", "xla")):
-        raise _only_one(name, kind, environment, count, num_nodes, total)
+        raise _only_one(name, kind, environment, devices, num_nodes, total)
     # Each process of a launcher that has started one per GPU sees all GPUs: see `join`.
     if kind == "cuda" and local > hardware.cuda:
         raise _too_few_gpus(hardware, environment, local)
-    return Choice(_resolved(name, kind, hardware, total), kind, local, total, config, gpus)
+    return Choice(_resolved(name, kind, hardware, total), kind, local, total, config)
 
 
 def _resolved(name: str, kind: str, hardware: Hardware, total: int) -> str:
@@ -117,7 +107,7 @@ def _resolved(name: str, kind: str, hardware: Hardware, total: int) -> str:
 def select_strategy(
     spec: Any,
     precision: Precision,
-    devices: Devices = "auto",
+    devices: int | str = "auto",
     num_nodes: int = 1,
     hardware: Hardware | None = None,
     environment: Mapping[str, str] | None = None,
@@ -127,7 +117,7 @@ def select_strategy(
     Args:
         spec: A name, a configuration such as `DDPConfig(...)`, or an instance, which is returned unchanged.
         precision: The precision that the strategy must support.
-        devices: The number of processes on each machine, or the indices of its GPUs; see `choose`.
+        devices: The number of processes on each machine; see `choose`.
         num_nodes: The number of machines.
         hardware: The hardware; default is this machine's.
         environment: The environment variables; default is this process's.
@@ -137,12 +127,7 @@ def select_strategy(
         StrategyError: The strategy cannot run here, on that many devices, or in that precision.
     """
     if isinstance(spec, Strategy):
-        if _checked_counts(devices, num_nodes) is not None:
-            raise StrategyError(
-                f"devices={devices!r} chooses GPUs, and the strategy {spec.name!r} is an object that has its"
-                " own. Make it for that device, SingleDevice('cuda:1'), or give its name or configuration"
-            )
-        assert isinstance(devices, (int, str))
+        _check_counts(devices, num_nodes)
         _check_instance(spec, devices, num_nodes)
         strategy = spec
     else:
@@ -199,7 +184,7 @@ def select_precision(
 def _make(
     spec: Any,
     precision: Precision,
-    devices: Devices,
+    devices: int | str,
     num_nodes: int,
     hardware: Hardware,
     environment: Mapping[str, str] | None,
@@ -217,15 +202,9 @@ def _make(
         _check_available(spec, hardware)
     choice = choose(spec, hardware, found, devices, num_nodes, request)
     if choice.name == "single":
-        index = "" if choice.gpus is None else f":{choice.gpus[0]}"
-        return SingleDevice(f"{choice.device_kind}{index}")
+        return SingleDevice(choice.device_kind)
     made = _check_available(choice.name, hardware)
     strategy: Strategy = made(choice.config, device=choice.device_kind, world_size=choice.world_size)
-    if choice.gpus is not None:
-        shown, number = ",".join(map(str, choice.gpus)), len(choice.gpus)
-        instead = f"Set CUDA_VISIBLE_DEVICES={shown} before the program starts, and give devices={number}"
-        check_supported(strategy, "choice_of_gpus", f"devices={list(choice.gpus)}", instead)
-        strategy.gpus = choice.gpus
     return strategy
 
 
@@ -251,41 +230,17 @@ def _check_available(name: str, hardware: Hardware) -> Any:
     return made
 
 
-def _is_count(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _checked_counts(devices: object, num_nodes: object) -> tuple[int, ...] | None:
-    """Return the indices of the GPUs if `devices` chooses them, after a check of both arguments."""
-    if not _is_count(num_nodes, 1):
+def _check_counts(devices: object, num_nodes: object) -> None:
+    if not _is_count(num_nodes):
         raise StrategyError(f"num_nodes must be a positive number, not {num_nodes!r}")
-    if devices == "auto" or _is_count(devices, 1):
-        return None
-    if isinstance(devices, Sequence) and not isinstance(devices, str):
-        gpus = tuple(devices)
-        if gpus and all(_is_count(each, 0) for each in gpus) and len(set(gpus)) == len(gpus):
-            return gpus
+    if devices != "auto" and not _is_count(devices):
         raise StrategyError(
-            f"devices={devices!r} must be different indices of GPUs, such as [0, 2], one for each process"
-        )
-    raise StrategyError(
-        f"devices must be a positive number of processes, a list of indices of GPUs, or 'auto', not"
-        f" {devices!r}"
-    )
-
-
-def _check_gpus(gpus: Sequence[int], kind: str, hardware: Hardware) -> None:
-    """Check that the machine has the GPUs that were chosen by their indices."""
-    there = {"cuda": hardware.cuda, "xpu": hardware.xpu}.get(kind)
-    if there is None:
-        raise StrategyError(
-            f"devices={list(gpus)} chooses GPUs by their indices, and this run is on {kind}. Give the number"
-            f" of processes: devices={len(gpus)}"
-        )
-    if max(gpus) >= there:
-        raise StrategyError(
-            f"devices={list(gpus)}: there is no GPU {max(gpus)}; this process sees {there}, from 0 to"
-            f" {there - 1}. CUDA_VISIBLE_DEVICES, if it is set, numbers them anew"
+            f"devices must be a positive number of processes, or 'auto', not {devices!r}. To choose GPUs, set"
+            " CUDA_VISIBLE_DEVICES=0,2 before the program starts, and give devices=2"
         )
 
 

@@ -60,7 +60,7 @@ class SingleDevice(Strategy):
         StrategyError: The device is unknown or not available.
     """
 
-    refusals = dict.fromkeys(REFUSED.keys() - {"choice_of_gpus"}, "")
+    refusals = dict.fromkeys(REFUSED, "")
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)

@@ -50,9 +50,8 @@ class Trainer(RunSettings):
         strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
             `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`. Default:
             "auto". Example: strategy="fsdp".
-        devices: The number of processes; or which GPUs to use, by index, such as [0, 2], one process for
-            each; or "auto". An index counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible. Default:
-            "auto". Example: devices=2.
+        devices: The number of processes, one for each GPU that CUDA_VISIBLE_DEVICES leaves visible; or
+            "auto". Default: "auto". Example: devices=2.
         num_nodes: The number of machines. Default: 1. Example: num_nodes=2.
         compile: True, or a `CompileConfig`, to run the task's repeated blocks in compiled form. Default:
             False. Example: compile=True.

@@ -292,11 +292,14 @@ def _devices(given: _Given) -> Any:
     if isinstance(value, str) and value != "auto":
         numbers = [each for each in value.replace(" ", "").split(",") if each]
         if not numbers or not all(each.lstrip("-").isdigit() for each in numbers):
-            raise given.refuse("devices", 'give a number, a list such as [0, 2], or "auto"')
+            raise given.refuse("devices", 'give a number or "auto"')
         value = list(map(int, numbers)) if "," in value else int(numbers[0])
     if value == -1 or value == [-1]:
         return "auto"
-    return list(value) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        shown = ",".join(map(str, value))
+        raise given.refuse("devices", f"set CUDA_VISIBLE_DEVICES={shown} and give devices={len(value)}")
+    return value
 
 
 def _precision(given: _Given) -> str:

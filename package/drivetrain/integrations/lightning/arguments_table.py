@@ -53,7 +53,7 @@ _SHORT_WINDOW = (
 _ARGUMENTS = (
     _mapped("accelerator", "the device of `Trainer(strategy=)`", "cpu"),
     _mapped("strategy", "`Trainer(strategy=)`; the names are below", "ddp_find_unused_parameters_true"),
-    _mapped("devices", '`Trainer(devices=)`; -1 is "auto", and a list takes these GPUs', 2),
+    _mapped("devices", '`Trainer(devices=)`; -1 is "auto"; for a list set CUDA_VISIBLE_DEVICES', 2),
     _mapped("num_nodes", "`Trainer(num_nodes=)`", 2, devices=2),
     _mapped("precision", "`Trainer(precision=)`; the names are below", "bf16-mixed"),
     _mapped("logger", "`Trainer(loggers=)`; the classes are below", False),

@@ -67,7 +67,6 @@ class Accelerate(Replicated):
     needs = "the package accelerate; processes on CPUs (gloo) or CUDA GPUs (NCCL)"
     refusals: Mapping[str, str] = {
         **dict.fromkeys(("skipping", "value_clipping", "unfreezing"), ""),
-        "choice_of_gpus": "Accelerate takes the GPU of each process's local rank",
     }
 
     def __init__(

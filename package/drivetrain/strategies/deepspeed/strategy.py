@@ -88,7 +88,6 @@ class DeepSpeed(Strategy):
             "DeepSpeed's engine reduces, shards and accumulates gradients in its own memory, which only an"
             " step clears"
         ),
-        "choice_of_gpus": "DeepSpeed takes the GPU of each process's local rank",
         "value_clipping": "DeepSpeed's optimizers read gradients of their own, which it clips by the norm",
         "averages": "DeepSpeed's optimizers update weights of their own",
         "generators": (

@@ -76,7 +76,7 @@ class FSDP(Strategy):
 
     name = "fsdp"
     refusals: Mapping[str, str] = {
-        **dict.fromkeys(("skipping", "value_clipping", "unfreezing", "choice_of_gpus"), ""),
+        **dict.fromkeys(("skipping", "value_clipping", "unfreezing"), ""),
         "micro_batch": (
             "all processes gather parameters during a forward, so when one runs out of memory the others"
             " would wait for it"
