@@ -26,7 +26,7 @@ VENV_LOWEST := .venv-lowest
 # Extras whose lowest versions are tested, an environment each or for those that resolve together; accelerate's is that of
 # transformers. Their tests, less those of what newer releases brought: weight averages, the command line, which needs
 # jsonargparse 4.53, the tables of transformers' newest options, and a setting of wandb's by which a test waits less.
-# MLflow's server and Ray's processes are tested with the newest alone, by make trackers.
+# MLflow's server and a script that searches over Ray are tested with the newest alone, by make trackers.
 LOWEST ?= deepspeed hub lightning mlflow ray search servers tools torchao trackers transformers
 LOWEST_EXTRAS_mlflow := azureml,mlflow
 LOWEST_EXTRAS_search := pandas,plots,search
@@ -44,7 +44,7 @@ LOWEST_TESTS_deepspeed := tests/strategies/deepspeed/test_config.py
 LOWEST_TESTS_hub := tests/integrations/hub/test_hub.py
 LOWEST_TESTS_lightning := $(addprefix tests/integrations/lightning/test_,callbacks.py checkpoint.py data.py doors.py task.py) -k "not average"
 LOWEST_TESTS_mlflow := tests/integrations/trackers/test_mlflow.py -m "not extended" -k "registered or (killed and not lightning)"
-LOWEST_TESTS_ray := tests/integrations/ray
+LOWEST_TESTS_ray := tests/integrations/ray -m "not extended" -k "not script"
 LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
 LOWEST_TESTS_servers := tests/integrations/trackers -m "not extended" -k "not command"
 LOWEST_TESTS_tools := $(addprefix tests/checkpoint/storage/test_,remote.py s3.py) $(addprefix tests/callbacks/test_,notebook_results.py progress_bar.py) \
