@@ -74,10 +74,11 @@ class Callback(Hooked):
 
     Values that are not logged yet when training ends get a last `on_log`: before `on_save` if a limit such as
     `max_steps` is reached, otherwise before `on_fit_end`. A fit with validation data that has never validated
-    does so after its last step, before `on_save`.
-    `validate`, `test` and `predict` outside a fit call the evaluation's hooks alone. Every rank calls hooks,
-    with the same `run.metrics`, so that all decide the same. A callback that writes to a screen or a file
-    first asks `run.is_main`.
+    is validated after its last step, before `on_save`.
+
+    `validate`, `test` and `predict` outside a fit call only the evaluation's hooks. Every rank calls hooks,
+    with the same `run.metrics`, so that all ranks make the same decisions. A callback that writes to a screen
+    or a file first asks `run.is_main`.
 
     Callbacks are called in the order of the Trainer's argument. The hooks of an end run in the reverse order:
     `on_step_end`, `on_epoch_end`, `on_evaluation_end`, `on_fit_end` and `on_exception`. In the last two,
@@ -94,7 +95,7 @@ class Callback(Hooked):
         resume_name: The `fit(..., resume=<this name>)` that resumes from `fetch_checkpoint`; None if it keeps
             no checkpoints.
         timed_names: Patterns of the names that it logs and that are measurements of time, such as
-            "throughput/*": no run has the same twice, and `drivetrain check-resume` compares none of them.
+            "throughput/*". They differ in each run, so `drivetrain check-resume` does not compare them.
         changes_data: Whether its hooks may change the training data's dataset, so that each epoch's workers
             need a new copy of it. None means that they may if the hooks are not of this package.
     """
@@ -127,7 +128,7 @@ class Callback(Hooked):
         return nullcontext()
 
     def saving(self, run: Run) -> AbstractContextManager[object]:
-        """Return a context manager inside which each checkpoint is taken, to change what it holds."""
+        """Return a context manager around the collection of a checkpoint's content, which may change it."""
         return nullcontext()
 
     def fetch_checkpoint(self, directory: str) -> str | None:
@@ -143,7 +144,8 @@ class Callback(Hooked):
     def evaluation_reader(self) -> EvaluationReader | None:
         """Return an object that reads all outputs of one pass over evaluation data, in sample order.
 
-        For what no metric can compute batch by batch. Called once for each pass and loader. Default: None.
+        It is for values that no metric can compute batch by batch, and is called once for each pass and
+        loader. Default: None.
         """
         return None
 
@@ -165,8 +167,8 @@ class Callback(Hooked):
 
         `run.batch` is the micro-batch on the device, and `run.outputs` what the step returned as outputs.
 
-        Called for each part of a micro-batch with `Trainer(micro_batch=...)`, for each loss of a step with
-        several optimizers, and not for a micro-batch of weight zero.
+        With `Trainer(micro_batch=...)` it is called for each part of a micro-batch, and with several
+        optimizers for each loss of a step. It is not called for a micro-batch of weight zero.
         """
 
     @unused

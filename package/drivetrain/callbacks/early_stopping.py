@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stops a fit when a metric has not improved for `patience` of its values in a row.
 
-    A metric of validation is judged after each validation. Any other one, such as "train/loss", is judged at
-    each log point that gives it: `Trainer(log_every="1 epoch")` judges the mean of each epoch. A log interval
-    that is longer than an epoch becomes one epoch.
+    A metric of validation is compared after each validation. Any other metric, such as "train/loss", is
+    compared at each log point that has it; with `Trainer(log_every="1 epoch")` that is the mean of each
+    epoch. A log interval that is longer than an epoch becomes one epoch.
 
     A value improves when it beats the best so far by more than the threshold; in "rel" mode the threshold is
     a fraction of the best value's magnitude. `Trainer(on_nonfinite=...)` decides about a NaN or an infinity;
@@ -43,7 +43,8 @@ class EarlyStopping(Callback):
         diverged_at: A value so bad that reaching it stops the fit at once; None disables it.
         check_finite: Whether a NaN or an infinity ends the fit as `Trainer(on_nonfinite=...)` says. A loss of
             a validation always does.
-        strict: Whether a metric that the fit does not log is an error. Otherwise it is never judged.
+        strict: Whether a metric that the fit does not log is an error. Otherwise such a metric never stops
+            the fit.
 
     Raises:
         ConfigError: An argument is out of its range; at the start of a fit, the fit cannot give the metric;

@@ -39,19 +39,19 @@ class Freeze(Callback):
     "2 epochs"})`` unfreezes it gradually (Howard and Ruder, "Universal Language Model Fine-tuning for Text
     Classification", 2018).
 
-    Frozen parameters get no gradient, so that nothing moves them: no weight decay, no momentum. Norms of the
+    Frozen parameters get no gradient, so weight decay and momentum do not change them either. Norms of the
     gradient and clipping leave them out. Parameters that are unfrozen later are in the optimizer from the
-    start, which creates their state at their first step. Parameters that are frozen for the whole fit are
-    not. Batch norms, and other modules with running statistics, are in evaluation mode while all of
+    start, which creates their state at their first step. Parameters that are frozen for the whole fit are in
+    no optimizer. Batch norms, and other modules with running statistics, are in evaluation mode while all of
     their parameters are frozen. Dropout stays as it is.
 
-    The frozen parameters depend on the progress alone, so that a resumed run is bitwise the same. After the
-    fit, also after an error, `requires_grad` and modes are as before.
+    The frozen parameters depend only on the progress, so a resumed run is bitwise the same. After the fit,
+    and also after an error, `requires_grad` and the modes are the same as before.
 
     Args:
         patterns: Globs on the names of parameters and modules, as in `fnmatch`: ``*`` crosses dots, and a
-            module stands for all parameters in it. Or a mapping of them to the points until which they are
-            frozen, None meaning the whole fit; of several patterns, the first match wins.
+            module stands for all parameters in it. Or a mapping of such globs to the points until which their
+            parameters are frozen; None means the whole fit. If several globs match, the first one is used.
         until: The point until which all of them are frozen, in steps, epochs, samples or tokens; None means
             the whole fit.
         exclude: Globs of parameters and modules that are not frozen: ``Freeze("*", exclude="head")``.

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Adds the learning rate of every optimizer and parameter group to each log point.
 
-    The rate is the one that the step at the log point used, so that the last point of a schedule that falls
-    to zero has its last rate above zero.
+    The rate is the one that the step at the log point used. If a schedule falls to zero, the last log point
+    therefore has its last rate above zero.
 
     Names are those of `Run.learning_rates`: "lr" for parameters without a rate of their own, "lr/encoder" for
     ``ParameterGroup("encoder.*", lr=...)``, and "lr/<optimizer>" or "lr/<optimizer>/<group>" with several

@@ -23,7 +23,8 @@ class MemoryReport(Callback):
     """Watches the second step of a fit in this process, and reports what its memory was used for.
 
     The first step is not typical: it makes the optimizers' states. The second takes some 0.05 ms longer for
-    each of its operations; all others take no longer. Steps that a loss scale skips do not count.
+    each of its operations; all others take no longer. Steps that are skipped because of the loss scale do not
+    count.
 
     Args:
         show: Whether the main rank prints a table to stderr.

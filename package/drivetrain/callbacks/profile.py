@@ -64,8 +64,8 @@ class Profile(Callback):
       https://ui.perfetto.dev or chrome://tracing. With ``options={"with_stack": True}`` it has each Python
       function, and with ``{"profile_memory": True}`` what each operator allocated.
 
-    The table has the host's times: no phase waits for a device. A GPU works behind the host, and its time
-    shows where the host waits for it, as at log points. A trace has the times of both.
+    The table has the host's times: no phase waits for a device. A GPU runs behind the host, and its time
+    appears where the host waits for it, as at log points. A trace has the times of both.
 
     Steps are numbered from 0 over all restarts; a skipped one counts too. The steps that the schedule
     chooses are slower. In the others each phase takes a few microseconds longer. Evaluations outside a fit

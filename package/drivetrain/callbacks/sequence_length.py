@@ -35,8 +35,8 @@ class SequenceLength(Callback):
     Dilemma: Investigating Sequence Length Warmup for Training GPT Models", 2022). Each batch is cut at its
     end, on the host, before its tokens and the weight of its loss are counted. Evaluations are not cut.
 
-    Without `fields`, they are found in the first batch: "input_ids", or the first integer tensor of two
-    dimensions, all tensors whose second dimension is as long, and masks of queries by keys.
+    Without `fields`, the tensors to cut are found in the first batch: "input_ids", or the first integer
+        tensor of two dimensions, all tensors with the same second dimension, and masks of queries by keys.
 
     Args:
         lengths: The longest sequence in tokens, by points of the run: ``{0: 64, "1000 steps": 256}`` or the

@@ -47,8 +47,8 @@ class WeightAverage(Callback):
     those of float64 and complex weights have their dtype. Each rank averages its own shards. Checkpoints hold
     the trained weights and the averages, so that a resumed run is bitwise the same.
 
-    With batch norms, "swa" and "lawa" are used at the end of the fit only. The norms' statistics are then
-    renewed by one pass over the training data, as the weights that they belong to were never trained.
+    With batch norms, "swa" and "lawa" are used at the end of the fit only. One pass over the training data
+    then computes new statistics for the norms, because the averaged weights were never used in training.
 
     Args:
         kind: "ema", "swa" or "lawa".
@@ -57,14 +57,13 @@ class WeightAverage(Callback):
         start: Average from here on, in steps or whole epochs; None from the first step.
         window: The number of weights in "lawa"; each takes as much memory as the weights. None is 5.
         evaluate: Whether the validations of a fit use the average.
-        save: Whether the average is what checkpoints and the finished weights hold as the model. A resume
-            goes on from the trained weights in any case, which such a checkpoint holds beside it; give it the
-            same callback.
+        save: Whether checkpoints and the finished weights hold the average as the model. Such a checkpoint
+            also holds the trained weights, from which a resume continues; a resume needs the same callback.
 
     Raises:
         ConfigError: An argument that is not allowed; or, when a Trainer is made, a second WeightAverage.
-        StrategyError: A strategy or an optimizer that keeps weights of its own: DeepSpeed, XLA's sharded
-            ones.
+        StrategyError: A strategy or an optimizer that keeps its own copy of the weights: DeepSpeed, XLA's
+            sharded ones.
     """
 
     def __init__(

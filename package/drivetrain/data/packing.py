@@ -49,8 +49,8 @@ def packed(
     """Pack documents into rows of one length, so that hardly a token is padding.
 
     A row has the columns `tokens`, `labels` and `position_ids`, which begin at 0 with each document. The
-    label of a document's first token is -100, because nothing of the document comes before it. Labels are at
-    the place of their token, as in transformers: a token's logits are compared with the next label.
+    label of a document's first token is -100, because nothing of the document comes before it. Each label is
+    at the position of its token, as in transformers: a token's logits are compared with the next label.
 
     A dataset becomes a dataset of rows, which can be shuffled; its documents are read once for their lengths.
     A stream becomes a stream of rows. Its state is the stream's own, so that it holds no documents.
@@ -69,8 +69,8 @@ def packed(
             attends; torch's `scaled_dot_product_attention` takes it. "varlen": the rows of a batch become one
             row without padding, with `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of shape [documents + 1]),
             `max_length_q` and `max_length_k` for attention over variable lengths.
-        by: "best_fit" keeps documents whole and puts each into the row that it fills best. "concatenate"
-            joins them and cuts the result, so that only the last row of a buffer has padding.
+        by: "best_fit" keeps documents whole and puts each into the row with the least room in which it fits.
+            "concatenate" joins them and cuts the result, so that only the last row of a buffer has padding.
         buffer: Documents that are packed together, in their order in the data.
 
     Returns:

@@ -56,7 +56,7 @@ class AlreadySplit:
 def already_split(data: Any) -> AlreadySplit:
     """Mark data as one process's own part, so that it is not divided again.
 
-    Use it for data that was divided by rank before: shards of a stream (WebDataset's `split_by_node`), a
+    Use it for data that is already divided by rank: shards of a stream (WebDataset's `split_by_node`), a
     sampler that gives every rank its own indices, files of each machine. Parts may differ in length: an
     epoch ends with the longest, and a rank without further batches takes part in the steps with weight zero.
 

@@ -75,8 +75,8 @@ class _SharedBuffers:
 class EngineData:
     """Batches on the device, one pass per iteration.
 
-    Training data counts into the engine's progress: each `for` is the next epoch, also after a `break`. The
-    first one after `Engine.load` continues from the checkpoint's position, without fetching used batches
+    Training data counts in the engine's progress: each `for` is the next epoch, even after a `break`. The
+    first `for` after `Engine.load` continues from the checkpoint's position, without fetching used batches
     again.
 
     Args:

@@ -40,7 +40,8 @@ class PreemptionConfig:
         requeue: Signals after which the program should start again: `fit` raises `Preempted`, so that it ends
             with exit code 75. SLURM sends a warning as `--signal=USR1@300`. With
             `CheckpointConfig(resumable=False)` they count as those of `stop`.
-        stop: Signals after which it should not: `fit` raises `KeyboardInterrupt`, so that it ends with 130.
+        stop: Signals after which the program should not start again: `fit` raises `KeyboardInterrupt`, so
+            that it ends with 130.
         deadline: The time from a signal of `requeue` to the end of the process, saved or not: seconds, a
             timedelta, or a text such as "2 minutes". "auto" is 25 seconds after SIGTERM, because systems then
             kill, and no limit after another signal, whose lead time you choose. None disables it.

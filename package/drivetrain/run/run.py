@@ -61,10 +61,11 @@ class Run(RunState):
         window: The window being trained on, or None.
         batch: In `on_micro_batch_end` and `on_evaluation_step_end` the batch that the hook is about, on the
             device; None elsewhere.
-        outputs: There, the outputs that the step returned for it, detached; None if it returned none.
+        outputs: In these two hooks, the outputs that the step returned for the batch, detached; None if it
+            returned none.
         evaluation: Where the evaluation is.
-        timing: Seconds spent so far on "data", "compute", "evaluation" and "save"; and, where the task is
-            compiled, on "compile".
+        timing: Seconds spent so far on "data", "compute", "evaluation" and "save", and on "compile" if the
+            task is compiled.
         ledger: The file with all of the run's time.
         stop_reason: Why the run stops, or None.
         postponed: Why a callback has asked to stop before the fit's minimum, or None.
@@ -177,8 +178,8 @@ class Run(RunState):
     def save(self) -> None:
         """Save a checkpoint at the end of this step, after all hooks but the savers'.
 
-        One rank may ask alone. All then save after the same step, the first that none of them has ended, as
-        for `stop`; that is this step if all ask in it.
+        A single rank may ask for it. All then save after the same step, the first one that none of them has
+        ended, as for `stop`. That is this step if all ranks ask in it.
 
         Raises:
             ConfigError: The fit saves nothing (`checkpoint=False`), or this run is no fit.
@@ -254,8 +255,8 @@ class Run(RunState):
         becomes one of the evaluation's.
 
         A value of `drivetrain.loggers`, such as an `Image` or a `Figure`, goes to the loggers that take its
-        kind. That of rank 0 counts, and of several under one name the last before the log point. It stays on
-        its device until then, and is not part of a checkpoint.
+        kind. Only rank 0's value is logged, and if there are several under one name, only the last one before
+        the log point. It stays on its device until then, and is not part of a checkpoint.
 
         Raises:
             ConfigError: A tensor with more than one number, another object, or the name of a value of the

@@ -192,8 +192,8 @@ class Strategy(ABC):
         world_size: The number of processes that train together.
         ranks: All processes, for exchange on the host.
         sharded: Whether all processes must run each forward together, including those of an evaluation.
-        refusals: The features that the strategy does not support, each with the reason; and those of
-            `REFUSED` that it supports, each with an empty text. Anything else is as in its base class.
+        refusals: The features that the strategy does not support, each with the reason; and features of
+            `REFUSED` that it supports, each with an empty text. All other features are as in its base class.
         place: A function applied to each tensor of a batch on the device; None applies nothing.
     """
 
@@ -322,8 +322,8 @@ class Strategy(ABC):
     def local_part(self, tensor: Tensor) -> tuple[Tensor, float]:
         """Return this process's part of a tensor without gathering it, and the part's share.
 
-        A part that n processes hold has the share 1/n. So the sum over all processes of what each computes
-        from its part, times the share, counts every element once.
+        A part that n processes hold has the share 1/n. If each process multiplies its part's result by the
+        share, the sum over all processes counts every element once.
 
         Args:
             tensor: A parameter of the prepared task, or its gradient.

@@ -58,7 +58,7 @@ def choose(
     num_nodes: int = 1,
     request: Request | None = None,
 ) -> Choice:
-    """Choose strategy, device and number of processes; depends on nothing but the arguments.
+    """Choose strategy, device and number of processes; depends only on the arguments.
 
     "auto" and the names of devices mean "single" for one process and "ddp" for several. On a TPU "auto" means
     "xla" for one chip and "xla_fsdp" for several, in one process that uses all chips.

@@ -33,11 +33,10 @@ class ModelInfo:
         assets: Files to store beside the weights, such as a processor and a configuration: what
             `Trainer(assets=...)` takes, whose files replace those of the same names. They are made on rank 0
             when a fit begins.
-        left_out: The names of the frozen parameters that checkpoints leave out by default. A name of nothing,
-            or of a buffer, is refused.
-            `CheckpointConfig(parameters=...)` takes precedence.
+        left_out: The names of the frozen parameters that checkpoints leave out by default. A name that is not
+            a parameter's is refused. `CheckpointConfig(parameters=...)` takes precedence.
         origin: Where the weights come from that training starts with, such as "name" and "revision".
-            Checkpoints record it, and a resume without the same frozen weights names both.
+            Checkpoints record it, and the error of a resume with other frozen weights names both origins.
         export_format: The format in which other programs load the model, one of
             `drivetrain.checkpoint.formats.FORMATS`; empty for plain safetensors. Checkpoints name it, so that
             a command can export them without the task.

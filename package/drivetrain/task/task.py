@@ -184,10 +184,10 @@ class TaskModule(nn.Module):
         return ()
 
     def model_info(self) -> ModelInfo:
-        """Return what parts that know no model may need to know of this one; called whenever one needs it.
+        """Return facts about the model for other parts of the library; called whenever one is needed.
 
         Its blocks for sharding, its collation, the files beside its weights, and more: see `ModelInfo`.
-        Default: nothing is known.
+        Default: no facts.
         """
         return ModelInfo()
 
@@ -221,8 +221,8 @@ class TaskModule(nn.Module):
         """Make one optimizer step from micro-batches. The engine makes the same step as this default without
         calling it.
 
-        Override it for a step of another order, such as one with two backward passes, or with several steps
-        of optimizers. The engine counts it, and the batches, when it returns.
+        Override it to make the step in another way, for example with two backward passes, or with several
+        steps of optimizers. The engine counts it, and the batches, when it returns.
 
         Args:
             engine: The `Engine`: `accumulate(weighted_batches)` runs forward and backward, and
@@ -380,11 +380,12 @@ class TaskModule(nn.Module):
         "validation/loss", or "validation/<loader>/loss" with named loaders.
 
         Loggers, results, checkpoint policies, early stopping and schedules all use this name. Each value
-        needs a name of its own; two values of one name are an error. None leaves the value out of them all.
+        needs its own name; two values with the same name are an error. If the method returns None, the value
+        is not logged or returned.
 
         Args:
             stage: "train", "validation" or "test".
-            loader: The name of the evaluation's loader; None for an only one.
+            loader: The name of the evaluation's loader; None if there is only one.
             name: The name that the step or `metrics` gives the value.
         """
         return f"{stage}/{name}" if loader is None else f"{stage}/{loader}/{name}"

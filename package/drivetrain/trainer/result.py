@@ -51,8 +51,8 @@ class FitResult:
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """The logged values from the start of the run, before a resume too: for each log point a mapping with
-        "step", the number of steps made, and the values by name.
+        """The logged values from the start of the run, including those before a resume: for each log point a
+        mapping with "step", the number of steps made, and the values by name.
 
         They are read from the file of the logger "csv" or "jsonl", so that a long run holds none in memory.
 

@@ -35,8 +35,8 @@ class ProgressBar(Callback):
     """Shows the steps made, the time left and the latest metrics, on stderr of the main rank.
 
     On a terminal it is a tqdm bar, with a second, transient one during evaluation and prediction. It keeps
-    one line per epoch above the bar, with all values. The bar has as many of them as fit in its line, under
-    short names (``val loss``) where the full ones do not.
+    one line per epoch above the bar, with all values. The bar shows as many values as fit in its line, under
+    short names (``val loss``) if the full names do not fit.
 
     In a notebook it is one output of the cell, in HTML: a bar, above a table of the last values with a row
     per epoch, of at most ten. A fit that ends before its last step leaves a bar that says why.

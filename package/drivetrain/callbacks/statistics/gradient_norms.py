@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class GradientNorms(Callback):
     """Logs the 2-norm of the gradient of the last step, before clipping, at log points.
 
-    With `log_every` in steps, these are the log points of that interval, the first step's and the last's;
-    in other steps nothing is computed. With other intervals every step computes norms.
+    With `log_every` in steps, norms are computed only in the steps of that interval, the first step and the
+    last. With other intervals every step computes norms.
 
     The names are "gradients/norm", and with `per_layer` also "gradients/norm/<module>" for each module with
     parameters of its own. Norms are those of the whole gradient, over all ranks and shards. They stay on the

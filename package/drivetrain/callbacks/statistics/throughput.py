@@ -40,8 +40,8 @@ class Throughput(Callback):
       the training time, which is the wall time without evaluation, saving and compiling;
     - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds`` and ``save_seconds``: the parts of the
       wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has a value with ``_share`` for
-      ``_seconds``. "data" is the host's wait for the data; a GPU works on meanwhile. "compute" is the host's
-      time too;
+      ``_seconds``. "data" is the time that the host waits for data, while a GPU keeps working. "compute" is
+      the host's time too;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices, without those
       that activation checkpointing computes again;
     - ``model_flops``: all of them since the run began, before a resume too;
@@ -54,11 +54,10 @@ class Throughput(Callback):
     values if no step was made since the one before, as at an evaluation. Nothing here waits for the device.
 
     The operations per sample are counted in the fit's first step, as torch runs it
-    (`torch.utils.flop_counter`), attention in full also where it is causal. Where the length of the samples
-    changes by a quarter or more, as with `SequenceLength`, up to three lengths are counted. The
-    counts of other lengths follow from a polynomial of degree two in the length. A compiled
-    task runs the counted steps uncompiled. A checkpoint stores the counts, so that a resumed run does not
-    count again.
+    (`torch.utils.flop_counter`), attention in full even if it is causal. If the length of the samples changes
+    by a quarter or more, as with `SequenceLength`, the operations are counted for up to three lengths. Those
+    of other lengths are computed by a polynomial of degree two in the length. A compiled task runs the
+    counted steps uncompiled. A checkpoint stores the counts, so that a resumed run does not count again.
 
     Args:
         peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute

@@ -25,16 +25,16 @@ _MANGLED = re.compile(r"[a-z][a-z0-9+.-]+:[/\\](?![/\\])", re.ASCII | re.IGNOREC
 @by_name
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The policy for saving and keeping checkpoints. It has two ideas, and one checkpoint may serve both.
+    """The policy for saving and keeping checkpoints. A checkpoint may be of one kind or of both.
 
     *Resume points* are saved at an interval, and the newest few are kept, so that a run can resume. *Best
     checkpoints* are the best few by a metric, so that the best model still exists at the end.
 
     A run may have several policies: `Trainer(checkpoint=[CheckpointConfig(...), ...])`. Policies that ask for
     a checkpoint at the same step share one, and it is deleted once none of them keeps it. Each has its own
-    `every`, `keep_last`, `best`, `by` and `mode`; the other fields are of the run, and must be equal in all.
-    Each says how many it keeps: `best`, or `by=None`. A save at no interval (the end of the run, a signal,
-    `run.save()`) is a resume point of the first.
+    `every`, `keep_last`, `best`, `by` and `mode`; the other fields belong to the run, and must be equal in
+    all policies. Each must give `best`, the number that it keeps, or `by=None`. A save outside of any
+    interval (at the end of the run, at a signal, by `run.save()`) is a resume point of the first policy.
 
     Attributes:
         every: The interval between resume points ("500 steps", "1 epoch", "10 minutes"...); None saves only
@@ -59,8 +59,8 @@ class CheckpointConfig:
             resume checks that they are the same.
         directory: The directory for the checkpoints and the finished run's weights, instead of the run
             directory: a path, or an address such as "s3://bucket/run".
-        resumable: Whether a run can resume from its checkpoints. Without it they hold the weights and the
-            task's arguments alone: no optimizer state, and nothing else that a run needs to go on.
+        resumable: Whether a run can resume from its checkpoints. If not, they hold only the weights and the
+            task's arguments, without the optimizer state and the other state of a run.
 
     Raises:
         ConfigError: A value that is not allowed.

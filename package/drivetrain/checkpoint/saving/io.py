@@ -75,7 +75,7 @@ class CheckpointIO(Protocol):
         Args:
             path: The path of a committed checkpoint.
             groups: The groups of tensors to read; None reads all. An object with the name of a group is read
-                with that group, and every other object always: ``("model",)`` gives the weights and
+                only with that group; all other objects are always read: ``("model",)`` gives the weights and
                 "hparams", but no "state".
             like: A function from the group, name and shape of a stored tensor to a `DTensor` with the
                 sharding of the result: each process then reads only its shard. If it returns None or a plain

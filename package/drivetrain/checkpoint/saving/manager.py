@@ -68,10 +68,11 @@ class _PendingSave:
 class CheckpointManager:
     """A manager of the checkpoints of one run directory: it saves, ranks, prunes and recovers them.
 
-    The index file decides order and purpose; the disk decides existence. The first use reconciles the two, so
-    that a kill at any moment loses at most the checkpoint that was being saved. One job at a time may write
-    to a directory. Each of its processes has a manager, and all call the same methods in the same order. A
-    directory that another job has locked raises; `lock` keeps other jobs out until `release`.
+    The index file decides the order and the purpose of the checkpoints; the disk decides which of them exist.
+    The first use reconciles the two, so a kill at any moment loses at most the checkpoint that was being
+    saved. One job at a time may write to a directory. Each of its processes has a manager, and all call the
+    same methods in the same order. A directory that another job has locked raises; `lock` keeps other jobs
+    out until `release`.
 
     Args:
         directory: The directory of the checkpoints and their index; created by the first save.
@@ -159,8 +160,8 @@ class CheckpointManager:
     def load_latest(self, like: Like | None = None) -> tuple[str, Snapshot] | None:
         """Read the newest good checkpoint.
 
-        A damaged one is renamed to `<name>.bad` with a warning that names the fault, and the one before is
-        tried.
+        A damaged checkpoint is renamed to `<name>.bad` with a warning that names the fault, and the previous
+        one is tried.
 
         Args:
             like: As in `CheckpointIO.load`.

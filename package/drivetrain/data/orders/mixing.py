@@ -41,8 +41,8 @@ def mixture(
     """Mix datasets, or streams, by shares that hold at every point of the training.
 
     At each point a source has given its share of all samples, to within one sample. Each source is shuffled
-    by itself, gives each of its samples once, and then begins anew in another order. When a new epoch of the
-    mixture begins, a source goes on where it has stopped.
+    by itself, gives each of its samples once, and then starts again in another order. When a new epoch of the
+    mixture begins, a source continues where it stopped.
 
     Samples that are mappings get an entry "source", the number of their source in `sources`.
 
@@ -51,9 +51,9 @@ def mixture(
         weights: The share of each source, by name; they need not add up to 1. Or such shares by the point
             from which they hold, in samples or tokens of the mixture:
             `{0: {"web": 1, "code": 0}, 10_000: {"web": 1, "code": 1}}`.
-        by: Whether shares are of "samples" or of "tokens". By tokens, the next sample of a source is taken to
-            be as long as its last one, so that a share is exact to about one sample.
-        until: When an epoch ends: "first" when a source has given as many samples as it has, "all" when each
+        by: Whether shares are of "samples" or of "tokens". By tokens, the next sample of a source is assumed
+            to be as long as its last one, so a share is exact to about one sample.
+        until: When an epoch ends: "first" when one source has given all of its samples, "all" when each
             source has, "forever" never.
         tokens: The column of a sample that has its tokens, or their number, for `by="tokens"`.
 

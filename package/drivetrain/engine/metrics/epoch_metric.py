@@ -36,7 +36,7 @@ class EpochMetric:
     In training they are those of the log interval in the order of the steps, and within one step rank by
     rank. The function is called on rank 0, and all ranks get its result, or raise its error.
 
-    An evaluation keeps the inputs on the host, each rank those of its batches, and gives all to rank 0 at its
+    In an evaluation each rank keeps the inputs of its batches on the host, and rank 0 gets all of them at the
     end. Training keeps the inputs of a log interval on the device, and in checkpoints.
 
     Args:
@@ -48,7 +48,7 @@ class EpochMetric:
         transform: Called with the inputs of each batch on the device, such as
             `lambda outputs, target: (outputs.argmax(-1), target)`. Its result is kept instead of them, and
             takes less memory.
-        padding: The value that fills up shorter rows if batches differ in another dimension than the first,
+        padding: The value that fills up shorter rows if batches differ in a dimension other than the first,
             such as -100 for token labels. None refuses such batches.
         tensors: Whether the function gets tensors on the host instead of arrays.
 

@@ -47,7 +47,7 @@ class Publish(Callback):
     """Uploads the model to the Hugging Face Hub, in the background, and resumes from there.
 
     An upload is one commit with the weights as plain safetensors, the files beside them, TensorBoard's files
-    and a model card. A program of its own makes it, one upload at a time, so that it neither delays nor ends
+    and a model card. A separate process makes the uploads, one at a time, so that they neither delay nor end
     training. While one is in progress, newer saves wait; only the newest of them is uploaded next, except
     with "all". A failure is a warning, and the next save tries again.
 

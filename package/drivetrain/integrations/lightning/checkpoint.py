@@ -51,8 +51,8 @@ def load_checkpoint(
         trainer.validate(as_task(module), as_data(LitData()))
 
     Nothing that the file names is imported or run; `on_load_checkpoint` is not called. The prefixes
-    "_orig_mod." of torch.compile and "module." of DDP are removed. Of a file of `EMAWeightAveraging` the
-    averages are taken, as Lightning does, with a warning. No run can resume from the file: its optimizers and
+    "_orig_mod." of torch.compile and "module." of DDP are removed. From a file of `EMAWeightAveraging` the
+    averages are loaded, as in Lightning, with a warning. No run can resume from the file: its optimizers and
     its position are left out.
 
     Args:

@@ -76,7 +76,7 @@ class LightningData:
 
 
 def as_data(module: Any, *, reload_every_n_epochs: int = 0) -> LightningData:
-    """Return a data module of Lightning, or a module with loaders of its own, as data.
+    """Return a data module of Lightning, or a module with its own loaders, as data.
 
     ::
 

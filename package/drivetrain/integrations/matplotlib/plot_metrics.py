@@ -28,8 +28,8 @@ class PlotMetrics(Callback):
     The figure of the metric "confusion" is logged as "validation/confusion/plot". It needs matplotlib. A
     metric with `labels`, a list of texts, is drawn with them where its `plot` takes labels.
 
-    A matrix or a curve that is drawn gives no numbers, in training neither: a curve of all thresholds would
-    have thousands. A number or a vector is logged too.
+    A metric that is drawn as a matrix or a curve logs no numbers, not even in training: a curve of all
+    thresholds would have thousands. A metric that is a number or a vector is also logged.
 
     Args:
         metrics: The names in the task's `metrics()`. None draws those that compute a matrix or a curve.

@@ -51,8 +51,8 @@ class DeviceStats(LoggingCallback):
     - on a GPU, by torch's allocator, ``cuda_allocated_bytes``, ``cuda_reserved_bytes``,
       ``cuda_peak_allocated_bytes`` and ``cuda_allocation_retries``, the last two since the process began.
 
-    Percentages of processors and rates are those since the last values, the others those of the moment. What
-    the machine does not tell is left out, and named once.
+    Percentages of processors and rates cover the time since the last values; the other values are those of
+    the moment. Values that the machine does not provide are left out, and named once.
 
     Args:
         every: The least interval between two log points with values, in steps or whole epochs; None takes

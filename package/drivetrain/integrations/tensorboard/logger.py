@@ -50,7 +50,7 @@ class TensorBoardLogger:
         writer: A `SummaryWriter` of the program, instead of a directory. It gets everything and stays open;
             its directory's earlier files stay where they are. It is flushed at each log point.
         graph: Whether the tab Graphs shows the operations of the model's forward. The model is
-            traced once, at the first log point of training, which leaves no trace in it.
+            traced once, at the first log point of training, and is unchanged afterwards.
 
     Raises:
         ConfigError: Both a directory and a writer are given, or `writer` is no `SummaryWriter`. At the start

@@ -128,9 +128,9 @@ class Tracker(ABC):
     still not sent when the run ends are in ``unsent-<tracker>.jsonl`` in the directory. Before the first
     step a failure is an error, because its cause is a missing key or a wrong address.
 
-    A checkpoint has the id of the tracker's run and the records that a kill could still lose, without images
-    and other files. A resumed fit continues that run: records up to the last step that the tracker has are
-    not sent again.
+    A checkpoint has the id of the tracker's run, and those records that a kill could still lose, without
+    images and other files. A resumed fit continues that run: records up to the last step that the tracker has
+    are not sent again.
 
     Args:
         directory: Where the tracker's local files go. Default: the run directory.

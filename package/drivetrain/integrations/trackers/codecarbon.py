@@ -28,7 +28,7 @@ _OURS = ("country_iso_code", "output_handlers", "output_methods", "tracking_mode
 class CodeCarbon(Callback):
     """Logs the energy and the emissions of a fit, by CodeCarbon's offline tracker, which uses no network.
 
-    Each machine measures itself as a whole, once, and the values are sums over all machines:
+    One process of each machine measures the whole machine, and the values are sums over all machines:
 
     - ``carbon/energy_kwh`` and ``carbon/emissions_kg`` (of CO2 equivalents), at each log point: those of the
       fit so far. A resumed fit goes on from those of its checkpoint;

@@ -107,9 +107,9 @@ _AROUND_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 class CallbackAdapter(OwnCallback):
     """Calls transformers' callbacks in a run, with the state and the control that they expect.
 
-    `Trainer(callbacks=[CallbackAdapter([EarlyStoppingCallback(3)])])` is all that a script needs. Values
-    have transformers' names in it ("loss", "eval_loss"), epochs are fractions, and what a callback sets in
-    its control is done: stop, end the epoch, save, evaluate, log.
+    `Trainer(callbacks=[CallbackAdapter([EarlyStoppingCallback(3)])])` is all that a script needs. Callbacks
+    see transformers' names of values ("loss", "eval_loss") and epochs as fractions, and what a callback sets
+    in its control is carried out: stop, end the epoch, save, evaluate, log.
 
     The Trainer's own intervals decide when to log, evaluate and save. A plain `DefaultFlowCallback`, which
     decides this in transformers, is left out.

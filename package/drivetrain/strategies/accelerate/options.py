@@ -57,9 +57,9 @@ _VARIABLES = {
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class AccelerateConfig:
-    """Options of strategy "accelerate"; without any, those of `accelerate launch` apply.
+    """Options of strategy "accelerate"; without any, the options of `accelerate launch` apply.
 
-    Where they ask for accelerate's FSDP plugin, our own strategy "fsdp" trains with the plugin's options.
+    If they ask for accelerate's FSDP plugin, our own strategy "fsdp" trains with the plugin's options.
 
     Attributes:
         config_file: A file of `accelerate config` for the Accelerator; its numbers of processes and machines

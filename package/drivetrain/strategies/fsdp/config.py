@@ -43,8 +43,8 @@ class FSDPConfig:
             and 1 are the same.
         timeout: Seconds that a collective may take; None uses torch's limit.
         reduce_each_micro_batch: Reduce the gradients in each micro-batch of an accumulation, not only in the
-            last one. It takes as much communication as so many steps, and each process then keeps the
-            gradients of its shards alone, and not those of the whole model, until the step.
+            last one. It communicates in each micro-batch, and each process keeps only the gradients of its
+            shards until the step, instead of those of the whole model.
         gather_at_end: Gather the task's whole values in the host's memory of every process when a run has
             ended without an error. False leaves the shards, for tasks that do not fit there.
     """

@@ -21,8 +21,8 @@ _AMPERE = (8, 0)
 class TF32(Precision):
     """float32, with matrix products and convolutions in TF32, forward and backward.
 
-    TF32 is a process-wide setting of torch. It is on from the construction of the engine until its end. Of
-    two engines that live at the same time, the one constructed last decides for both.
+    TF32 is a process-wide setting of torch. It is on from the construction of the engine until its end. If
+    two engines exist at the same time, the one constructed last decides for both.
     """
 
     def obstacle(self, device: torch.device) -> str:

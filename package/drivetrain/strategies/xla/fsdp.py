@@ -43,8 +43,8 @@ class XLAFSDPConfig:
         wrap: The blocks whose outputs are sharded by samples, so that the compiler gathers a block's
             parameters where the block is used: "auto" for each of the model's repeated blocks, the names of
             classes, a minimum number of parameters, a function of a module, or () for none.
-        replicas: The number of groups of devices that each have a copy of the model; it is sharded within a
-            group.
+        replicas: The number of groups of devices. Each group has a copy of the model, which is sharded within
+            the group.
         activation_checkpointing: False; "full" to recompute each repeated block's activations in backward; or
             the names of the classes to recompute.
         run_after: When XLA runs traced operations: after each "micro_batch", or once after the "step".

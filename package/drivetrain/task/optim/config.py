@@ -62,10 +62,10 @@ class OptimizerConfig:
             and every class of torch.optim by its lower-case name; with torchao also "adamw8bit", "adamw4bit"
             and "adamwfp8".
         lr: The base learning rate; 0 trains nothing. None leaves the rate to the optimizer, such as the
-            Adafactor of transformers; there is no schedule then. That is the default of a class whose own
-            default is None, if no options are given.
+            Adafactor of transformers, without a schedule. None is the default for a class whose own default
+            is None, if no options are given.
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
-            two dimensions are left out. The default is 0, whatever the optimizer's default is.
+            two dimensions are left out. The default is 0, even if the optimizer has another default.
         schedule: A row of `SCHEDULES`, or a function from the step's number (from 0) to the factor of `lr`.
         warmup_steps: Steps of the warm-up, with any schedule.
         warmup_ratio: The warm-up as a fraction of all steps; excludes `warmup_steps`.
@@ -78,7 +78,8 @@ class OptimizerConfig:
         decayed: The names of the parameters with weight decay, instead of the rule of `weight_decay`. A
             parameter with several names has it if its first one is among them. Excludes `decay_all`.
         max_grad_norm: Clip the gradient's norm to this; None uses the Trainer's.
-        fused: None uses torch's fused implementation where there is one, True requires it, False disables it.
+        fused: None uses torch's fused implementation if there is one, True requires it, and False disables
+            it.
         **options: The optimizer's options: ``momentum=0.9``, ``betas=(0.9, 0.95)``, ``eps=1e-6``.
 
     Raises:

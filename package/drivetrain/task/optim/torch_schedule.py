@@ -41,9 +41,9 @@ class TorchSchedule:
     Attributes:
         scheduler: An `LRScheduler`, or another object with `step`, `state_dict` and `load_state_dict`; or a
             function of the optimizer that makes one, such as ``functools.partial(StepLR, step_size=30)``.
-        every: How often `step()` is called, in steps or epochs, such as "1 epoch". None is after each
-            step, and with a metric after each validation.
-        metric: The full name of the value that its `step` is given, such as "validation/loss". After a
+        every: How often `step()` is called, in steps or epochs, such as "1 epoch". With None it is called
+            after each step, or with a metric after each validation.
+        metric: The full name of the value that is passed to its `step`, such as "validation/loss". After a
             validation it is a value of that validation; after steps or epochs, the latest of its name.
         required: Whether it is an error if the value was not logged; if not, that call is left out.
         mode: Whether less ("min") or more ("max") of the value is better, for a `ReduceLROnPlateau`, whose

@@ -70,11 +70,11 @@ class Plan:
         parameters: The number of parameters.
         trainable: The number of those that are trained.
         memory: Bytes that the first process holds, whose shards are the largest. Always there are
-            "parameters", "gradients" and "optimizer", its state. "gathered" is what is whole for a while,
-            where weights are sharded. "activations" are those of one micro-batch that forward keeps or
-            backward recomputes. "temporary" is what is there besides at the peak: the model's outputs, such
-            as logits, and the gradients of activations. Tensors that a kernel or the optimizer's step needs
-            for a moment are not counted.
+            "parameters", "gradients" and "optimizer", its state. "gathered" are the weights that are whole
+            for a while, if weights are sharded. "activations" are those of one micro-batch that forward keeps
+            or backward recomputes. "temporary" is other memory at the peak: the model's outputs, such as
+            logits, and the gradients of activations. Tensors that a kernel or the optimizer's step needs for
+            a moment are not counted.
         warnings: Conflicts, each with what to do about it.
         also_saving: When it saves by the other policies.
         precision: The precision, with the dtypes that differ by strategy.

@@ -15,8 +15,8 @@ from drivetrain.integrations.transformers.script.checkpoint_folders import newes
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the newest good checkpoint in an `output_dir`, for `train(resume_from_checkpoint=...)`.
 
-    The function of this name in `transformers.trainer_utils` finds the folder with the largest number,
-    damaged or not.
+    The function of the same name in `transformers.trainer_utils` returns the folder with the largest number,
+    even if it is damaged.
 
     Args:
         folder: The folder; it may be missing.

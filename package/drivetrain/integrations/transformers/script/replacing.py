@@ -28,9 +28,9 @@ def replace_trainer() -> None:
         replace_trainer()
         from trl import SFTTrainer
 
-    Packages that are imported afterwards, such as TRL, derive their trainers from ours. `python -m
-    drivetrain.integrations.transformers script.py` does it before it runs a script. `get_last_checkpoint` of
-    `transformers.trainer_utils` is replaced too.
+    The trainers of packages that are imported afterwards, such as TRL, are then subclasses of ours. `python
+    -m drivetrain.integrations.transformers script.py` calls this before it runs a script.
+    `get_last_checkpoint` of `transformers.trainer_utils` is replaced too.
 
     Raises:
         ConfigError: A module that has transformers' Trainer is imported already.

@@ -1006,9 +1006,9 @@ class Trainer(TheirNames):
         """Run one micro-batch with its backward, and return its loss, detached.
 
         An override may call this, or `self.accelerator.backward(loss)`; on one device and under DDP also
-        `loss.backward()`. There it may then look at the gradients, which are those of this micro-batch, and
-        change them. With sharded parameters or gradients (FSDP, ZeRO), or float16, the backward runs once the
-        step has returned.
+        `loss.backward()`. After `loss.backward()` it may read and change the gradients, which are those of
+        this micro-batch. With sharded parameters or gradients (FSDP, ZeRO), or float16, the backward runs
+        once the step has returned.
 
         Args:
             model: The model.
