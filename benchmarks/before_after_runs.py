@@ -2,8 +2,8 @@
 
     python benchmarks/before_after_runs.py OLD NEW [--only TEXT ...] [--rounds 7]
 
-In a round each checkout runs each row once, in a new process and in a random order. A row's figure is the median
-over all rounds of new / old. `before_after.py` measures steps.
+In a round each checkout runs each row once, in a new process and in a random order. A row's figure is the
+median over all rounds of new / old. `before_after.py` measures steps.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ def data(count):
     return TensorDataset(x, x.sum(1))
 
 if __name__ == "__main__":
-    quiet = {"batch_size": 8, "strategy": "cpu", "progress_bar": False, "loggers": (), "log_every": "50 steps"}
+    quiet = {"batch_size": 8, "progress_bar": False, "loggers": (), "log_every": "50 steps"}
     if sys.argv[1] == "start":
-        Trainer(max_steps=1, **{**quiet, "strategy": "ddp", "devices": 2}, checkpoint=False).fit(Regression(), data(64))
+        trainer = Trainer(max_steps=1, strategy="ddp", devices=2, checkpoint=False, **quiet)
+        trainer.fit(Regression(), data(64))
     elif sys.argv[1] == "save":
         saves = CheckpointConfig(every="1 steps", keep_last=2)
-        trainer, task = Trainer(max_steps=40, **quiet, checkpoint=saves), Regression(40_000)
+        trainer, task = Trainer(max_steps=40, strategy="cpu", checkpoint=saves, **quiet), Regression(40_000)
         begun = time.perf_counter()
         trainer.fit(task, data(64))
     else:
-        trainer, task, samples = Trainer(**quiet), Regression(), data(24_000)
+        trainer, task, samples = Trainer(strategy="cpu", **quiet), Regression(), data(24_000)
         begun = time.perf_counter()
         trainer.validate(task, samples)
     if os.environ.get("RANK", "0") == "0":
@@ -98,10 +99,8 @@ def main(argv: list[str] | None = None) -> None:
         ratios = sorted(each["new"] / each["old"] for each in rounds)
         old, new = (statistics.median(each[name] for each in rounds) for name in ("old", "new"))
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        print(
-            f"| {ROWS[row]} | {old:.2f} | {new:.2f} | {statistics.median(ratios):.3f} ({low:.3f} .. {high:.3f}) |",
-            flush=True,
-        )
+        spread = f"{statistics.median(ratios):.3f} ({low:.3f} .. {high:.3f})"
+        print(f"| {ROWS[row]} | {old:.2f} | {new:.2f} | {spread} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,6 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
         "no limit": (fit(pairs(), max_epochs=None), "how long to train"),
         "a class": (fit(pairs(), task=Regression), "pass an instance", "Regression("),
         "a module": (fit(pairs(), task=nn.Linear(2, 2)), "drivetrain.TaskModule"),
-        "named loaders": (fit({"a": pairs()}), "only evaluation takes named loaders"),
         "half a module": (lambda: quiet().predict(Regression(), half), "has no predict_data()"),
         "collate of a loader": (fit(pairs(), collate=list), "collate=", "collate_fn"),
         "evaluation of a loader": (fit(bare, pairs(), **big), "evaluation_batch_size=5", "batch_size=5"),

@@ -5,6 +5,7 @@ from drivetrain.data.batch import to_host as to_host
 from drivetrain.data.counting import Measure as Measure
 from drivetrain.data.feed import Feed as Feed
 from drivetrain.data.feed import Window as Window
+from drivetrain.data.orders.combining import combined as combined
 from drivetrain.data.orders.length_grouped import LengthGroupedSampler as LengthGroupedSampler
 from drivetrain.data.orders.mixing import mixture as mixture
 from drivetrain.data.packing import packed as packed

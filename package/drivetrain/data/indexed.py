@@ -27,7 +27,6 @@ from drivetrain.data.keyed_batches import (
     may_draw,
     single_item,
 )
-from drivetrain.data.orders.mixing import Mixture
 from drivetrain.data.orders.order import (
     FORMULA,
     OWN,
@@ -38,6 +37,7 @@ from drivetrain.data.orders.order import (
     undivided,
     unshuffled,
 )
+from drivetrain.data.orders.passes import OrderedByItself
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
@@ -118,7 +118,7 @@ class IndexedSource(Source):
 
     def _sampler(self, sampler: Any, in_order: bool, every_sample: bool) -> Any:
         """Return the sampler of the whole dataset that stands for the user's."""
-        if isinstance(self.dataset, Mixture):
+        if isinstance(self.dataset, OrderedByItself):
             return self.dataset.sampler_for(self._loader, self.name, self._seed, is_training=not every_sample)
         sampler = sampler if self.shard.size == 1 else undivided(sampler, self.name)
         return unshuffled(sampler) if in_order else sampler
@@ -382,7 +382,8 @@ class IndexedSource(Source):
     def order_state(self) -> dict[str, Any]:
         """Return what a position depends on; of a sampler of the user also its state and a checksum."""
         order, parts = self._order.state(), composition(self._loader.dataset)
-        settings = {"its kind": "a dataset", "its order": self._order.kind if self.exact else OWN}
+        own = self.dataset.described() if isinstance(self.dataset, OrderedByItself) else OWN
+        settings = {"its kind": "a dataset", "its order": self._order.kind if self.exact else own}
         # The length of a user's sampler may depend on what has happened to it.
         length = self._epoch_length if self.exact else self._size
         state = {"settings": settings, "length": length, "parts": parts}

@@ -187,6 +187,11 @@ class _Packing(NamedTuple):
 
     def collate(self, rows: list[Row]) -> Batch:
         """Make a batch of rows."""
+        if any(each.keys() != rows[0].keys() for each in rows):
+            raise DataError(
+                "packed(): rows of one batch have other columns. Give all sources of a mixture the same"
+                " boundary, tokens and labels"
+            )
         if self.boundary != "varlen":
             return default_collate(rows)
         own = (self.tokens, self.labels, "position_ids")

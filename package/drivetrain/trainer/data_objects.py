@@ -12,6 +12,7 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.synonyms import foreign
 from drivetrain.core.types import Stateful
 from drivetrain.core.validation import check_no_class
+from drivetrain.data import combined
 from drivetrain.data.reading import as_samples
 from drivetrain.task.task import TaskModule
 
@@ -32,7 +33,7 @@ def pick_data(data: Any, stage: str) -> Any:
     """
     method = f"{'train' if stage == 'training' else stage}_data"
     if _has(data, method):
-        return as_samples(getattr(data, method)(), stage)
+        return _read(getattr(data, method)(), stage)
     offered = [each for each in _METHODS if _has(data, each)]
     if offered:
         raise ConfigError(f"{type(data).__name__} has no {method}(). {nearest(method, offered)}")
@@ -41,7 +42,13 @@ def pick_data(data: Any, stage: str) -> Any:
     given = _LOADERS[stage]
     if _has(data, given) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(f"{type(data).__name__} has {given}(), which is called {method}() here. Rename it")
-    return as_samples(data, stage)
+    return _read(data, stage)
+
+
+def _read(data: Any, stage: str) -> Any:
+    """Return columns, and for training mappings of datasets, as the dataset that they stand for."""
+    found = as_samples(data, stage)
+    return combined(found) if stage == "training" and isinstance(found, Mapping) else found
 
 
 def _has(data: Any, method: str) -> bool:
@@ -61,13 +68,7 @@ def fit_data(train_data: Any, validation_data: Any) -> tuple[Any, Any]:
         validation_data = as_samples(make(), "validation") if callable(make) else None
     elif validation_data is not None:
         validation_data = pick_data(validation_data, "validation")
-    picked = pick_data(train_data, "training")
-    if isinstance(picked, Mapping):
-        raise ConfigError(
-            "training data cannot be a mapping of loaders; only evaluation takes named loaders. Pass one"
-            " loader"
-        )
-    return picked, validation_data
+    return pick_data(train_data, "training"), validation_data
 
 
 @contextmanager

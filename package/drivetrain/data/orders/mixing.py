@@ -9,21 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import ConcatDataset, IterableDataset, Sampler
 
 from drivetrain.core.errors import ConfigError, DataError, nearest
-from drivetrain.core.random_streams import ORDER, mix
 from drivetrain.core.validation import number, one_of
 from drivetrain.data.orders.length_grouped import lengths_of
+from drivetrain.data.orders.passes import OrderedByItself, Passes
 from drivetrain.data.sources import has_state, set_epoch
 
 SOURCE = "source"
@@ -194,15 +185,17 @@ def _named(sample: Any, source: int) -> Any:
     return {**sample, SOURCE: source}
 
 
-class Mixture(ConcatDataset[Any]):
-    """Datasets with a length, mixed; see `mixture`. The Trainer reads it by its `sampler`."""
+class Mixture(ConcatDataset[Any], OrderedByItself):
+    """Datasets with a length, mixed; see `mixture`."""
+
+    kind = "mixture"
 
     def __init__(self, sources: list[Any], form: _Mixing) -> None:
         for name, each in zip(form.names, sources, strict=True):
             if not len(each):
                 raise DataError(f"the source {name!r} of the mixture has no samples")
         super().__init__(sources)
-        self.form = form
+        self.form, self.names = form, form.names
         self.collate_fn = _collate_of(sources)
         self.lengths = [form.sizes(each) for each in sources] if form.by == "tokens" else None
 
@@ -210,26 +203,16 @@ class Mixture(ConcatDataset[Any]):
         source = bisect_right(self.cumulative_sizes, index)
         return _named(super().__getitem__(index), source)  # type: ignore[no-untyped-call]
 
-    def sampler_for(self, loader: DataLoader[Any], name: str, seed: int, is_training: bool) -> EndlessSampler:
-        """Return the order of the mixture's samples in a loader.
+    def described(self) -> str:
+        """Return what the order depends on beside the seed."""
+        form = self.form
+        shares = ", ".join(
+            f"from {each.start}: {' to '.join(map(str, each.weights))}" for each in form.stages
+        )
+        return f"a mixture by {form.by} until {form.until!r}, with shares {shares}"
 
-        Raises:
-            DataError: The loader has another order, or is not for training.
-        """
-        if not is_training:
-            raise DataError(
-                f"the {name} data is a mixture, whose shares are for training. Give the sources by name:"
-                f" {{{', '.join(f'{each!r}: ...' for each in self.form.names)}}}"
-            )
-        for own, ours in (
-            (loader.batch_sampler, (BatchSampler, type(None))),
-            (loader.sampler, (SequentialSampler, RandomSampler)),
-        ):
-            if type(own) not in ours:
-                raise DataError(
-                    f"the {name} data is a mixture, whose shares are its order, but its loader has a"
-                    f" {type(own).__name__}. Leave out the sampler, or group_by_length"
-                )
+    def sampler(self, seed: int) -> EndlessSampler:
+        """Return the order of the samples."""
         return (EndlessSampler if self.form.until == "forever" else MixtureSampler)(self, seed)
 
 
@@ -243,8 +226,7 @@ class EndlessSampler(Sampler[int]):
 
     def __init__(self, data: Mixture, seed: int) -> None:
         self._data = data
-        self._seed = seed
-        self._orders: dict[int, tuple[int, Any]] = {}
+        self._passes = Passes([len(each) for each in data.datasets], seed)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[int]:
         turns = _Turns(self._data.form.stages)
@@ -254,16 +236,9 @@ class EndlessSampler(Sampler[int]):
     def _index(self, turns: _Turns) -> tuple[int, int]:
         """Take a turn; return the source and the index of its sample in the mixture."""
         source, lengths = turns.next(), self._data.lengths
-        ends = self._data.cumulative_sizes
-        first = ends[source - 1] if source else 0
-        size = ends[source] - first
-        times, place = divmod(turns.drawn[source], size)
-        if self._orders.get(source, (-1,))[0] != times:
-            generator = torch.Generator().manual_seed(mix(ORDER, self._seed, source, times))
-            self._orders[source] = times, torch.randperm(size, generator=generator).numpy()
-        index = int(self._orders[source][1][place])
+        index = self._passes.index(source, turns.drawn[source])
         turns.took(source, 1 if lengths is None else lengths[source][index])
-        return source, first + index
+        return source, index + (self._data.cumulative_sizes[source - 1] if source else 0)
 
 
 class MixtureSampler(EndlessSampler):

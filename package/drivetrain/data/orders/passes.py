@@ -1,0 +1,77 @@
+"""Sources that are read pass by pass, and datasets whose order is a part of what they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import ORDER, mix
+
+
+class Passes:
+    """The orders of several sources: each gives every sample once, and then begins anew in another order.
+
+    Args:
+        sizes: The number of samples of each source.
+        seed: What the orders depend on.
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int) -> None:
+        self._sizes = sizes
+        self._seed = seed
+        self._orders: dict[int, tuple[int, Any]] = {}
+
+    def index(self, source: int, drawn: int) -> int:
+        """Return the index of the sample that a source gives after `drawn` others."""
+        times, place = divmod(drawn, self._sizes[source])
+        if self._orders.get(source, (-1,))[0] != times:
+            generator = torch.Generator().manual_seed(mix(ORDER, self._seed, source, times))
+            self._orders[source] = times, torch.randperm(self._sizes[source], generator=generator).numpy()
+        return int(self._orders[source][1][place])
+
+
+class OrderedByItself(ABC):
+    """A dataset of several sources for training, which brings its order.
+
+    Attributes:
+        kind: What it is, for messages.
+        names: Its sources.
+    """
+
+    kind: str
+    names: list[str]
+
+    @abstractmethod
+    def described(self) -> str:
+        """Return what the order depends on beside the seed."""
+
+    @abstractmethod
+    def sampler(self, seed: int) -> Sampler[Any]:
+        """Return the order of the samples."""
+
+    def sampler_for(self, loader: DataLoader[Any], name: str, seed: int, is_training: bool) -> Sampler[Any]:
+        """Return the order of the samples in a loader.
+
+        Raises:
+            DataError: The loader has another order, or is not for training.
+        """
+        if not is_training:
+            raise DataError(
+                f"the {name} data is a {self.kind} of sources, which is for training. Give the sources by"
+                f" name: {{{', '.join(f'{each!r}: ...' for each in self.names)}}}"
+            )
+        for own, ours in (
+            (loader.batch_sampler, (BatchSampler, type(None))),
+            (loader.sampler, (SequentialSampler, RandomSampler)),
+        ):
+            if type(own) not in ours:
+                raise DataError(
+                    f"the {name} data is a {self.kind} of sources, which has its own order, but its loader"
+                    f" has a {type(own).__name__}. Leave out the sampler, or group_by_length"
+                )
+        return self.sampler(seed)
