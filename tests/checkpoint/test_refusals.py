@@ -93,6 +93,7 @@ def test_wrong_sources_of_weights_and_renames_are_refused(tmp_path):
             "a module": source(nn.Linear(1, 1), "not from a Linear", "state_dict()"),
             "a state dict inside": source(nested, "Did you mean", "source['state_dict']?"),
             "a file": (lambda: file_system("File:///runs"), "is an address: give the path"),
+            "a password": (lambda: file_system("s3://me:mine@bucket"), "me:<hidden>@", "credentials as its"),
             "nowhere": source(tmp_path / "nowhere", "no weights at", "nowhere"),
             "nothing": source({}, "nothing of the given mapping fits Linear", "2 missing"),
             "sparse": source({"weight": torch.eye(2).to_sparse()}, "'weight'", "torch.sparse_coo"),

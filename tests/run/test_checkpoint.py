@@ -260,20 +260,34 @@ def test_a_fit_that_early_stopping_ended_stays_so_when_it_is_resumed(tmp_path: P
 
 
 class Buffered(Regression):
-    """A buffer that becomes None in the second step, and two that get another shape; one was None before."""
+    """A buffer that becomes None in the second step, two that get another shape and one another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("late", None)
         self.register_buffer("seen", torch.zeros(0))
         self.register_buffer("first", torch.ones(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Any) -> Any:
         if len(self.seen) or self.late is not None:
             self.first = None
             self.seen = torch.cat([self.seen, batch[0].mean()[None]])
+        self.count = self.count + 0.25
         self.late = batch[0].mean(0) if self.late is None else self.late.lerp(batch[0].mean(0), 0.1)
         return super().training_step((batch[0] - self.late + self.seen.sum(), batch[1]))
+
+
+def test_a_save_warns_of_weights_that_came_or_went_since_the_fit_began(tmp_path: Path) -> None:
+    def step(self: Any, batch: Any) -> Any:
+        if self.progress.steps == 1:
+            self.register_buffer("new", torch.zeros(2))
+        return Regression.training_step(self, batch)
+
+    policy = CheckpointConfig(every="1 steps")
+    with warned("'new' of Variant came or went during the fit") as told:
+        quiet(max_steps=3, run_dir=tmp_path, checkpoint=policy).fit(variant(training_step=step)(), pairs())
+    assert len(told) == 1
 
 
 def test_a_buffer_of_another_shape_is_resumed_and_is_an_error_in_a_warm_start(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 EXIT_REQUEUE = 75
@@ -41,6 +42,12 @@ def without_secrets(text: str) -> str:
     of token, password, secret, key, signature, sig, credential and the X-Amz- parameters are hidden.
     """
     return _SECRETS.sub(lambda found: f"{next(filter(None, found.groups()), '')}{HIDDEN}", text)
+
+
+def repr_without_secrets(value: Any) -> str:
+    """Return the `repr` of a data class, without the secrets of the addresses in its fields."""
+    given = ", ".join(f"{each.name}={getattr(value, each.name)!r}" for each in fields(value))
+    return without_secrets(f"{type(value).__name__}({given})")
 
 
 def plain(text: str, kept: str = "") -> str:

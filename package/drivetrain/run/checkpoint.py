@@ -13,7 +13,7 @@ from drivetrain.checkpoint.format.tree import pack, unpack, well_formed
 from drivetrain.checkpoint.formats import origin_of
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
-from drivetrain.checkpoint.weights.module_state import load_module_state, module_state, parameter_names
+from drivetrain.checkpoint.weights.module_state import SHOWN, load_module_state, module_state, parameter_names
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import host_state
@@ -115,6 +115,12 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
             " resumed run it is as the program makes it. Make it a buffer, keep tensors, numbers, texts or"
             " containers of them in the attribute, or give its class state_dict and load_state_dict."
             " 'drivetrain check-resume' finds out whether a step depends on it"
+        )
+    if resumable and run.attributes is not None and (strangers := run.attributes.strangers()) and run.is_main:
+        _LOG.warning(
+            f"{', '.join(map(repr, strangers[:SHOWN]))} of {type(run.task).__name__} came or went during the"
+            " fit, so its checkpoints cannot be resumed: the task that a program makes has other names."
+            " Register them in the constructor; register_buffer(name, None) has no values yet"
         )
     return snapshot
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import Assets
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, without_secrets
 from drivetrain.core.intervals import Every, Interval
 from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Logger
@@ -139,7 +139,7 @@ class RunSettings:
 
     def __repr__(self) -> str:
         """Return the arguments that differ from the defaults."""
-        return brief(self, precision=select_precision("auto", strategy=self.strategy))
+        return without_secrets(brief(self, precision=select_precision("auto", strategy=self.strategy)))
 
     def to_json(self) -> dict[str, Any]:
         """Return all arguments for a log, objects as text."""

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.format.tensors import CODES, bytes_of
-from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.checkpoint.weights.module_state import clean_name, module_state
 from drivetrain.core.random_streams import generator_state, load_generator_state
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.task.attributes import GENERATORS, OF_MODULES, is_skipped, modules_of
@@ -70,6 +70,7 @@ class AttributeState:
         self._declared = [each for metrics in declared for each in metrics or ()]
         self._told = set[str]()
         self._begun = _Walk(task, self._declared)
+        self._saved = _saved(task)
         self._marks: dict[str, str | None] = {each.name: each.mark for each in self._begun.attributes()}
         self._begun.objects.clear()  # the program may drop them
 
@@ -111,6 +112,13 @@ class AttributeState:
             else:  # code, a class or a module has taken its place
                 self.lost[name] = _title(now)
         return nodes, marks
+
+    def strangers(self) -> list[str]:
+        """Return the parameters and buffers that were added or removed since the fit began and since the last
+        call.
+        """
+        before, self._saved = self._saved, _saved(self._task)
+        return sorted(before ^ self._saved)
 
     def news(self) -> dict[str, str]:
         """Return what is lost and was not in an earlier result of this method."""
@@ -154,6 +162,11 @@ def _tables(task: nn.Module, name: str) -> tuple[list[Any], str]:
 
 def _modules(task: nn.Module, declared: Iterable[Any] = ()) -> dict[str, nn.Module]:
     return {clean_name(prefix.rstrip(".")): module for prefix, module in modules_of(task, declared)}
+
+
+def _saved(task: nn.Module) -> set[str]:
+    """Return the names of a task's parameters and persistent buffers, those that are None included."""
+    return {name for part in module_state(task) for name in part}
 
 
 def _weights(task: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.errors import ConfigError, nearest, repr_without_secrets
 from drivetrain.core.notebook.html import html_table, sparkline
 from drivetrain.core.notebook.output import new_figure, new_frame
 from drivetrain.core.progress import Progress
@@ -67,6 +67,8 @@ class FitResult:
         from drivetrain.loggers.history import read_history
 
         return read_history(Path(self.history_path))
+
+    __repr__ = repr_without_secrets
 
     def _repr_html_(self) -> str:
         """Return the result as a table, which a notebook shows."""

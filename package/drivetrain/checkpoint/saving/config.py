@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from drivetrain.core.direction import MODES, direction_of, resolved_direction
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, repr_without_secrets
 from drivetrain.core.files import check_path
 from drivetrain.core.intervals import Every
 from drivetrain.core.validation import by_name, count, flag, one_of
@@ -76,6 +76,8 @@ class CheckpointConfig:
     parameters: str | None = None
     directory: str | os.PathLike[str] | None = None
     resumable: bool = True
+
+    __repr__ = repr_without_secrets
 
     def __post_init__(self) -> None:
         """Check each value, and parse the interval."""

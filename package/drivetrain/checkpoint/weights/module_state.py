@@ -114,7 +114,7 @@ def _problems(
         mine, stored = own[name], given[name]
         if name not in buffers and not is_lazy(mine) and mine.shape != stored.shape:
             problems.append(f"{name!r} has shape {tuple(stored.shape)} there, {tuple(mine.shape)} here")
-        elif mine.dtype != stored.dtype and not adopt_dtypes:
+        elif name not in buffers and mine.dtype != stored.dtype and not adopt_dtypes:
             problems.append(f"{name!r} is {stored.dtype} there, {mine.dtype} here (another precision?)")
     if given and own and not own.keys() & given.keys():
         problems.insert(0, "it is a checkpoint of another task, for no weight has a name of this one's")
@@ -130,7 +130,7 @@ def load_module_state(
     adopt_dtypes: bool = False,
     kept: Collection[str] = (),
 ) -> None:
-    """Copy named tensors into a module, all or none; a buffer becomes None, or of another shape, as it was.
+    """Copy named tensors into a module, all or none; a buffer becomes None, or gets another shape or dtype.
 
     Args:
         module: The module to fill.
@@ -156,7 +156,7 @@ def load_module_state(
     for name in buffers.keys() & tensors.keys():
         owner, key = buffers[name]
         mine, stored = owner._buffers[key], tensors[name]
-        if mine is None or (mine.shape != stored.shape and not is_lazy(mine)):
+        if mine is None or (not is_lazy(mine) and (mine.shape, mine.dtype) != (stored.shape, stored.dtype)):
             near = mine if mine is not None else next(module.parameters(), stored)
             owner._buffers[key] = torch.empty(stored.shape, dtype=stored.dtype, device=near.device)
     put_state(module, given, adopt_dtypes=adopt_dtypes)

@@ -6,6 +6,8 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
+from drivetrain.core.errors import without_secrets
+
 _POINTS = 100
 """The most points of a small curve."""
 
@@ -19,8 +21,8 @@ class Html(str):
 
 
 def escaped(value: object) -> str:
-    """Return a value as HTML."""
-    return value if isinstance(value, Html) else html.escape(str(value))
+    """Return a value as HTML, without the secrets of addresses."""
+    return value if isinstance(value, Html) else html.escape(without_secrets(str(value)))
 
 
 def html_table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
