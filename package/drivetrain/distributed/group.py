@@ -93,11 +93,6 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
     own = own_device(device, local)
     if own.type == "cuda":  # also where the user has formed the group
         torch.cuda.set_device(own)
-    if _bound is not None and own.type == "cuda" and own != _bound:
-        raise StrategyError(
-            f"this run takes {own} for rank {rank}, and the process group of an earlier run is bound to"
-            f" {_bound}. Give the same devices in every run of a program"
-        )
     return Member(rank, size, own, ranks)
 
 

@@ -62,7 +62,7 @@ ENDS = {
     "joins(before=sys.exit)": (1, "RankFailure: rank 1 ended with exit code 0 before the process group was"),
     # Rank 0 itself learns only that a connection was closed.
     "joins(after=fails)": (1, "^drivetrain: rank 1 failed first: it ended with exit code 1$"),
-    "ensure_ranks(3)": (1, "already runs as 2 processes, which its first devices=... has started"),
+    "ensure_ranks(3)": (1, "drivetrain has started 2 processes, but devices=3 and num_nodes=1 ask for 3"),
 }
 
 

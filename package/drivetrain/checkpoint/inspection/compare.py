@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format.records import TensorRecord, file_name
-from drivetrain.checkpoint.inspection.description import mapping, readable, totals
+from drivetrain.checkpoint.inspection.description import mapping, readable
 from drivetrain.checkpoint.saving.index import PURPOSE
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
@@ -21,8 +21,6 @@ Kind: TypeAlias = Literal["only in the first", "only in the second", "shape", "d
 """The kind of a difference; "shape" if both shape and dtype differ."""
 
 _SHOWN = 100  # the most differences in a notebook's table
-_AT_ONCE = 1 << 30
-"""The largest group of tensors, in bytes, that is read at once; larger ones are read tensor by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +103,6 @@ class _Side:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._records = reader.manifest.tensors
-        self._small = {
-            group for group, each in self._records.items() if totals(each.values()).bytes <= _AT_ONCE
-        }
-        self._loaded: tuple[str, dict[str, Tensor]] = ("", {})
         self._hashes: dict[str, dict[str, str]] = {}
 
     def names(self) -> list[tuple[str, str]]:
@@ -131,12 +125,8 @@ class _Side:
         return found
 
     def tensor(self, group: str, name: str) -> Tensor:
-        """Read and verify a tensor. A small group is read at once: each read opens its files again."""
-        if group not in self._small:
-            return self._reader.tensor(group, name)
-        if self._loaded[0] != group:
-            self._loaded = (group, self._reader.snapshot((group,), None).tensors[group])
-        return self._loaded[1][name]
+        """Read and verify a tensor."""
+        return self._reader.tensor(group, name)
 
     def sections(self) -> dict[str, Json]:
         """Return everything except the tensors."""

@@ -134,20 +134,12 @@ def _is_notebook() -> bool:
 
 
 def _check_size(found: ProcessEnvironment, local_world_size: int, num_nodes: int) -> None:
-    asked = local_world_size * num_nodes
-    if found.world_size == asked:
-        return
-    if found.launcher == "drivetrain":
+    if found.world_size != local_world_size * num_nodes:
         raise StrategyError(
-            f"this program already runs as {found.world_size} processes, which its first devices=... has"
-            f" started, and devices={local_world_size} asks for {asked}. Give the same number everywhere"
+            f"{found.launcher} has started {found.world_size} processes, but devices={local_world_size} and"
+            f" num_nodes={num_nodes} ask for {local_world_size * num_nodes}. Give the same number everywhere,"
+            " or start as many as are asked for"
         )
-    each = found.world_size // num_nodes if found.world_size % num_nodes == 0 else None
-    fit = f"Give devices={each}" if each else "Give devices and num_nodes that multiply to it"
-    raise StrategyError(
-        f"{found.launcher} has started {found.world_size} processes, but devices={local_world_size} and"
-        f" num_nodes={num_nodes} ask for {asked}. {fit}, or start {asked}"
-    )
 
 
 def _start(world_size: int) -> ProcessEnvironment:
