@@ -51,7 +51,7 @@ class Run(RunState):
         names: The names of the task's values.
         logged: The values of the current log point.
         latest: What was logged after the step `latest_at`, by one log point or several.
-        latest_at: The last step, in this program, after which anything was logged; -1 before that.
+        latest_at: The last step of this program after which a value was logged; -1 before the first.
         run_dir: The directory for files, or None.
         frozen: The frozen parameters that the checkpoints leave out; None if they hold all.
         attributes: The attributes of the task that its checkpoints hold; None if it saves none.
@@ -71,8 +71,8 @@ class Run(RunState):
         postponed: Why a callback has asked to stop before the fit's minimum, or None.
         stopping: The ranks' agreement to stop.
         exception: The error that ended the run, for `on_exception`.
-        validated: Whether the fit has made a validation that was due, before a resume perhaps.
-        in_turn: False once a validation was made only because the fit ends.
+        validated: Whether the fit has made a validation that was due, possibly before a resume.
+        in_turn: False after a validation that was made only because the fit ends.
         failure: The error that the run raises once it has ended in order, or None.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
         save_errors: The files that could not be written, and the policy for them.
@@ -80,16 +80,17 @@ class Run(RunState):
         reports: How often `report_progress` was called.
         requests: The requests of this rank's hooks, "log", "validate", "save" or "end_epoch", each with its
             epoch.
-        agreed: The requests that all ranks know and have not met yet.
+        agreed: The requests that all ranks know and have not carried out yet.
         epoch_begun: The epoch that has begun last; `progress.epoch` counts those that have ended.
         saves_now: Whether the savers of this step must save.
-        is_over: Whether training is over: the last log point, if there is something to log, and `on_fit_end`
-            follow. So it is during the log point of a limit, too, which comes before the last save.
-        unlogged: The state before the log point of a limit; a resume with a larger limit goes on from it.
-            None before a limit is reached.
+        is_over: Whether training is over, so that only the last log point, if there is something to log, and
+            `on_fit_end` follow. It is also True during the log point of a limit, which comes before the last
+            save.
+        unlogged: The state before the log point of a limit, from which a resume with a larger limit
+            continues; None before a limit is reached.
         evaluator: Makes the validations of a fit, and returns their values by name; a callback sets it in
             `on_fit_start`. None passes over the validation data once.
-        loop: The steps of a fit whose loop has a body of the program's; None for any other run.
+        loop: The steps of a fit that runs in the program's own loop; None for any other run.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
         host_streams: The states of the host's generators that a checkpoint brought, or None.
         by_time: Whether anything is due by time, so that all ranks must have the same.
@@ -159,7 +160,7 @@ class Run(RunState):
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the body of the program's own loop runs, or nothing does."""
+        """Whether the body of the program's own loop is running, or no loop is."""
         return self.loop is not None and inspect.getgeneratorstate(self.loop) == inspect.GEN_SUSPENDED
 
     def end_if_asked(self) -> None:
@@ -361,7 +362,7 @@ class Run(RunState):
             self.hook = outer
 
     def call_about(self, batch: Batch, outputs: Any, hooks: Iterable[Any]) -> None:
-        """Call hooks that find a batch in `batch` and `outputs`; nothing holds it afterwards."""
+        """Call hooks with a batch and its outputs in `batch` and `outputs`; both are released afterwards."""
         self.batch, self.outputs = batch, outputs
         self.call(hooks)
         self.batch = self.outputs = None

@@ -35,7 +35,7 @@ class FitResult:
         model_path: The finished weights: the file, or the folder that the task writes; or None.
         history_path: The file that `history` reads, or None.
         best_checkpoints: The best checkpoint by each metric that ranks and has had a value.
-        best_value: The value of the metric that `best_checkpoint` is the best by, or None.
+        best_value: The metric's value for `best_checkpoint`, or None.
     """
 
     metrics: dict[str, float]

@@ -28,23 +28,24 @@ class Trainer(RunSettings):
     """The configuration of runs: validated when it is made, never changed. Every verb builds a new run.
 
     Its arguments are in eight groups: length, where it runs, numbers, gradient, data, evaluation, records and
-    safety. One of the first three must be given to train; every other has a default.
+    safety. To train, give `max_epochs`, `max_steps` or `max_time`; every other argument has a default.
 
     Attributes: Length
-        max_epochs: Passes over the training data, of known length for a fraction (2.5); one of the three
-            limits must be given to train. Default: None. Example: max_epochs=10.
+        max_epochs: Passes over the training data; a fraction (2.5) needs data of known length. Default:
+            None. Example: max_epochs=10.
         max_steps: Optimizer steps. Default: None. Example: max_steps=10_000.
         max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta. Default: None. Example:
             max_time="12 hours".
-        min_epochs: No callback, such as `EarlyStopping`, ends a fit before so many epochs are complete. The
-            three limits, signals and non-finite losses do. Default: None. Example: min_epochs=3.
+        min_epochs: The complete epochs before which no callback, such as `EarlyStopping`, ends a fit. The
+            three limits, signals and non-finite losses still end it. Default: None. Example: min_epochs=3.
         min_steps: The same in steps; if both are given, both must be reached. Default: None. Example:
             min_steps=1_000.
-        dry_run: A trial: True ("batches") or a number fits one epoch of one batch (or so many) of each
-            loader, begins afresh, and writes nothing: no checkpoints, logs, results or predictions. Other
-            verbs take as many. "overfit" trains and validates on the first `limit_train_batches` batches of
-            the training data (1 if that is None) in every epoch, and saves no checkpoints. Callbacks that
-            need files are left out and named. Default: None. Example: dry_run=True.
+        dry_run: A trial fit. True ("batches") or a number fits one epoch with one batch, or that many
+            batches, of each loader. It starts afresh and writes nothing: no checkpoints, logs, results or
+            predictions. Other verbs take the same number. "overfit" trains and validates on the first
+            `limit_train_batches` batches of the training data (1 if that is None) in every epoch, and saves
+            no checkpoints. Callbacks that need files are left out and named. Default: None. Example:
+            dry_run=True.
 
     Attributes: Where it runs
         strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
@@ -64,8 +65,8 @@ class Trainer(RunSettings):
             `Precision`; "auto" takes it from `accelerate launch` or an Accelerator, else "32". Default:
             "auto". Example: precision="bf16-mixed".
         seed: Seeds the order of the data and every random stream of a run. Default: 0. Example: seed=1.
-        data_seed: Seeds the order of the training data, and what loading it draws, apart from all other
-            streams; None takes `seed`. Default: None. Example: data_seed=2.
+        data_seed: Seeds the order of the training data, and what loading it draws, separately from all other
+            random streams; None takes `seed`. Default: None. Example: data_seed=2.
         deterministic: Insist on deterministic kernels while a run lasts. Default: False. Example:
             deterministic=True.
 
@@ -78,13 +79,13 @@ class Trainer(RunSettings):
         max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
             Default: None. Example: max_grad_value=0.5.
         micro_batch: Samples of a training batch that are run at once: a number, "auto" for half as many
-            whenever memory runs out, or None for all. The batch of a step stays what it is. Default: None.
+            whenever memory runs out, or None for all. The batch of a step does not change. Default: None.
             Example: micro_batch="auto".
 
     Attributes: Data
-        batch_size: For data given as a bare Dataset. The items of an `IterableDataset` are samples with it,
-            and ready batches without. Numbers by points of the run, as for `gradient_accumulation_steps`, for
-            training data with a length. Default: None. Example: batch_size=32.
+        batch_size: For data given as a bare Dataset. With it, the items of an `IterableDataset` are samples,
+            and without it ready batches. Numbers by points of the run, as for `gradient_accumulation_steps`,
+            for training data with a length. Default: None. Example: batch_size=32.
         num_workers: Worker processes for data given as a bare Dataset. Default: 0. Example: num_workers=4.
         collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
             takes torch's default. Default: None. Example: collate=pad.
@@ -99,24 +100,25 @@ class Trainer(RunSettings):
             "raise". Example: on_bad_batch="skip".
 
     Attributes: Evaluation
-        validate_every: When to validate during a fit, which validates at its end if it has not before; None
-            disables it. Default: "1 epoch". Example: validate_every="500 steps".
-        validate_from: No validation is due before this point, an interval from the run's start ("2 epochs").
-            A validation that is due at this very point is made. None delays nothing. Default: None. Example:
-            validate_from="2 epochs".
+        validate_every: When to validate during a fit. A fit that has not validated before its end validates
+            there. None disables validation. Default: "1 epoch". Example: validate_every="500 steps".
+        validate_from: The point before which no validation is due, as an interval from the run's start ("2
+            epochs"). A validation that is due exactly at this point is made. None means no delay. Default:
+            None. Example: validate_from="2 epochs".
         evaluation_batch_size: The samples of a batch in evaluations and predictions of a bare Dataset; None
-            takes `batch_size`, and of several numbers the largest. Default: None. Example:
+            takes `batch_size`, or the largest one if it changes. Default: None. Example:
             evaluation_batch_size=128.
         limit_validation_batches: As `limit_train_batches`, of each validation loader. Default: None. Example:
             limit_validation_batches=20.
         limit_test_batches: The same of each test loader. Default: None. Example: limit_test_batches=20.
         limit_predict_batches: The same of each loader to predict. Default: None. Example:
             limit_predict_batches=20.
-        sanity_validation: Validate on so many batches of each loader before training, so that a fault in
-            validation shows at once. Nothing of it is kept. The hooks of an evaluation are called, with
-            `run.evaluation.is_sanity_check` set; what reads a whole evaluation, such as `compute_metrics`, is
-            not. "auto" takes 2 if they are under a hundredth of an epoch's batches, else none; None takes
-            none. A resumed fit makes none. Default: "auto". Example: sanity_validation=5.
+        sanity_validation: The number of batches of each loader to validate on before training, so that a
+            fault in validation shows at once. The values are dropped. The hooks of an evaluation are called,
+            with `run.evaluation.is_sanity_check` set; readers of a whole evaluation, such as
+            `compute_metrics`, are not. "auto" takes 2 if they are under a hundredth of an epoch's batches,
+            else none; None takes none. A resumed fit makes none. Default: "auto". Example:
+            sanity_validation=5.
 
     Attributes: Records
         checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
@@ -125,15 +127,15 @@ class Trainer(RunSettings):
         assets: Files to store beside the weights in each checkpoint: a list, or a mapping of names, of paths,
             objects with `save_pretrained(folder)`, or functions of the folder to write into. Default: ().
             Example: assets=["vocabulary.txt"].
-        run_dir: Where checkpoints, logs and the ledger of what the time went to are kept; None makes a new
+        run_dir: Where checkpoints, logs and the ledger of the run's time are kept; None makes a new
             `runs/<task>-<time>` for every fit that writes. Default: None. Example: run_dir="runs/first".
         run_name: The name of the run: a new run directory is called `runs/<run_name>-<time>`, and loggers
             find it as `config["trainer"]["run_name"]` in what `log_config` is given. Default: None. Example:
             run_name="baseline".
         loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none. Default: ("tensorboard",
             "csv"). Example: loggers="jsonl".
-        log_every: When to log. "auto" is every 50 steps and at the end of every epoch; where an epoch has
-            fewer steps, at its end alone. Default: "auto". Example: log_every="10 steps".
+        log_every: When to log. "auto" is every 50 steps and at the end of every epoch; if an epoch has fewer
+            steps, only at its end. Default: "auto". Example: log_every="10 steps".
         log_first_step: Whether to log after the first step of the run too. Default: False. Example:
             log_first_step=True.
         train_metrics: Whether declared metrics are updated in training too. Default: True. Example:
@@ -147,14 +149,14 @@ class Trainer(RunSettings):
         on_nonfinite: What to do about a NaN or infinite loss: "raise" at the next log point, "skip" each
             step with such a loss or gradient, or "stop" the run in order. If a validation loss or the
             metric of `EarlyStopping` is not finite, "raise" and "stop" end the run after a save, and "skip"
-            goes on with a warning. Default: "raise". Example: on_nonfinite="skip".
-        on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to go on,
-            say what was not saved, and try again when the next one is due. A run whose end cannot be saved
-            raises in any case. Default: "raise". Example: on_save_error="warn".
-        hang_timeout: Seconds, a timedelta, or "10 minutes", without progress after which all processes are
-            ended with exit code 75 and their stacks, naming the rank that is behind; None disables it.
-            Compiling, saving and loading have an hour more. Default: 600.0. Example:
-            hang_timeout="30 minutes".
+            continues with a warning. Default: "raise". Example: on_nonfinite="skip".
+        on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to
+            continue, say what was not saved, and try again when the next one is due. If the end of a run
+            cannot be saved, an error is raised with both. Default: "raise". Example: on_save_error="warn".
+        hang_timeout: The time without progress after which all processes are ended, with exit code 75:
+            seconds, a timedelta, or a text such as "10 minutes". The stacks are printed, and the rank that is
+            behind is named. None disables it. Compiling, saving and loading have an hour more. Default:
+            600.0. Example: hang_timeout="30 minutes".
         preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
             that says so; or a `PreemptionConfig`, or a mapping of its options. Default: True. Example:
             preemption=False.
@@ -190,16 +192,17 @@ class Trainer(RunSettings):
             resume: "auto" for the newest good checkpoint of `run_dir` or a fresh start, a path to resume from
                 there, None for a fresh start.
             optimizer_settings: Which settings of optimizers and schedules, such as the rate, the weight decay
-                and betas, a resume takes where they differ from those of the checkpoint's run: "program" for
-                this program's, "checkpoint" for the checkpoint's, with a warning. Without it a difference is
-                an error.
-            new_data: Whether a resume begins the training data at its start, which may be other data: for a
-                second stage of training. Weights, optimizer, schedules, steps and complete epochs go on; an
-                epoch that the checkpoint lies within begins anew.
+                and betas, a resume uses if they differ from those of the checkpoint's run: "program" for this
+                program's, "checkpoint" for the checkpoint's, with a warning. Without it a difference is an
+                error.
+            new_data: Whether a resume starts at the beginning of the training data, which may be other data,
+                for a second stage of training. Weights, optimizer, schedules, steps and complete epochs
+                continue; an epoch that was under way begins again.
             skip: Training data that a resume leaves out after the checkpoint's position, such as "2_000
-                steps", "64_000 samples" or "0.1 epochs": data after which the loss had a spike. The run
-                equals one whose data lacks it. None leaves out nothing. With resume="auto", a checkpoint of a
-                fit with the same `new_data` and `skip` goes on at its position.
+                steps", "64_000 samples" or "0.1 epochs": for example data that caused a spike of the loss.
+                The run is the same as if the data did not contain that part. None leaves out nothing. With
+                resume="auto", a checkpoint of a fit with the same `new_data` and `skip` continues at its
+                position.
 
         Raises:
             ConfigError: Arguments, task and data do not fit together.

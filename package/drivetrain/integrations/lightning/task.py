@@ -92,7 +92,8 @@ class LightningTask(TaskModule):
     def take_data_module(self, data_module: Any) -> None:
         """Show a data module as `self.trainer.datamodule`; `as_data` calls it when a run begins.
 
-        The data module's own `self.trainer` knows the processes from then on, and all else with the run.
+        From then on the data module's `self.trainer` knows the processes; it knows the rest when the run
+        begins.
         """
         self.datamodule = data_module
         data_module.trainer = TrainerView(ModuleState(self, self.module, "train"))

@@ -281,7 +281,7 @@ class AzureMLLogger(MLflowTracker):
     used.
 
     Args:
-        directory: As for `MLflowLogger`, and so are the others.
+        directory: As for `MLflowLogger`, like the other arguments.
         tracking_uri: Default: `MLFLOW_TRACKING_URI`, which must be set.
         experiment: The experiment's name.
         run_name: The run's name.

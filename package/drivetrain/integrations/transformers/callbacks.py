@@ -222,7 +222,7 @@ class CallbackAdapter(OwnCallback):
         self.args = self._given_args = args
 
     def watch_steps(self) -> None:
-        """Heed the control after each step, and keep the state fresh in it: a script's methods use them."""
+        """Carry out the control's requests after each step, and keep the state up to date in the step."""
         vars(self).pop("on_step_end", None)
 
     # Calling the callbacks.
@@ -286,7 +286,7 @@ class CallbackAdapter(OwnCallback):
         return self.heed(run)
 
     def heed(self, run: Run) -> set[str]:
-        """Ask the run for what the control has asked for since the last call, and return what that is."""
+        """Pass the control's requests since the last call to the run, and return them."""
         now = self._flags()
         asked, self._heeded = set(now - self._heeded), now
         if not asked or run.train_feed is None or run.is_over:
@@ -338,7 +338,7 @@ class CallbackAdapter(OwnCallback):
         return self._training is not None
 
     def fresh_state(self) -> TrainerState:
-        """Return the state with the step and the epoch of now."""
+        """Return the state with the current step and epoch."""
         if self._training is not None:
             self._see(self._training)
         return self.state
@@ -510,7 +510,7 @@ class CallbackAdapter(OwnCallback):
             self._end_epoch(run)
 
     def on_epoch_end(self, run: Run) -> None:
-        """Call `on_epoch_end`, unless it was called, or is called after the save of this step."""
+        """Call `on_epoch_end`, unless it was called already or the save of this step will call it."""
         if not (self._epoch_ended or self._ends_after_save):
             self._meet_now(run, self._end_epoch(run))
 

@@ -445,7 +445,7 @@ class TransformersTask(TaskModule):
         return OptimizerConfig("adamw", lr=5e-5) if self.optimizer is None else self.optimizer
 
     def model_info(self) -> ModelInfo:
-        """Return the classes that transformers does not split over devices, its files and its formats."""
+        """Return the block classes that stay on one device, and the model's files and formats."""
         names: Iterable[str] | None = getattr(base_of(self.model), "_no_split_modules", None)
         return ModelInfo(
             block_classes=tuple(names or ()),
