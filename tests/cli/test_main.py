@@ -15,7 +15,7 @@ from tests.support.forked import run_forked
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain.cli import launch
-from drivetrain.cli.main import _COMPLETION, _LISTS, _OTHERS, _RUNS, main
+from drivetrain.cli.main import _OTHERS, _RUNS, _SMALL, main
 from drivetrain.cli.references import importable_here
 from drivetrain.core.version import __version__
 from drivetrain.run.ledger_report import KINDS, NAME, read_ledger
@@ -178,12 +178,12 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
 def test_help_fits_on_a_screen_and_has_three_examples(drive):
     shapes = "--task shapes.Shapes --data shapes.Data "
     groups = ("checkpoint", "runs", "checkpoint export", "runs report", "search show")
-    for command in ("--help", *groups, *(_RUNS | _LISTS | _COMPLETION | _OTHERS)):
+    for command in ("--help", *groups, *(_RUNS | _SMALL | _OTHERS)):
         first, *rest = f"{command} {shapes if command == 'fit' else ''}--help".split()
         code, out, _ = drive(first, " ".join(rest), quiet=False)
         most = 30 if command in _RUNS.keys() - {"fit"} else 46
         assert (command, code, len(out.splitlines()) <= most) == (command, 0, True), out
-        assert out.count("\n  drivetrain ") >= (2 if command in ("new", *_LISTS) else 3), out
+        assert out.count("\n  drivetrain ") >= (2 if command in ("new", "env") else 3), out
         if command == "fit":
             for text in ("--task.NAME: hidden=8, rate=0.1", "length: max_epochs, max", "num_workers=0"):
                 assert text in out

@@ -92,7 +92,7 @@ def test_mistakes_in_the_options_of_launch():
 
 
 def test_what_the_other_commands_refuse(refuse, tmp_path):
-    refuse("strategies", {"--trainer.seed 3": "argument --trainer.seed. Allowed: '--debug', '--json'."})
+    refuse("env", {"--trainer.seed 3": "argument --trainer.seed. Allowed: '--debug', '--json'."})
     refuse("summary", {"--task shapes.Shapes --depth x": "--depth must be a whole number"})
     refuse("runs", {"show nowhere": "no ledger.jsonl", "list nowhere": "no run with a ledger.jsonl"}, code=1)
     refuse("completion", {"zs": "Did you mean 'zsh'?"})

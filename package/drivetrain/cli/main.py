@@ -45,10 +45,9 @@ _COMMANDS: Registry[Any] = Registry(
         "search": "drivetrain.integrations.optuna.command:search_command",
     },
 )
-_COMPLETION = {"completion": "print what makes a shell complete this command's words"}
-_LISTS = {
+_SMALL = {
     "env": "say what is installed and which devices there are",
-    "strategies": "list the strategies, what they need and which can run here",
+    "completion": "print what makes a shell complete this command's words",
 }
 _OTHERS = {
     "new": "write a small project that trains",
@@ -127,9 +126,8 @@ def _run(words: Sequence[str]) -> int:
         print(shellcode(["drivetrain"], shell=parsed.shell))
         return 0
     from drivetrain.cli.environment import print_environment
-    from drivetrain.cli.strategies import print_strategies
 
-    (print_environment if command == "env" else print_strategies)(parsed.json)
+    print_environment(parsed.json)
     return 0
 
 
@@ -168,9 +166,9 @@ def _parser() -> Parser:
     parser = Parser(prog="drivetrain", description="Train PyTorch tasks. Each command has --help.")
     parser.add_argument("--version", action="version", version=f"drivetrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, purpose in (_RUNS | _LISTS | _COMPLETION | _OTHERS).items():
+    for name, purpose in (_RUNS | _SMALL | _OTHERS).items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
-        if name in _LISTS:
+        if name == "env":
             command.add_common()
         elif name == "completion":
             command.add_argument("shell", choices=("bash", "zsh", "fish"))

@@ -224,8 +224,8 @@ def _check_available(name: str, hardware: Hardware) -> Any:
     support = made.available(hardware)
     if not support:
         raise StrategyError(
-            f"strategy {name!r} cannot run here: {support.reason}. Use strategy='auto', which runs on any"
-            " machine; `drivetrain strategies` lists what each strategy needs"
+            f"strategy {name!r} cannot run here: {support.reason}. It needs {made.needs}. Use"
+            " strategy='auto', which runs on any machine"
         )
     return made
 

@@ -49,8 +49,8 @@ class Trainer(RunSettings):
 
     Attributes: Where it runs
         strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
-            `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`. Default:
-            "auto". Example: strategy="fsdp".
+            `DDPConfig(...)`, an instance, or another package's name. Default: "auto". Example:
+            strategy="fsdp".
         devices: The number of processes, one for each GPU that CUDA_VISIBLE_DEVICES leaves visible; or
             "auto". Default: "auto". Example: devices=2.
         num_nodes: The number of machines. Default: 1. Example: num_nodes=2.
