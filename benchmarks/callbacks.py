@@ -35,8 +35,6 @@ CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
     'WeightAverage("swa")': lambda: [callbacks.WeightAverage("swa", every="10 steps")],
     "GradientNorms": lambda: [callbacks.GradientNorms()],
     "GradientNorms(per_layer=True)": lambda: [callbacks.GradientNorms(per_layer=True)],
-    "WeightHistograms": lambda: [callbacks.WeightHistograms()],
-    "WeightHistograms(gradients=True)": lambda: [callbacks.WeightHistograms(gradients=True)],
     "DeviceStats": lambda: [callbacks.DeviceStats()],
     "LearningRateMonitor": lambda: [callbacks.LearningRateMonitor()],
     "Throughput": lambda: [callbacks.Throughput()],

@@ -1,7 +1,6 @@
 """What memory is used for adds up to what can be computed by hand."""
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 
-from drivetrain import LambdaCallback, MemoryConfig, MemoryReport, OptimizerConfig, TaskModule
-from drivetrain.callbacks import EmptyCache
+from drivetrain import MemoryConfig, MemoryReport, OptimizerConfig, TaskModule
 from drivetrain.engine.memory_profile import MemoryUse
 
 SIZE, BLOCKS = 64, 4
@@ -108,13 +106,3 @@ def test_memory_report_comes_once_and_leaves_nothing_also_after_an_error() -> No
         quiet(max_epochs=1, callbacks=[report]).fit(task, batches())
     assert report.use is None
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
-
-
-def test_empty_cache_empties_the_devices_cache_at_its_interval(drive: Any, monkeypatch: Any) -> None:
-    emptied: list[int] = []
-    step = LambdaCallback(on_step_end=EmptyCache(every=3).on_step_end)  # as with a GPU
-    run = drive(step, steps_per_epoch=7)
-    module = SimpleNamespace(empty_cache=lambda: emptied.append(run.progress.steps))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    run.fit()
-    assert emptied == [3, 6]

@@ -42,14 +42,13 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
         "misspelt until": (partial(freeze, "encoder", unitl="2 epochs"), "did you mean 'until'"),
         "point of time": (partial(cut, {0: 8, "1 hour": 16}), "steps, whole epochs, or samples"),
         "dimension 0": (partial(cut, 8, fields={"labels": 0}), "dimension 0 counts samples"),
-        "cache": (partial(cb.EmptyCache, every=0), "every"),
         "hook": (partial(cb.LambdaCallback, on_step_ends=print), "did you mean 'on_step_end'"),
     }
     assert_refused(ConfigError, table)
 
 
 def test_arguments_of_callbacks_that_watch_are_refused() -> None:
-    profile, histograms = cb.Profile, cb.WeightHistograms
+    profile, stats = cb.Profile, cb.DeviceStats
     table: dict[str, tuple[Any, ...]] = {
         "kind": (partial(profile, kinds="traces"), "did you mean 'trace'"),
         "ranks": (partial(profile, ranks=-1), "ranks", "at least 0"),
@@ -58,8 +57,8 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
         "misspelt option": (partial(profile, options={"record_shape": True}), "did you mean 'record_shapes'"),
         "no active step": (partial(profile, {**ONE, "active": 0}), "'active': 0", "Give one"),
         "no wait": (partial(profile, {"warmup": 1, "active": 1}), "'wait'", "Give one"),
-        "interval of time": (partial(histograms, every="10 minutes"), "every=", "whole epochs"),
-        "over_ranks": (partial(cb.DeviceStats, over_ranks="sum"), "over_ranks", "'sum'"),
+        "interval of time": (partial(stats, every="10 minutes"), "every=", "whole epochs"),
+        "over_ranks": (partial(stats, over_ranks="sum"), "over_ranks", "'sum'"),
         "module": (partial(cb.summarize, "net"), "module", "'net'"),
         "ignore": (partial(cb.NonFiniteDetector, "mask"), "ignore='mask'"),
     }  # fmt: skip
@@ -77,32 +76,28 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
         "profile without a directory": (with_callbacks(cb.Profile()), "Profile(folder="),
         "profile of no rank": (with_callbacks(cb.Profile(ranks=[0, 1], folder=tmp_path)), "has rank 1"),
         "skipped samples": (with_callbacks(ramp, on_bad_batch="skip"), "on_bad_batch='skip'"),
-        "cache of a CPU": (with_callbacks(cb.EmptyCache(every=1)), "EmptyCache on 'cpu'"),
         "detector": (with_callbacks(cb.NonFiniteDetector(), compile=True), "compile=False"),
-        "histograms": (with_callbacks(cb.WeightHistograms(), loggers="csv"), "loggers='csv'", "histograms"),
     }  # fmt: skip
     assert_refused(ConfigError, table)
 
 
 def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() -> None:
-    def on(callback: Any, name: str, loggers: Any = ()) -> Any:
-        return lambda: callback.check_trainer(quiet(loggers=loggers), object.__new__(STRATEGIES[name]))
+    def on(callback: Any, name: str) -> Any:
+        return lambda: callback.check_trainer(quiet(), object.__new__(STRATEGIES[name]))
 
     hiding = SimpleNamespace(name="mine", refuses={"local_parts": "hidden"}.get)
-    shards = partial(cb.WeightHistograms().check_trainer, quiet(loggers="jsonl"), hiding)
+    shards = partial(cb.GradientNorms().check_trainer, quiet(), hiding)
     table: dict[str, tuple[Any, ...]] = {
         "average": (on(cb.WeightAverage(), "deepspeed"), "'deepspeed'", "own"),
         "skip": (on(cb.LossSpike("skip"), "xla"), "action='skip'", "'xla'"),
         "norms": (on(cb.GradientNorms(), "deepspeed"), "GradientNorms with strategy 'deepspeed'"),
-        "gradients": (on(cb.WeightHistograms(gradients=True), "deepspeed", "jsonl"), "gradients=True"),
-        "shards": (shards, "WeightHistograms with strategy 'mine': hidden"),
+        "shards": (shards, "GradientNorms with strategy 'mine': hidden"),
     }  # fmt: skip
     for name in ("deepspeed", "xla"):
         strategy = SimpleNamespace(name=name, device=torch.device("cpu" if name == "deepspeed" else "xla"))
         check = partial(cb.MemoryReport().check_trainer, quiet(), strategy)
         table[f"memory {name}"] = (check, f"MemoryReport with strategy '{name}'")
     assert_refused(StrategyError, table)
-    on(cb.WeightHistograms(), "deepspeed", "jsonl")()
     # A skip on an accelerator has to be allowed to wait.
     kind: Any = SimpleNamespace(name="accelerator", device=torch.device("cuda"), refuses=lambda _: "")
     skip = partial(cb.LossSpike("skip").check_trainer, quiet(), kind)
@@ -122,9 +117,6 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
         "skip of several": (fit(cb.LossSpike("skip"), Duel(), batch), "'loss'", "'discriminator_loss'"),
         "detector": (fit(cb.NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
-        "histograms": (
-            fit(cb.WeightHistograms(patterns="lines.weight"), loggers="jsonl", run_dir=tmp_path / "logs"),
-            "no parameter", "did you mean 'line.weight'"),
         "profile": (fit(cb.Profile(lambda number: 3, folder=tmp_path)), "returned 3 for step 0"),
         "late assets": (
             fit(cb.LambdaCallback(on_step_end=lambda run: run.add_assets([])), **saves), "for on_fit_start"),

@@ -123,7 +123,6 @@ CHANGE: dict[str, Callable[[], callbacks.Callback]] = {
 WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "table": lambda: callbacks.Profile(kinds="table", show=False),
     "trace": lambda: callbacks.Profile({"wait": 12, "warmup": 1, "active": 1}, show=False),
-    "WeightHistograms": lambda: callbacks.WeightHistograms(gradients=True),
     "GradientNorms": lambda: callbacks.GradientNorms(per_layer=True),
     "DeviceStats": callbacks.DeviceStats,
     "EarlyStopping": lambda: callbacks.EarlyStopping("train/loss", patience=99),

@@ -3,7 +3,6 @@ from drivetrain.callbacks.base import Callback as Callback
 from drivetrain.callbacks.base import unused as unused
 from drivetrain.callbacks.compile_time import CompileTime as CompileTime
 from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
-from drivetrain.callbacks.empty_cache import EmptyCache as EmptyCache
 from drivetrain.callbacks.freeze import Freeze as Freeze
 from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
 from drivetrain.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
@@ -16,7 +15,6 @@ from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLengt
 from drivetrain.callbacks.statistics.gradient_norms import GradientNorms as GradientNorms
 from drivetrain.callbacks.statistics.peaks import peak_flops as peak_flops
 from drivetrain.callbacks.statistics.throughput import Throughput as Throughput
-from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms as WeightHistograms
 from drivetrain.callbacks.summary import ModelSummary as ModelSummary
 from drivetrain.callbacks.summary import ModuleSummary as ModuleSummary
 from drivetrain.callbacks.summary import Summary as Summary

@@ -91,15 +91,6 @@ def takes(spec: str | Logger, kind: Kind) -> bool:
     return kind in getattr(made, "takes", ()) or (isinstance(spec, str) and not isinstance(made, type))
 
 
-def check_kind_taken(spec: LoggerSpec, kind: Kind, who: str) -> None:
-    """Check that a logger takes values of a kind."""
-    if not any(takes(each, kind) for each in check_loggers(spec)):
-        raise ConfigError(
-            f"{who} needs a logger that takes {kind}s, and loggers={spec!r} has none. Add 'tensorboard', or"
-            f" another one with log_media(values, step) and {kind!r} in its `takes`"
-        )
-
-
 def build_loggers(spec: LoggerSpec, run_dir: Path | None) -> list[Logger]:
     """Return the loggers that `spec` asks for, in its order. No file is made before something is logged.
 

@@ -142,7 +142,10 @@ def test_refusals(tmp_path: Path) -> None:
         ({"parallelism_config": {"cp_size": 2}}, "cp_size=2", "Give tp_size"),
     ]
     cases = {str(each): (lambda each=each: from_training_arguments(each), *words) for each, *words in rows}
-    cases["no cache"] = (lambda: _fit(tmp_path, {"torch_empty_cache_steps": 2}), "EmptyCache on 'cpu'")
+    cases["no cache"] = (
+        lambda: _fit(tmp_path, {"torch_empty_cache_steps": 2}),
+        "torch_empty_cache_steps on 'cpu'",
+    )
     assert_refused(ConfigError, cases)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.statistics.log_points import may_be_logged
 from drivetrain.checkpoint.weights.module_state import parameter_names
 from drivetrain.core.validation import by_name, flag
 from drivetrain.strategies.base import check_supported
@@ -70,7 +69,7 @@ class GradientNorms(Callback):
         """Take the norm of this process's part of each gradient, on the device, if it may be logged."""
         if self._taken_at != run.progress.micro_batches:  # else another optimizer of the same step
             self._norms, self._taken_at = [], run.progress.micro_batches
-        if not may_be_logged(run):
+        if not _may_be_logged(run):
             return
         strategy = run.engine.strategy
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[int, float]]]] = {}
@@ -101,3 +100,16 @@ class GradientNorms(Callback):
         if self.per_layer:
             for name, square in zip(self._layers, squares, strict=True):
                 run.log(f"gradients/norm/{name}", square**0.5)
+
+
+def _may_be_logged(run: Run) -> bool:
+    """Return whether a log point may follow the step that is being made."""
+    every, step = run.triggers.log.every, run.progress.steps + 1
+    ends_epoch = run.window is not None and bool(run.window.last)
+    if every is None:
+        due = False
+    elif every.unit == "steps":
+        due = step % int(every.amount) == 0 or (run.triggers.log.ends_epochs and ends_epoch)
+    else:
+        due = every.unit != "epochs" or every.amount < 1 or ends_epoch
+    return due or step in (1, run.totals.steps) or run.totals.steps is None

@@ -12,7 +12,7 @@ from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import by_name
 from drivetrain.data import to_host
 from drivetrain.engine.metrics.declared import is_flat
-from drivetrain.loggers.base import check_kind_taken
+from drivetrain.loggers.base import check_loggers, takes
 from drivetrain.loggers.media import Figure
 
 if TYPE_CHECKING:
@@ -54,8 +54,13 @@ class PlotMetrics(Callback):
         Raises:
             ConfigError: None does.
         """
-        if trainer.dry_run in (None, "overfit"):
-            check_kind_taken(trainer.loggers, "figure", "PlotMetrics")
+        if trainer.dry_run not in (None, "overfit"):  # a trial that writes nothing has no loggers
+            return
+        if not any(takes(each, "figure") for each in check_loggers(trainer.loggers)):
+            raise ConfigError(
+                f"PlotMetrics needs a logger that takes figures, and loggers={trainer.loggers!r} has none."
+                " Add 'tensorboard', or another one with log_media(values, step) and 'figure' in its `takes`"
+            )
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the metrics.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.statistics.log_points import LoggingCallback, LogPoints
+from drivetrain.callbacks.base import Callback
 from drivetrain.core.errors import MissingDependencyError
+from drivetrain.core.intervals import steps_or_epochs
 from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import by_name, one_of
@@ -36,7 +37,7 @@ _ALLOCATOR = {
 
 
 @by_name
-class DeviceStats(LoggingCallback):
+class DeviceStats(Callback):
     """Logs the use of the machine at log points, read from NVML, torch's allocator and psutil.
 
     All names begin with ``device/``:
@@ -69,7 +70,8 @@ class DeviceStats(LoggingCallback):
 
     def __init__(self, *, every: Interval | None = None, over_ranks: str = "mean") -> None:
         self.over_ranks = one_of("over_ranks of DeviceStats", over_ranks, OVER_RANKS)
-        self._points = LogPoints("DeviceStats(every=)", every)
+        self.every = None if every is None else steps_or_epochs("DeviceStats(every=)", every)
+        self._steps = self._epochs = 0  # of the last log point with values
         self._readings: dict[str, Callable[[], float | None]] = {}
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
@@ -86,7 +88,8 @@ class DeviceStats(LoggingCallback):
 
     def on_fit_start(self, run: Run) -> None:
         """Begin to measure."""
-        self._points.begin(run)
+        if self._steps > run.progress.steps:  # those of another fit
+            self._steps = self._epochs = 0
         device = run.engine.device
         self._readings = {**_of_host(run), **_of_gpu(device)}
         lacking = [name for name in self._readings if self._read(name) is None]
@@ -99,8 +102,9 @@ class DeviceStats(LoggingCallback):
 
     def on_log(self, run: Run) -> None:
         """Log the values."""
-        if not self._points.take(run):
+        if not self._is_due(run):
             return
+        self._steps, self._epochs = run.progress.steps, run.progress.epoch
         read = {name: self._read(name) for name in self._readings}
         mine = {name: each for name, each in read.items() if each is not None}
         of_all = run.engine.ranks.gather_first(mine)
@@ -114,6 +118,22 @@ class DeviceStats(LoggingCallback):
         for name in dict.fromkeys(name for values in of_all for name in values):
             found = [values[name] for values in of_all if name in values]
             run.log(f"device/{name}", max(found) if self.over_ranks == "max" else sum(found) / len(found))
+
+    def _is_due(self, run: Run) -> bool:
+        """Return whether this log point is the first at or after an end of the interval."""
+        steps, epochs = run.progress.steps, run.progress.epoch
+        if self.every is None:
+            return steps > self._steps
+        before, now = (self._steps, steps) if self.every.unit == "steps" else (self._epochs, epochs)
+        return now // int(self.every.amount) > before // int(self.every.amount)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last log point with values."""
+        return {"steps": self._steps, "epochs": self._epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._steps, self._epochs = int(state["steps"]), int(state["epochs"])
 
     def _read(self, name: str) -> float | None:
         try:

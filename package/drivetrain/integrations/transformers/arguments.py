@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from drivetrain.callbacks import Callback, EmptyCache, MemoryReport, NonFiniteDetector, Throughput, XLAReport
+from drivetrain.callbacks import Callback, MemoryReport, NonFiniteDetector, Throughput, XLAReport
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.core.direction import direction_of
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import NAME, logger
+from drivetrain.core.validation import count
 from drivetrain.data.orders.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.integrations.transformers.arguments_strategy import strategy_options
@@ -32,6 +34,11 @@ from drivetrain.loggers import LOGGERS, TensorBoardLogger
 from drivetrain.strategies.base import refusal
 from drivetrain.strategies.registry import DEVICES, named, strategy_class
 from drivetrain.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
 
 _FRAMES = 21
 _INPUTS = ("input_ids", "input_values", "input_features", "pixel_values")
@@ -433,10 +440,28 @@ def _code_carbon() -> Callback:
     return made
 
 
+class _EmptyCache(Callback):
+    """Empties the cache of the device's allocator after every n-th step."""
+
+    def __init__(self, every: int) -> None:
+        self._every = count("torch_empty_cache_steps", every, at_least=1)
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        if strategy.device.type not in ("cuda", "mps", "xpu"):
+            raise ConfigError(
+                f"torch_empty_cache_steps on {strategy.device.type!r}, whose allocator has no cache to empty."
+                " Leave it out"
+            )
+
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.steps % self._every == 0:
+            torch.get_device_module(run.engine.device).empty_cache()
+
+
 def _callbacks(values: Values) -> list[Any]:
     made: list[Any] = [_code_carbon()] if _CARBON in values["report_to"] else []
     if values["torch_empty_cache_steps"] is not None:
-        made.append(EmptyCache(values["torch_empty_cache_steps"]))
+        made.append(_EmptyCache(values["torch_empty_cache_steps"]))
     for name in values["debug"]:
         if name not in ("underflow_overflow", "tpu_metrics_debug"):
             raise ConfigError(f"debug={name!r}. {nearest(name, ('underflow_overflow', 'tpu_metrics_debug'))}")

@@ -123,7 +123,7 @@ _STEP = (
     _mapped(
         "neftune_noise_alpha", "`TransformersTask(neftune_alpha=)`; nothing of it stays on the model", 5.0
     ),
-    _mapped("torch_empty_cache_steps", "`EmptyCache(every=)`", 4),
+    _mapped("torch_empty_cache_steps", "a callback empties the allocator's cache after every n-th step", 4),
     _refused(
         "use_liger_kernel",
         "apply the kernels to the model before you make the task:"

@@ -4,15 +4,20 @@ import wandb
 from tests.support.tasks import Regression, pairs
 
 from drivetrain import LambdaCallback, Trainer
-from drivetrain.callbacks import WeightHistograms
 from drivetrain.integrations.trackers import WandbLogger
+from drivetrain.loggers import Histogram
 
 own = wandb.init(mode="offline", id="own")
 seen = []
 Trainer(
     max_steps=4,
     log_every=2,
-    callbacks=[WeightHistograms(), LambdaCallback(on_fit_start=lambda run: seen.append(run.logger("wandb")))],
+    callbacks=[
+        LambdaCallback(
+            on_fit_start=lambda run: seen.append(run.logger("wandb")),
+            on_log=lambda run: run.log("weights/line.weight", Histogram(run.task.line.weight)),
+        )
+    ],
     loggers=WandbLogger(artifacts="all"),
     run_dir="run",
     strategy="cpu",
