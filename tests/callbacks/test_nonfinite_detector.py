@@ -1,8 +1,6 @@
 """The module in which a number was first not finite is named, by every way in which a run tells of it."""
 
 import logging
-import math
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -114,25 +112,6 @@ def test_the_module_is_named_with_skip_and_stop(caplog: pytest.LogCaptureFixture
         "step 3 was not made: NaN or infinite on rank 0: 'loss'; first in the forward of 'net.0' (Linear)"
     ]
     assert "'loss' (from step 3); first in the forward of 'net.0' (Linear); " in found[1]
-
-
-def test_history_has_the_magnitudes_of_the_last_calls(caplog: pytest.LogCaptureFixture) -> None:
-    for choice in ("raise", "skip"):
-        caplog.clear()
-        detector = NonFiniteDetector(history=2)
-        trainer = quiet(max_epochs=1, log_every="4 steps", callbacks=[detector], on_nonfinite=choice)
-        with caplog.at_level(logging.WARNING), suppress(NonFiniteError):
-            trainer.fit(Fragile(), batches(6))
-        (frame,) = detector.frames
-        assert frame.module == "'net.0' (Linear)"
-        assert frame.magnitudes.keys() == {"weight", "bias", "input 0", "output 0"}
-        assert not math.isfinite(frame.magnitudes["output 0"][1])
-        assert 0 < frame.magnitudes["weight"][0] < frame.magnitudes["weight"][1] < 1
-        assert sum("abs min   abs max" in text for text in caplog.messages) == 1
-    detector = NonFiniteDetector(history=2)
-    with pytest.raises(NonFiniteError):
-        quiet(max_epochs=1, log_every="4 steps", callbacks=[detector]).fit(Deep(BreaksForward), BATCHES)
-    assert [each.module.split("'")[1] for each in detector.frames] == ["middle.1.0", "middle.1.1"]
 
 
 def on_ranks(strategy: str) -> str:

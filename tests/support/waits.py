@@ -136,7 +136,7 @@ WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "ProgressBar": callbacks.ProgressBar,
     "LambdaCallback": lambda: callbacks.LambdaCallback(on_step_end=lambda run: None),
 }
-"""Callbacks that change numbers, and those that change none; NonFiniteDetector(history=) waits by design."""
+"""Callbacks that change numbers, and those that change none."""
 
 _NEEDS = {"declared metrics": ["torchmetrics"], "ProgressBar": ["tqdm"], "DeviceStats": ["psutil"]}
 _NEEDS["DeviceStats"] += ["pynvml"] if torch.cuda.is_available() else []

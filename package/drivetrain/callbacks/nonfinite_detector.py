@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import clean_name, parameter_names
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.messages import logger
-from drivetrain.core.validation import by_name, count
+from drivetrain.core.validation import by_name
 from drivetrain.engine.skip import all_finite
 from drivetrain.strategies.transforms.compile import as_compile
 
@@ -24,12 +23,8 @@ if TYPE_CHECKING:
     from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
 
-_LOG = logger(__name__)
-
 _KEPT = 1000
 """The number of steps kept between two log points; after more, the host reads whether one was bad."""
-
-_HEADER = f"{'abs min':>9} {'abs max':>9}"
 
 _PARAMETER = "the gradient of the parameter"
 
@@ -40,22 +35,6 @@ class _GradientOrigin(NamedTuple):
     place: str
     users: list[str]
 
-
-class Frame(NamedTuple):
-    """The magnitudes of one call of a module.
-
-    Attributes:
-        module: The module, as messages name it.
-        magnitudes: The smallest and the largest absolute value of each tensor, by what it is ("weight",
-            "input 0", "output 0").
-    """
-
-    module: str
-    magnitudes: dict[str, tuple[float, float]]
-
-
-_Measured: TypeAlias = tuple[str, list[str], list[Tensor]]
-"""A frame on the device: the module, what was measured, and each smallest and largest absolute value."""
 
 _ORIGIN = "_nonfinite_detector_origin"
 """The attribute that marks a tensor whose gradient has a hook."""
@@ -74,34 +53,21 @@ class NonFiniteDetector(Callback):
     It costs about two kernels for each output and each gradient. Use it in a run that has failed before,
     resumed from its last good checkpoint.
 
-    With `history`, the smallest and the largest absolute value of the inputs, the outputs and the weights of
-    the last calls of modules are logged as a table. It shows where values grew or vanished before they
-    overflowed. The run then waits for the device after each step, and keeps all calls of a step.
-
     Args:
         ignore: Globs on names of modules whose outputs are infinite on purpose, such as masks.
-        history: The number of calls of modules to show, up to that of the first bad output; 0 shows none.
-
-    Attributes:
-        frames: The calls of the latest finding, the earliest first; empty before.
 
     Raises:
         ConfigError: `ignore` is not a sequence of strings; at the start of a fit, a pattern matches nothing;
             or, when a Trainer is made, the task will be compiled.
     """
 
-    def __init__(self, ignore: Iterable[str] = (), history: int = 0) -> None:
+    def __init__(self, ignore: Iterable[str] = ()) -> None:
         self._ignored = () if isinstance(ignore, str) else tuple(ignore)
         if isinstance(ignore, str) or not all(isinstance(each, str) for each in self._ignored):
             raise ConfigError(f"NonFiniteDetector(ignore={ignore!r}): give a sequence of modules' names")
-        self.history = count("NonFiniteDetector: history", history)
-        self.frames: list[Frame] = []
         self._forget()
 
     def _forget(self) -> None:
-        self._calls: list[_Measured] = []  # of this step
-        self._ends: list[int] = []  # for each flag, the number of calls until then
-        self._remembered: dict[int, list[_Measured]] = {}  # the last calls of bad steps
         self._handles: list[Any] = []
         self._places: list[str] = []
         self._flags: list[Tensor] = []
@@ -171,8 +137,6 @@ class NonFiniteDetector(Callback):
         """
         if any(run.names.stage_of(name) == "train" for name in run.logged):
             del self._seen[:-1]
-            kept = {step for step, *_ in self._seen}
-            self._remembered = {each: calls for each, calls in self._remembered.items() if each in kept}
 
     def on_fit_end(self, run: Run) -> None:
         """Remove the hooks."""
@@ -194,15 +158,12 @@ class NonFiniteDetector(Callback):
             for finite in all_finite([tensor]):
                 self._places.append(place)
                 self._flags.append(~finite.all())
-                self._ends.append(len(self._calls))
 
     def _clear(self) -> None:
-        self._places, self._flags, self._calls, self._ends = [], [], [], []
+        self._places, self._flags = [], []
 
     def _check_outputs(self, title: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            if self.history:
-                self._calls.append((title, *_magnitudes(module, inputs, output)))
             for each in _tensors(output):
                 self._note(f"the forward of {title}", each)
                 self._watch_gradient(each, f"the gradient of the output of {title}")
@@ -237,10 +198,6 @@ class NonFiniteDetector(Callback):
             # Flags of batches are on the host, and copying them waits for nothing.
             bad = torch.stack([each.to(self._device, non_blocking=True) for each in self._flags])
             self._seen.append((self._step, self._places, bad))
-            if self.history and bool(bad.any()):
-                end = self._ends[int(bad.int().argmax())]
-                calls = self._calls[max(0, end - self.history) : end]
-                self._remembered.setdefault(self._step, calls)
         self._clear()
 
     def find(self, step: int) -> tuple[int, str] | None:
@@ -254,55 +211,13 @@ class NonFiniteDetector(Callback):
         """
         self._fold()
         seen, self._seen = self._seen, []
-        self.frames = []
         for found, places, bad in seen:
             if found <= step and bool(bad.any()):
                 place = places[int(bad.int().argmax())]
-                self._show(found, place)
                 when = "" if found == step else f", at step {found}"
                 # A bad gradient of a parameter may come from another rank, by the reduction of gradients.
                 return int(place.startswith(_PARAMETER)), f"first in {place}{when}"
         return None
-
-    def _show(self, step: int, place: str) -> None:
-        """Log the last calls before a bad place."""
-        calls = self._remembered.pop(step, [])
-        self._remembered = {}
-        if not calls:
-            return
-        self.frames = [
-            Frame(module, {name: _numbers(each) for name, each in zip(names, measured, strict=True)})
-            for module, names, measured in calls
-        ]
-        lines = [f"step {step}, {place}: the last {len(calls)} calls of modules until then", _HEADER]
-        for frame in self.frames:
-            lines.append(f"{'':20}{frame.module}")
-            lines += [
-                f"{least:9.2e} {largest:9.2e} {name}" for name, (least, largest) in frame.magnitudes.items()
-            ]
-        _LOG.warning("\n".join(lines))
-
-
-def _magnitudes(module: nn.Module, inputs: Any, output: Any) -> tuple[list[str], list[Tensor]]:
-    """Return the names of a module's own parameters, inputs and outputs, and their extreme magnitudes."""
-    tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-    for what, tree in (("input", inputs), ("output", output)):
-        tensors |= {f"{what} {number}": each for number, each in enumerate(_tensors(tree))}
-    names, measured = [], []
-    with torch.no_grad():
-        for name, each in tensors.items():
-            local = each.to_local() if hasattr(each, "to_local") else each
-            if local.is_floating_point() and local.numel():
-                names.append(name)
-                magnitudes = local.abs()
-                # XLA has no kernel for aminmax.
-                measured.append(torch.stack([magnitudes.min(), magnitudes.max()]))
-    return names, measured
-
-
-def _numbers(measured: Tensor) -> tuple[float, float]:
-    least, largest = measured.tolist()
-    return least, largest
 
 
 def _tensors(tree: Any) -> list[Tensor]:

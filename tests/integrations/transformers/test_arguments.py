@@ -320,12 +320,10 @@ def _fit(folder: Path, options: dict[str, Any], weight: float | None = None) -> 
     return seen
 
 
-def test_options_are_seen_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_are_seen_in_a_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"debug": "underflow_overflow", "logging_nan_inf_filter": False}
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match=r"first in the forward of .*classifier"):
         _fit(tmp_path / "overflow", options, weight=math.inf)
-    assert "abs min" in caplog.text  # the calls before it
-    assert "classifier" in caplog.text
     options = {"save_only_model": True, "save_steps": 3}
     assert _fit(tmp_path / "weights", options) == {torch.float32}
     with pytest.raises(CheckpointError, match="resumable=False"):

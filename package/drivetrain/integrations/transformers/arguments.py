@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
 
-_FRAMES = 21
 _INPUTS = ("input_ids", "input_values", "input_features", "pixel_values")
 _PUSHES = {"end": "end", "every_save": "save", "checkpoint": "checkpoint", "all_checkpoints": "all"}
 
@@ -465,7 +464,7 @@ def _callbacks(values: Values) -> list[Any]:
     for name in values["debug"]:
         if name not in ("underflow_overflow", "tpu_metrics_debug"):
             raise ConfigError(f"debug={name!r}. {nearest(name, ('underflow_overflow', 'tpu_metrics_debug'))}")
-        made.append(NonFiniteDetector(history=_FRAMES) if name == "underflow_overflow" else XLAReport())
+        made.append(NonFiniteDetector() if name == "underflow_overflow" else XLAReport())
     if not values["skip_memory_metrics"]:
         made.append(MemoryReport())
     if values["include_tokens_per_second"]:

@@ -225,7 +225,7 @@ _LOGS = (
     ),
     _mapped(
         "debug",
-        '"underflow_overflow" is `NonFiniteDetector(history=21)`, "tpu_metrics_debug" is `XLAReport()`',
+        '"underflow_overflow" is `NonFiniteDetector()`, "tpu_metrics_debug" is `XLAReport()`',
         "underflow_overflow",
     ),
 )
