@@ -342,7 +342,7 @@ def test_no_member_of_the_core_is_there_for_one_integration(sources: list[Source
 
 def test_the_core_names_no_project_that_an_integration_is_for(sources: list[Source]) -> None:
     """Texts that are the name of a package or a module of it; `core/synonyms` has names of their parts."""
-    allowed = {"checkpoint/formats.py", "cli/checkpoint/arguments.py", "cli/environment.py"}  # lazy rows
+    allowed = {"checkpoint/formats.py", "cli/checkpoint/arguments.py"}  # lazy rows
     allowed |= {"checkpoint/weights/torch_files.py", "task/optim/quantized.py", "task/attributes.py"}
     allowed |= {"run/setting_checks.py"}  # a lazy row
     folders = {each.name for each in (PACKAGE / "integrations").iterdir() if each.name[0] != "_"}

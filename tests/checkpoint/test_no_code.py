@@ -32,7 +32,6 @@ KNOWN = {
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
     "cli/checkpoint/actions.py": ["torch.save"],  # on request, for programs that read no other format
     "cli/checkpoint/arguments.py": ["importlib"],  # the modules of a fixed list of commands
-    "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib"],  # what the user names on the command line
     # annotations in the code; YAML that the user names, by its safe loader
     "cli/settings.py": ["get_type_hints", "typing.get_type_hints", "yaml"],
