@@ -171,20 +171,6 @@ def test_export_replaces_no_file_unasked(capsys, run_dir, tmp_path, remote):
         assert files.entries(place).keys() - before.keys() == {"w.safetensors"}
 
 
-def test_diff_tells_tensors_and_values_apart(capsys, run_dir):
-    first, second = (run_dir / "checkpoints" / f"step-000000{step}" for step in (10, 15))
-    code, found = as_json(capsys, "diff", first, second)
-    assert (code, found["is_same"]) == (1, False)
-    assert ("model", "line.weight", "content") in [
-        (each["section"], each["name"], each["kind"]) for each in found["tensors"]
-    ]
-    values = {(each["section"], each["name"]): (each["first"], each["second"]) for each in found["values"]}
-    assert values["progress", "steps"] == (10, 15)
-    code, printed = run(capsys, "diff", first, second)
-    assert (code, "line.weight" in printed.out, "10 became 15" in printed.out) == (1, True, True)
-    assert max(map(len, printed.out.splitlines())) <= 80
-
-
 def test_any_text_is_shown_without_harm_to_the_terminal(capsys, tmp_path):
     name = "層.重み." + "long" * 30
     hparams = {"values": {"title": "\x1b[2Jgone\nnew \ud800", "größe": "naïve"}, "unstored": ["loss"]}

@@ -104,6 +104,6 @@ def test_what_the_other_commands_refuse(refuse, tmp_path):
     refuse("checkpoint", {f"{export} w.pt": "add --format torch"})
     refuse("checkpoint", {f"{export} w.safetensors --format torch": "a name such as model.pt"})
     refuse("checkpoint", {f"{export} s3://bucket/w.pt --format torch": "a local file"})
-    missing = ("list nowhere", f"show {tmp_path}", f"diff {tmp_path} {tmp_path}", f"verify {tmp_path}")
+    missing = ("list nowhere", f"show {tmp_path}", f"verify {tmp_path}")
     refuse("checkpoint", dict.fromkeys(missing, "checkpoint"), code=1)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["shapes.py"]

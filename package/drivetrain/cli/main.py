@@ -53,7 +53,7 @@ _OTHERS = {
     "new": "write a small project that trains",
     "launch": "start a program as several processes, on one machine or many",
     "check-resume": "kill and resume a program, and name the first difference",
-    "checkpoint": "list, show, verify, export or compare checkpoints",
+    "checkpoint": "list, show, verify or export checkpoints",
     "runs": "list runs, and show what the time of one went to",
 }
 """Commands with a module of their own, whose function `run` takes the words after the command."""

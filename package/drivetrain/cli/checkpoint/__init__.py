@@ -1,1 +1,1 @@
-"""`drivetrain checkpoint`: list, show, verify, export, push, compare and import checkpoints."""
+"""`drivetrain checkpoint`: list, show, verify, export, push and import checkpoints."""

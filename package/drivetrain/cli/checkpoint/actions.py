@@ -1,4 +1,4 @@
-"""The actions of `drivetrain checkpoint`, such as list, show, verify, export and diff."""
+"""The actions of `drivetrain checkpoint`, list, show, verify and export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format.records import TENSORS
 from drivetrain.checkpoint.formats import FORMATS, export_folder
-from drivetrain.checkpoint.inspection.compare import compare
 from drivetrain.checkpoint.inspection.description import describe
 from drivetrain.checkpoint.inspection.listing import Listed, list_checkpoints
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
@@ -30,9 +29,7 @@ from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
 from drivetrain.checkpoint.weights.torch_files import PICKLES
 from drivetrain.cli.checkpoint.output import (
     Verdict,
-    comparison_json,
     listing_json,
-    print_comparison,
     print_description,
     print_listing,
     print_tensors,
@@ -43,10 +40,7 @@ from drivetrain.cli.printing import line, print_json
 from drivetrain.core.errors import CheckpointError, ConfigError, plain
 
 _FINE, _NOT_FINE = 0, 1
-"""Exit codes. `diff` exits with the second if something differs."""
-
-_SHOWN = 40
-"""Differences to print before the rest is only counted; --all and --json print every one."""
+"""Exit codes."""
 
 
 def _list(parsed: argparse.Namespace) -> int:
@@ -213,15 +207,6 @@ def _check_free(output: str, may_be_several: bool) -> None:
         raise ConfigError(f"{path!r} exists; --force replaces it")
 
 
-def _diff(parsed: argparse.Namespace) -> int:
-    found = compare(resolve(parsed.first), resolve(parsed.second))
-    if parsed.json:
-        print_json(comparison_json(found))
-    else:
-        print_comparison(found, None if parsed.all else _SHOWN)
-    return _FINE if found.is_same else _NOT_FINE
-
-
 def _print(parsed: argparse.Namespace, found: Any, *lines: str) -> int:
     """Print JSON or lines, whichever is asked for."""
     if parsed.json:
@@ -237,6 +222,5 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "show": _show,
     "verify": _verify,
     "export": _export,
-    "diff": _diff,
 }
 """The function for each action; it returns the exit code."""

@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
 def _parser(words: Sequence[str]) -> Parser:
     parser = Parser(
         prog="drivetrain checkpoint",
-        description="List, show, verify, export, push, compare and import checkpoints.",
+        description="List, show, verify, export, push and import checkpoints.",
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -107,16 +107,6 @@ def _parser(words: Sequence[str]) -> Parser:
     add("--max-shard-size", metavar="SIZE", help='split into files of at most this size, such as "5 GB"')
     add("--group", metavar="NAME", default="model", help="the group of tensors; default model")
     add("--force", action="store_true", help="replace existing files")
-
-    add = action(
-        "diff",
-        "show the differences between two checkpoints; exit code 1 if there are any",
-        "Compares arguments, settings, metrics and counts, and tensors by the hashes in the manifests: it"
-        " reads only tensors that are stored in different pieces. Ignores the time that a run took.",
-    )
-    add("first", metavar="A", help=_ONE)
-    add("second", metavar="B", help="another")
-    add("--all", action="store_true", help="list every difference, not only the first ones")
 
     for name, (purpose, place) in _ELSEWHERE.items():
         module = importlib.import_module(place) if words[:1] == [name] else None

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from drivetrain.checkpoint.format.records import TensorRecord
-from drivetrain.checkpoint.inspection.compare import CheckpointDifference, Comparison
 from drivetrain.checkpoint.inspection.description import CheckpointTotals, Description, totals
 from drivetrain.checkpoint.inspection.listing import Listed, Listing
 from drivetrain.cli.printing import line, section, shortened, span, table
@@ -163,38 +162,3 @@ def verdict_text(verdict: Verdict) -> str:
     if verdict.condition in ("set aside", "unfinished"):
         return f"{verdict.path}: {verdict.trouble}; not checked"
     return f"{verdict.path}: {verdict.condition.upper()}: {verdict.trouble}"
-
-
-def comparison_json(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON."""
-    same = {"is_same": found.is_same, "same_tensors": found.same}
-    paths = {"first": found.first, "second": found.second}
-    return {**paths, **same, "tensors": found.tensors, "values": found.values}
-
-
-def print_comparison(found: Comparison, limit: int | None) -> None:
-    """Print the differences.
-
-    Args:
-        limit: The largest number of tensors to print, and of values; None prints all.
-    """
-    if found.is_same:
-        line(f"the same: {found.same} tensors, and everything else")
-        return
-    line(f"{found.same} tensors are the same, {len(found.tensors)} differ")
-    titled: dict[str, list[tuple[str, str]]] = {}
-    for each in (*found.tensors[:limit], *found.values[:limit]):
-        titled.setdefault(each.section, []).append((each.name, _change(each)))
-    for title, changes in titled.items():
-        section(title, changes)
-    hidden = 0 if limit is None else len(found.tensors[limit:]) + len(found.values[limit:])
-    if hidden:
-        line()
-        line(f"... and {hidden} more; --all lists them")
-
-
-def _change(each: CheckpointDifference) -> str:
-    if each.kind.startswith("only"):
-        return f"{shortened(each.second if each.first is None else each.first)}, {each.kind}"
-    first, second = shortened(each.first), shortened(each.second)
-    return f"other content, {first}" if first == second else f"{first} became {second}"
