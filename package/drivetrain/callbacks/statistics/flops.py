@@ -1,4 +1,4 @@
-"""The floating-point operations of steps, counted as torch runs them, by the length of a batch's samples.
+"""The floating-point operations of a step, counted as torch runs them.
 
 The model's are those of the forward and backward without recomputation, as model FLOPs utilisation counts
 them (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). The hardware's include what activation
@@ -8,23 +8,13 @@ checkpointing and the backward of fused attention compute again.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-from drivetrain.data.batch import batch_size
-
-_KNOWN = 3
-"""The most lengths that are counted: a transformer's operations are a polynomial of degree two in them."""
-
-_APART = 1.25
-"""The least ratio of two lengths that are counted; an extrapolation from closer ones would not be sound."""
 
 _ATTENTION = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}")
@@ -148,70 +138,3 @@ def _recomputes() -> bool:
         return True
     node = torch._C._current_autograd_node()
     return node is not None and "Checkpoint" in node.name()
-
-
-class FlopsByLength:
-    """The operations of one sample as a function of its length, from the lengths that were counted.
-
-    One counted length gives a straight line through the origin, and each further one a degree more.
-    """
-
-    def __init__(self, counted: Mapping[int, Flops] | None = None) -> None:
-        self.counted = dict(counted or {})
-
-    def wants(self, length: int) -> bool:
-        """Return whether a step of this length must be counted."""
-        near = any(max(each, length) < _APART * min(each, length) for each in self.counted)
-        return not near and len(self.counted) < _KNOWN
-
-    def add(self, length: int, flops: Flops) -> None:
-        self.counted[length] = flops
-
-    def at(self, length: float) -> Flops:
-        """Return the operations of one sample; Lagrange's interpolation."""
-        # The origin is a point too, until three lengths tell what does not depend on the length.
-        known: dict[int, Flops] = {**self.counted}
-        if len(known) < _KNOWN and 0 not in known:
-            known[0] = Flops(0, 0)
-        model = hardware = 0.0
-        for each, flops in known.items():
-            weight = 1.0
-            for other in known:
-                weight *= (length - other) / (each - other) if other != each else 1.0
-            model += weight * flops.model
-            hardware += weight * flops.hardware
-        return Flops(model, hardware)
-
-
-def lengths_of(batches: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return the samples of batches, and the length of a sample in each.
-
-    A length is that of the tokens: the second dimension of "input_ids" or of the first integer tensor of two
-    dimensions; else the elements of a sample in the first tensor that has several. Only shapes are read.
-    """
-    return [(batch_size(each) or 0, _length(each)) for each in batches]
-
-
-def _length(batch: Any) -> int:
-    kind = type(batch)
-    if kind is dict or isinstance(batch, Mapping):
-        named = batch.get("input_ids")
-        if isinstance(named, Tensor) and (length := _tokens(named)):
-            return length  # the usual batch of tokens: no other tensor is looked at, in every step
-        values = batch.values()
-    else:
-        values = batch if kind is tuple or kind is list else (batch,)
-    length = 0
-    for value in values:
-        for each in (value,) if type(value) is Tensor else tree_leaves(value):
-            if isinstance(each, Tensor) and not each.is_nested and each.ndim > 1:
-                if tokens := _tokens(each):
-                    return tokens
-                length = length or math.prod(each.shape[1:])
-    return length or 1
-
-
-def _tokens(tensor: Tensor) -> int:
-    """Return the number of tokens in a row, or 0 if the tensor holds none."""
-    shape = tensor.shape
-    return int(shape[1]) if len(shape) == 2 and not (tensor.is_floating_point() or tensor.is_nested) else 0

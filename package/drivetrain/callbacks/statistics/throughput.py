@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.base import Callback, check_only_one
-from drivetrain.callbacks.statistics.flops import FlopCount, Flops, FlopsByLength, lengths_of
+from drivetrain.callbacks.statistics.flops import FlopCount, Flops
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, flag, number
+from drivetrain.data.batch import batch_size
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -53,11 +54,11 @@ class Throughput(Callback):
     The first step of a fit is left out, because it warms up caches and allocators. A log point gets no
     values if no step was made since the one before, as at an evaluation. Nothing here waits for the device.
 
-    The operations per sample are counted in the fit's first step, as torch runs it
-    (`torch.utils.flop_counter`), attention in full even if it is causal. If the length of the samples changes
-    by a quarter or more, as with `SequenceLength`, the operations are counted for up to three lengths. Those
-    of other lengths are computed by a polynomial of degree two in the length. A compiled task runs the
-    counted steps uncompiled. A checkpoint stores the counts, so that a resumed run does not count again.
+    The operations are counted in the fit's first step, as torch runs it (`torch.utils.flop_counter`),
+    attention in full even if it is causal. Later steps have as many for each token as the first step, or for
+    each sample if no tokens are counted. Attention costs more in longer sequences, which is not counted. A
+    compiled task runs the first step uncompiled. A checkpoint stores the count, so that a resumed run does
+    not count again.
 
     Args:
         peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute
@@ -84,10 +85,8 @@ class Throughput(Callback):
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
         self.measure_flops = flag("Throughput(measure_flops=)", measure_flops)
-        self._flops = FlopsByLength()
-        self._done, self._seen = Flops(0, 0), 0  # operations and samples since the run began
-        self._window: list[tuple[int, int]] = []  # samples and lengths of the step's micro-batches
-        self._of_sample: Flops | None = None  # the mean of the window's samples, where it will not change
+        self._counted: Flops | None = None  # the operations of a sample of the first step
+        self._tokens = 0.0  # and its tokens
         self._peak = peak_flops
         self._devices = 1
         self._measure = False
@@ -106,23 +105,20 @@ class Throughput(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Look up the device's peak and reset the measurement."""
         if not self._loaded:
-            self._flops, self._done, self._seen = FlopsByLength(), Flops(0, 0), 0
-        self._loaded, self._window, self._of_sample = False, [], None
+            self._counted = None if self.flops_per_sample is None else Flops(self.flops_per_sample, 0)
+            self._tokens = 0.0
+        self._loaded = False
         self._measure = self.measure_flops and self.flops_per_sample is None
         self._peak = self.peak_flops or _device_peak(run)
         self._devices = run.engine.strategy.world_size
         self._mark = None
 
     def on_step_start(self, run: Run) -> None:
-        """Count the operations of a step whose length was not counted yet."""
-        if self._measure:
-            window = lengths_of([each.batch for each in run.window.micro_batches])
-            if window != self._window:
-                self._window, self._of_sample = window, None
-            if self._of_sample is None and self._flops.wants(_mean(window)):
-                self._counting = FlopCount()
-                if run.engine.splitter is not None:  # an attempt that ran out of memory does not count
-                    run.engine.splitter.begun_again.append(self._counting.forget)
+        """Count the operations of the first step."""
+        if self._measure and self._counted is None:
+            self._counting = FlopCount()
+            if run.engine.splitter is not None:  # an attempt that ran out of memory does not count
+                run.engine.splitter.begun_again.append(self._counting.forget)
 
     def on_before_optimizer_step(self, run: Run) -> None:
         """Finish the count after forward and backward; with several optimizers, at each one's step."""
@@ -130,21 +126,18 @@ class Throughput(Callback):
             self._counting.read()
 
     def on_step_end(self, run: Run) -> None:
-        """Add the step's operations, and start the first measurement after the first step."""
-        is_first = self._counting is not None and not self._flops.counted
+        """Start the first measurement after the first step."""
         if self._counting is not None:
             self._finish_counting(run)
-        if self._flops.counted or self.flops_per_sample is not None:
-            self._add(run)
-        if self._mark is None and not is_first:
-            self._mark = _LogMark.now(run, self._done)
+        elif self._mark is None:
+            self._mark = _LogMark.now(run, self._done(run))
 
     def on_log(self, run: Run) -> None:
         """Log the measurements since the previous log point."""
         before = self._mark
         if before is None or run.progress.steps == before.steps:
             return
-        now = self._mark = _LogMark.now(run, self._done)
+        now = self._mark = _LogMark.now(run, self._done(run))
         wall = now.seconds - before.seconds
         spent = {
             part: now.timing[part] - before.timing.get(part, 0.0) for part in _PARTS if part in now.timing
@@ -179,45 +172,40 @@ class Throughput(Callback):
         self._stop(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the operations per sample by length, and those of the run so far."""
-        counted = [[length, *flops] for length, flops in self._flops.counted.items()]
-        return {"flops_by_length": counted, "flops": list(self._done), "samples": self._seen}
+        """Return the operations and the tokens of a sample of the first step."""
+        return {"flops": None if self._counted is None else list(self._counted), "tokens": self._tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; a number given to the constructor takes precedence."""
-        self._flops = FlopsByLength({length: Flops(*flops) for length, *flops in state["flops_by_length"]})
-        self._done, self._seen = Flops(*state["flops"]), state["samples"]
-        self._loaded = True
+        if self.flops_per_sample is None:
+            self._counted = None if state["flops"] is None else Flops(*state["flops"])
+            self._tokens = float(state["tokens"])
+            self._loaded = True
 
     def _finish_counting(self, run: Run) -> None:
         assert self._counting is not None
         found, failed = self._counting.read_at, self._counting.failed
-        samples = sum(number for number, _ in self._window)
         self._stop(run)
         if failed is not None:
-            self._measure, self._flops, self._done = False, FlopsByLength(), Flops(0, 0)
+            self._measure = False
             if run.is_main:
                 _LOG.warning(_UNCOUNTED.format(type(failed).__name__, failed))
             return
+        samples = sum(batch_size(each.batch) or 0 for each in run.window.micro_batches)
         # A window of weight zero makes no step, and has no complete backward to count.
-        if found is not None and samples > 0:
+        if found is not None and samples and run.progress.samples:
             # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
             # not.
-            each = Flops(found.model / samples, found.hardware / samples)
-            self._flops.add(_mean(self._window), each)
+            self._counted = Flops(found.model / samples, found.hardware / samples)
+            self._tokens = run.progress.tokens / run.progress.samples
 
-    def _add(self, run: Run) -> None:
-        """Add the operations of the samples since the last call: this rank's mean, for those of all ranks."""
-        new, self._seen = run.progress.samples - self._seen, run.progress.samples
-        mean = self._of_sample
-        if self.flops_per_sample is not None:
-            mean = Flops(self.flops_per_sample, 0)
-        elif mean is None:
-            total = sum(number for number, _ in self._window) or 1
-            parts = [(number / total, self._flops.at(length)) for number, length in self._window]
-            mean = Flops(*(sum(share * each[kind] for share, each in parts) for kind in (0, 1)))
-            self._of_sample = None if self._flops.wants(_mean(self._window)) else mean
-        self._done = Flops(self._done.model + new * mean.model, self._done.hardware + new * mean.hardware)
+    def _done(self, run: Run) -> Flops:
+        """Return the operations since the run began, on all devices."""
+        if self._counted is None:
+            return Flops(0, 0)
+        progress = run.progress
+        samples = progress.tokens / self._tokens if self._tokens else progress.samples
+        return Flops(samples * self._counted.model, samples * self._counted.hardware)
 
     def _stop(self, run: Run) -> None:
         if self._counting is not None:
@@ -243,12 +231,6 @@ class _LogMark:
     def now(cls, run: Run, flops: Flops) -> _LogMark:
         progress, timing = run.progress, dict(run.timing)
         return cls(time.perf_counter(), progress.steps, progress.samples, progress.tokens, timing, flops)
-
-
-def _mean(window: Sequence[tuple[int, int]]) -> int:
-    return round(
-        sum(number * length for number, length in window) / (sum(number for number, _ in window) or 1)
-    )
 
 
 def _device_peak(run: Run) -> float | None:
