@@ -240,7 +240,7 @@ def test_an_argument_of_another_library_is_answered_with_ours() -> None:
         "memory": (lambda: Trainer(memory={"gradient_checkpointing": True}), "activation_checkpointing"),
         "engine": (lambda: Engine(micro_batch="auto"), "Here it is Trainer("),
         "nearest": (lambda: drivetrain.Throughput(flops=2), "no argument 'flops'. Did you mean"),
-        "all": (lambda: drivetrain.MemoryReport(every=2), "no argument 'every'. Allowed: 'show'."),
+        "all": (lambda: drivetrain.MemoryReport(task=2), "no argument 'task'. Allowed: 'show'."),
         "option": (lambda: OptimizerConfig("sgd", learning_rate=1.0), "called 'lr'"),
         "accelerator": (lambda: Trainer(npu=True), "no counterpart here: Ascend"),  # type: ignore[call-arg]
         "of a verb": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +55,6 @@ class Hooks:
         for callback in callbacks:
             if (theirs := foreign(callback)) is not None:
                 raise ConfigError(f"{theirs} Another library's callback cannot watch a run of drivetrain")
-            _check_constructed(callback)
             for name in dir(callback):
                 if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name)):
                     raise ConfigError(
@@ -81,21 +79,6 @@ class Hooks:
 
     def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
         raise AttributeError(name)
-
-
-def _check_constructed(callback: Any) -> None:
-    """Check that a subclass of a callback of ours has called its constructor, which sets attributes."""
-    kind = type(callback)
-    base = next((each for each in kind.__mro__ if each.__module__.startswith("drivetrain.")), kind)
-    code = getattr(inspect.unwrap(vars(base).get("__init__", object.__init__)), "__code__", None)
-    if base is kind or code is None or not hasattr(callback, "__dict__"):
-        return
-    sets = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
-    if 2 * len(sets & vars(callback).keys()) < len(sets):  # some may be set on a condition
-        raise ConfigError(
-            f"the constructor of {kind.__name__} does not call super().__init__(), which {base.__name__}"
-            " needs; call it first"
-        )
 
 
 def _check_takes_the_run(hook: Callable[..., Any] | None, name: str) -> None:
