@@ -18,7 +18,7 @@ from drivetrain.callbacks import Callback, WeightAverage
 from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import CheckpointError, ConfigError
 
-OF_KIND: dict[str, Any] = {"ema": {"decay": 0.9}, "swa": {}, "lawa": {"window": 2}}
+OF_KIND: dict[str, Any] = {"ema": {"decay": 0.9}, "swa": {}}
 
 
 class Trajectory(Callback):  # the trained weights after each step, and what each validation had
@@ -39,14 +39,14 @@ def flat(task: nn.Module) -> Tensor:
 
 def expected(kind: str, seen: list[Tensor]) -> Tensor:  # the average of weights by hand
     if kind != "ema":
-        return torch.stack(seen[-2:] if kind == "lawa" else seen).double().mean(0).float()
+        return torch.stack(seen).double().mean(0).float()
     average = seen[0].double()
     for each in seen[1:]:
         average = 0.9 * average + 0.1 * each.double()
     return average.float()
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa", "lawa"])
+@pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_average_is_the_papers_and_training_goes_on_as_without_it(kind: str) -> None:
     quiet(max_epochs=3, callbacks=[without := Trajectory()]).fit(Regression(), pairs(), pairs(4))
     points: list[tuple[dict[str, Any], Any]] = [
@@ -130,7 +130,7 @@ def fitted(folder: Path, kind: str, steps: int, resume: str | None = None, **mor
     return weights(task), average.averaged
 
 
-@pytest.mark.parametrize(("kind", "save"), [("ema", True), ("ema", False), ("swa", True), ("lawa", True)])
+@pytest.mark.parametrize(("kind", "save"), [("ema", True), ("ema", False), ("swa", True)])
 def test_resume_is_bitwise(kind: str, save: bool, tmp_path: Path) -> None:  # SWA in the background
     straight = fitted(tmp_path / "straight", kind, 13, save=save)
     for steps in (1, 7):
@@ -142,18 +142,16 @@ def test_resume_is_bitwise(kind: str, save: bool, tmp_path: Path) -> None:  # SW
 
 
 def test_resume_with_other_averages_or_without_the_callback_is_refused(tmp_path: Path) -> None:
-    fitted(tmp_path / "lawa", "lawa", 7)
-    others: tuple[tuple[str, dict[str, Any]], ...] = (("ema", {}), ("lawa", {"window": 3}))
-    for kind, other in others:
-        with pytest.raises(ConfigError, match=r"WeightAverage\('lawa', window=2\), and this run has"):
-            fitted(tmp_path / "lawa", kind, 13, "auto", **other)
+    fitted(tmp_path / "swa", "swa", 7)
+    with pytest.raises(ConfigError, match=r"WeightAverage\('swa'\), and this run has"):
+        fitted(tmp_path / "swa", "ema", 13, "auto")
     options: dict[str, Any] = {"max_steps": 13, "checkpoint": True}
     task = Regression(OptimizerConfig("adamw", lr=0.05), dropout=0.2)
     with (
         warned("does not have: WeightAverage"),
         pytest.raises(CheckpointError, match=r"are averages, .* Resume with the callback"),
     ):
-        quiet(run_dir=tmp_path / "lawa", **options).fit(task, pairs(), resume="auto")
+        quiet(run_dir=tmp_path / "swa", **options).fit(task, pairs(), resume="auto")
     fitted(tmp_path / "beside", "ema", 7, save=False)
     with warned("does not have: WeightAverage"):
         quiet(run_dir=tmp_path / "beside", **options).fit(task, pairs(), resume="auto")
@@ -186,7 +184,7 @@ def straight_and_resumed(folder: Path, strategy: str, kind: str) -> Any:
     return straight, on_ranks(folder / "parts", kind, 12, True, **more)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "ema"), ("fsdp", "lawa")])
+@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "ema"), ("fsdp", "swa")])
 def test_two_ranks_average_and_resume_as_one_process(strategy: str, kind: str, tmp_path: Path) -> None:
     first, second = on_two_ranks(straight_and_resumed, tmp_path, strategy, kind)
     assert first == second

@@ -115,7 +115,6 @@ ONE_RANK = {
 CHANGE: dict[str, Callable[[], callbacks.Callback]] = {
     "EMA": callbacks.WeightAverage,
     "SWA": lambda: callbacks.WeightAverage("swa", every="1 step"),
-    "LAWA": lambda: callbacks.WeightAverage("lawa", every="1 step", window=2),
     "Freeze": lambda: callbacks.Freeze("embedding"),
     "Freeze until": lambda: callbacks.Freeze({"embedding": "4 steps", "norm": "6 steps"}),
     "SequenceLength": lambda: callbacks.SequenceLength({0: 4, "5 steps": 6}),

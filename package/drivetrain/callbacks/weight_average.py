@@ -1,4 +1,4 @@
-"""Averages of the weights over steps: EMA, SWA and LAWA."""
+"""Averages of the weights over steps: EMA and SWA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import steps_or_epochs
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import by_name, count, flag, number, one_of
+from drivetrain.core.validation import by_name, flag, number, one_of
 from drivetrain.strategies.base import check_supported
 from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
 from drivetrain.task.without_trace import without_trace
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 _LOG = logger(__name__)
 
-KINDS = ("ema", "swa", "lawa")
+KINDS = ("ema", "swa")
+
+_SLOT = f"{AVERAGE}0"
+"""The name of the average in the optimizers' states."""
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
-_EVERY: dict[str, Interval] = {"ema": "1 step", "swa": "1 epoch", "lawa": "1 epoch"}
+_EVERY: dict[str, Interval] = {"ema": "1 step", "swa": "1 epoch"}
 
 
 @by_name
@@ -41,21 +44,19 @@ class WeightAverage(Callback):
     - "ema", an exponential moving average: ``average = decay average + (1 - decay) weight`` (Polyak and
       Juditsky, 1992; the form of Tarvainen and Valpola, "Mean teachers", 2017).
     - "swa", the mean of all weights (Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018).
-    - "lawa", the mean of the last `window` weights (Kaddour, "Stop Wasting My Time!", 2022).
 
     The first average is the weights at the first point after `start`. Averages are of at least float32;
     those of float64 and complex weights have their dtype. Each rank averages its own shards. Checkpoints hold
     the trained weights and the averages, so that a resumed run is bitwise the same.
 
-    With batch norms, "swa" and "lawa" are used at the end of the fit only. One pass over the training data
+    With batch norms, "swa" is used at the end of the fit only. One pass over the training data
     then computes new statistics for the norms, because the averaged weights were never used in training.
 
     Args:
-        kind: "ema", "swa" or "lawa".
+        kind: "ema" or "swa".
         decay: The share of the old average in "ema", above 0 and below 1; None is 0.999.
         every: The interval of averaging in steps or whole epochs; None is "1 step" for "ema", else "1 epoch".
         start: Average from here on, in steps or whole epochs; None from the first step.
-        window: The number of weights in "lawa"; each takes as much memory as the weights. None is 5.
         evaluate: Whether the validations of a fit use the average.
         save: Whether checkpoints and the finished weights hold the average as the model. Such a checkpoint
             also holds the trained weights, from which a resume continues; a resume needs the same callback.
@@ -73,25 +74,22 @@ class WeightAverage(Callback):
         decay: float | None = None,
         every: Interval | None = None,
         start: Interval | None = None,
-        window: int | None = None,
         evaluate: bool = True,
         save: bool = True,
     ) -> None:
         self.kind = one_of("kind of WeightAverage", kind, KINDS)
-        for name, value, of in (("decay", decay, "ema"), ("window", window, "lawa")):
-            if value is not None and kind != of:
-                raise ConfigError(f"WeightAverage({kind!r}, {name}={value}): {name} is for {of!r} alone")
+        if decay is not None and kind != "ema":
+            raise ConfigError(f"WeightAverage({kind!r}, decay={decay}): decay is for 'ema' alone")
         self.decay = number("WeightAverage(decay=)", 0.999 if decay is None else decay, above=0)
         if self.decay >= 1:
             raise ConfigError(f"WeightAverage(decay={decay}) must be below 1: the average would never change")
         self.every = steps_or_epochs("WeightAverage(every=)", _EVERY[kind] if every is None else every)
         self.start = None if start is None else steps_or_epochs("WeightAverage(start=)", start)
-        self.window = count("WeightAverage(window=)", 5 if window is None else window, at_least=1)
         self.evaluate = flag("WeightAverage(evaluate=)", evaluate)
         self.save = flag("WeightAverage(save=)", save)
         self.averaged = 0
         self._weights: list[nn.Parameter] = []
-        self._averages: list[list[Tensor]] = []
+        self._averages: list[Tensor] = []
         self._trained: list[Tensor] | None = None
         self._only_at_end = self._is_resumed = False
 
@@ -179,8 +177,7 @@ class WeightAverage(Callback):
             self._use()
         try:
             for place, each in enumerate(self._weights):
-                for index, averages in enumerate(self._averages):
-                    states[each][f"{AVERAGE}{index}"] = averages[place]
+                states[each][_SLOT] = self._averages[place]
                 if self._trained is not None:
                     states[each][TRAINED] = self._trained[place]
             yield
@@ -195,9 +192,7 @@ class WeightAverage(Callback):
         self._weights = self._of_optimizers(run)
         self._is_resumed, self._trained = True, None
         trained = found.pop(TRAINED, {})
-        self._averages = [
-            [found[f"{AVERAGE}{index}"][weight] for weight in self._weights] for index in range(len(found))
-        ]
+        self._averages = [found[_SLOT][weight] for weight in self._weights] if found else []
         with torch.no_grad():
             for weight, value in trained.items():
                 weight.copy_(value)
@@ -244,16 +239,12 @@ class WeightAverage(Callback):
     @torch.no_grad()
     def _add(self) -> None:
         """Add the present weights to the average."""
-        if (self.kind == "lawa" and len(self._averages) < self.window) or not self._averages:
-            self._averages.append([_wide(each.detach()).clone() for each in self._weights])
+        if not self._averages:
+            self._averages = [_wide(each.detach()).clone() for each in self._weights]
         else:
-            kept = self._averages[self.averaged % self.window if self.kind == "lawa" else 0]
-            averages, weights = _local(kept), _local([_wide(each) for each in self._weights])
-            if self.kind == "lawa":
-                torch._foreach_copy_(averages, weights)
-            else:
-                share = 1 - self.decay if self.kind == "ema" else 1 / (self.averaged + 1)
-                torch._foreach_lerp_(averages, weights, share)
+            averages, weights = _local(self._averages), _local([_wide(each) for each in self._weights])
+            share = 1 - self.decay if self.kind == "ema" else 1 / (self.averaged + 1)
+            torch._foreach_lerp_(averages, weights, share)
         self.averaged += 1
 
     @torch.no_grad()
@@ -262,12 +253,7 @@ class WeightAverage(Callback):
         if self._trained is not None:
             return
         self._trained = [each.detach().clone() for each in self._weights]
-        sums = [each.clone() for each in _local(self._averages[0])]
-        for others in self._averages[1:]:
-            torch._foreach_add_(sums, _local(others))
-        if len(self._averages) > 1:
-            torch._foreach_div_(sums, len(self._averages))
-        torch._foreach_copy_(_local(self._weights), sums)
+        torch._foreach_copy_(_local(self._weights), _local(self._averages))
 
     @torch.no_grad()
     def _leave(self) -> None:
@@ -311,19 +297,18 @@ class WeightAverage(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of weights averaged; the averages are stored with the optimizers' states."""
-        return {"kind": self.kind, "window": self.window, "averaged": self.averaged}
+        return {"kind": self.kind, "averaged": self.averaged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
-            ConfigError: The checkpoint has another kind of average, or another window.
+            ConfigError: The checkpoint has another kind of average.
         """
-        stored, own = (state["kind"], state["window"]), (self.kind, self.window)
-        if stored[0] != own[0] or (self.kind == "lawa" and stored != own):
+        if state["kind"] != self.kind:
             raise ConfigError(
-                "the checkpoint has averages of WeightAverage({!r}, window={}), and this run has"
-                " WeightAverage({!r}, window={}). Resume with the same".format(*stored, *own)
+                f"the checkpoint has the averages of WeightAverage({state['kind']!r}), and this run has"
+                f" WeightAverage({self.kind!r}). Resume with the same"
             )
         self.averaged = int(state["averaged"])
 
