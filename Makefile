@@ -31,8 +31,8 @@ LOWEST ?= deepspeed hub lightning mlflow ray search servers tools torchao tracke
 LOWEST_EXTRAS_mlflow := azureml,mlflow
 LOWEST_EXTRAS_search := pandas,plots,search
 LOWEST_EXTRAS_servers := aim,clearml,neptune
-LOWEST_EXTRAS_tools := completion,examples,media,pandas,plots,remote,rich,s3,stats
-LOWEST_EXTRAS_trackers := codecarbon,comet,dvclive,media,swanlab,trackio,wandb
+LOWEST_EXTRAS_tools := completion,examples,pandas,plots,remote,rich,s3,stats
+LOWEST_EXTRAS_trackers := codecarbon,comet,dvclive,swanlab,trackio,wandb
 # What the tests need beside the extra, of versions that take the lowest numpy, botocore, matplotlib and MLflow.
 LOWEST_PACKAGES_mlflow := 'sqlalchemy<2.1'
 LOWEST_PACKAGES_ray := 'pyarrow<21'

@@ -1,7 +1,7 @@
 """The pictures of the report and of a notebook's result: `python docs/site/draw_report.py` writes them.
 
 It searches 200 trials of a small task, which takes minutes, and photographs the pages with Chromium.
-It needs the extras "search" and "media".
+It needs the extra "search".
 """
 
 from __future__ import annotations

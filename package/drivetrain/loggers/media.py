@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import struct
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,9 +14,8 @@ from typing import Any, Literal, Protocol, TypeAlias, final, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from drivetrain.core.errors import ConfigError, MissingDependencyError
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import read_file
-from drivetrain.core.registry import is_installed
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import count, number
 from drivetrain.loggers.files import to_json
@@ -187,7 +184,9 @@ class Image(Media):
 
     def _encode(self, source: Any) -> bytes:
         pixels, self.problem = _as_bytes(_array(source))
-        return _png(_channels_last(pixels, self._layout))
+        file = io.BytesIO()
+        _pictures([_channels_last(pixels, self._layout)])[0].save(file, format="PNG")
+        return file.getvalue()
 
 
 @final
@@ -336,7 +335,7 @@ class Audio(Media):
 
 @final
 class Video(Media):
-    """A film, stored as an animated GIF, by Pillow.
+    """A film, stored as an animated GIF.
 
     Args:
         frames: A tensor of shape [frames, channels, height, width], or an array of shape [frames, height,
@@ -346,7 +345,6 @@ class Video(Media):
 
     Raises:
         ConfigError: Another shape, or a rate that is not above 0.
-        MissingDependencyError: Pillow is not installed.
     """
 
     kind = "video"
@@ -355,8 +353,6 @@ class Video(Media):
     def __init__(
         self, frames: Array, fps: float = 4.0, *, layout: Literal["CHW", "HWC"] | None = None
     ) -> None:
-        if not is_installed("PIL"):
-            raise MissingDependencyError("PIL", "media", "Video")
         self._layout = _layout(frames, layout, "Video")
         shape = _shape(frames, "Video")
         if len(shape) != 4 or 0 in shape or shape[1 if self._layout == "CHW" else 3] not in (1, 3, 4):
@@ -368,11 +364,8 @@ class Video(Media):
         self._fps = number("Video(fps=)", fps, above=0)
 
     def _encode(self, source: Any) -> bytes:
-        from PIL.Image import fromarray
-
         pixels, self.problem = _as_bytes(_array(source))
-        frames = [_channels_last(each, self._layout) for each in pixels]
-        pictures = [fromarray(each[..., 0] if each.shape[2] == 1 else each) for each in frames]
+        pictures = _pictures(_channels_last(each, self._layout) for each in pixels)
         file = io.BytesIO()
         options = {"save_all": True, "append_images": pictures[1:], "duration": 1000 / self._fps, "loop": 0}
         pictures[0].save(file, format="GIF", **options)
@@ -477,23 +470,11 @@ def _channels_last(pixels: np.ndarray[Any, Any], layout: str) -> np.ndarray[Any,
     return pixels.transpose(1, 2, 0) if layout == "CHW" else pixels
 
 
-def _png(pixels: np.ndarray[Any, Any]) -> bytes:
-    """Return a PNG file (https://www.w3.org/TR/png) of bytes of shape [height, width, channels].
+def _pictures(pixels: Iterable[np.ndarray[Any, Any]]) -> list[Any]:
+    """Return pictures of Pillow of bytes of shape [height, width, channels]."""
+    from PIL.Image import fromarray
 
-    No package that drivetrain needs writes pictures: Pillow does, which only some trackers bring.
-    """
-    height, width, channels = pixels.shape
-    lines = np.zeros((height, 1 + width * channels), np.uint8)  # each line begins with its filter, 0 for none
-    lines[:, 1:] = pixels.reshape(height, -1)
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 6)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in parts)
+    return [fromarray(each[..., 0] if each.shape[2] == 1 else each) for each in pixels]
 
 
 def _counted(values: np.ndarray[Any, Any], bins: int) -> BinCounts:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import plain
-from drivetrain.core.registry import is_installed
 
 STEPS = 20
 """The most steps of a name that are kept: evenly chosen, with the first and the last."""
@@ -131,7 +130,7 @@ def _cells(line: str) -> list[str]:
 def _picture(data: bytes) -> Item:
     kinds = {b"\x89PNG": "image/png", b"GIF8": "image/gif"}
     kind = kinds.get(data[:4], "image/jpeg")
-    if kind == "image/gif" or len(data) <= _SMALL or not is_installed("PIL"):
+    if kind == "image/gif" or len(data) <= _SMALL:
         return _file(data, kind)
     from PIL import Image
 
