@@ -56,6 +56,7 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
         "schedule of a table": (partial(profile, ONE, "table"), "no effect on 'table'"),
         "misspelt option": (partial(profile, options={"record_shape": True}), "did you mean 'record_shapes'"),
         "no active step": (partial(profile, {**ONE, "active": 0}), "'active': 0", "Give one"),
+        "schedule": (partial(profile, lambda number: 3), "takes the arguments", "'wait': 8"),
         "no wait": (partial(profile, {"warmup": 1, "active": 1}), "'wait'", "Give one"),
         "interval of time": (partial(stats, every="10 minutes"), "every=", "whole epochs"),
         "over_ranks": (partial(stats, over_ranks="sum"), "over_ranks", "'sum'"),
@@ -117,7 +118,6 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
         "skip of several": (fit(cb.LossSpike("skip"), Duel(), batch), "'loss'", "'discriminator_loss'"),
         "detector": (fit(cb.NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
-        "profile": (fit(cb.Profile(lambda number: 3, folder=tmp_path)), "returned 3 for step 0"),
         "late assets": (
             fit(cb.LambdaCallback(on_step_end=lambda run: run.add_assets([])), **saves), "for on_fit_start"),
         "assets": (

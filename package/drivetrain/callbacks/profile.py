@@ -50,8 +50,6 @@ _OPTIONS = (
 
 _ACTIVE = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
-Schedule = Mapping[str, int] | Callable[[int], ProfilerAction]
-
 
 @by_name
 class Profile(Callback):
@@ -72,8 +70,7 @@ class Profile(Callback):
     are not profiled. A file that cannot be written is left out with a warning.
 
     Args:
-        schedule: The steps for "trace": a mapping of the arguments of
-            `torch.profiler.schedule`, or its result. None is
+        schedule: The steps for "trace": a mapping of the arguments of `torch.profiler.schedule`. None is
             ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the steps 10, 11 and 12.
         kinds: "table", "trace" or both.
         ranks: The ranks to profile: a number, several, or "all". Each writes its own files.
@@ -93,7 +90,7 @@ class Profile(Callback):
 
     def __init__(
         self,
-        schedule: Schedule | None = None,
+        schedule: Mapping[str, int] | None = None,
         kinds: Sequence[str] = ("table", "trace"),
         ranks: int | Sequence[int] | str = 0,
         *,
@@ -195,7 +192,7 @@ class _ProfileSession:
             self._base = self._run.progress.steps
         number = self._base + made
         if "trace" in self._profile.kinds:
-            before, self._action = self._action, _action(self._profile.schedule, number)
+            before, self._action = self._action, self._profile.schedule(number)
             if before is not ProfilerAction.NONE or self._action is not ProfilerAction.NONE:
                 start = perf_counter()
                 with self._not_traced():
@@ -326,30 +323,18 @@ def _checked_ranks(ranks: object) -> tuple[int, ...] | None:
 
 
 def _checked_schedule(schedule: object) -> Callable[[int], ProfilerAction]:
-    if isinstance(schedule, Mapping):
-        check_names("Profile(schedule=)", schedule, _ARGUMENTS)
-        try:
-            return torch.profiler.schedule(**schedule)
-        except (TypeError, AssertionError) as error:
-            raise ConfigError(
-                f"Profile(schedule={dict(schedule)!r}): {error}. Give one such as {_SCHEDULE!r}"
-            ) from None
-    if callable(schedule):
-        return schedule
-    raise ConfigError(
-        f"Profile(schedule=...) takes a mapping such as {_SCHEDULE!r}, or what torch.profiler.schedule"
-        f" returns, not {schedule!r}"
-    )
-
-
-def _action(schedule: Callable[[int], ProfilerAction], number: int) -> ProfilerAction:
-    action = schedule(number)
-    if not isinstance(action, ProfilerAction):
+    if not isinstance(schedule, Mapping):
         raise ConfigError(
-            f"Profile(schedule=...) returned {action!r} for step {number}; it must return a"
-            " torch.profiler.ProfilerAction"
+            "Profile(schedule=...) takes the arguments of torch.profiler.schedule in a mapping, such as"
+            f" {_SCHEDULE!r}, not {schedule!r}"
         )
-    return action
+    check_names("Profile(schedule=)", schedule, _ARGUMENTS)
+    try:
+        return torch.profiler.schedule(**schedule)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"Profile(schedule={dict(schedule)!r}): {error}. Give one such as {_SCHEDULE!r}"
+        ) from None
 
 
 def _table(content: Mapping[str, Any], clock: Clock) -> str:
