@@ -132,9 +132,6 @@ def test_export_writes_plain_weights_in_each_form(capsys, run_dir, tmp_path):
     assert run(capsys, "export", run_dir, tmp_path / "w.pt", "--format", "torch")[0] == 0
     assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == expected.keys()
     assert not list(tmp_path.glob(".*"))
-    code, printed = run(capsys, "export", run_dir, tmp_path / "w.safetensors", "--group", "modle")
-    assert (code, "Did you mean 'model'?" in printed.err) == (1, True)
-    assert not (tmp_path / "w.safetensors").exists()
 
 
 def test_import_writes_a_checkpoint_of_renamed_weights(capsys, tmp_path):

@@ -225,7 +225,7 @@ def test_limits_and_preemption_options_that_cannot_be_are_refused() -> None:
         "minimum over the limit": (lambda: fit(min_steps=9, max_steps=5), "min_steps=9 with max_steps=5"),
         "misspelt signal": (preempts(requeue="SIGTREM"), "'SIGTERM'"),
         "signal in both": (preempts(stop=["TERM"]), "SIGTERM is in both requeue and stop"),
-        "a text": (preempts(deadline="soon"), "'2 minutes'", "'auto'"),
+        "a text": (preempts(deadline="soon"), "'2 hours'", "'auto'"),
         "misspelt option": (lambda: Trainer(preemption={"dead_line": 3}), "no argument 'dead_line'"),
     }
     assert_refused(ConfigError, table)

@@ -63,15 +63,8 @@ class PreemptionConfig:
                 f"PreemptionConfig: {both[0]} is in both requeue and stop; give it in one of them"
             )
         if self.deadline is not None and self.deadline != "auto":
-            try:
-                object.__setattr__(self, "deadline", duration("PreemptionConfig: deadline", self.deadline))
-            except ConfigError as error:
-                if not isinstance(self.deadline, str):
-                    raise
-                raise ConfigError(
-                    "PreemptionConfig: deadline must be a time such as 30 or '2 minutes', 'auto' or None,"
-                    f" not {self.deadline!r}"
-                ) from error
+            name = "PreemptionConfig: deadline, if not 'auto',"
+            object.__setattr__(self, "deadline", duration(name, self.deadline))
 
     @property
     def requeues(self) -> tuple[str, ...]:

@@ -126,27 +126,23 @@ def _export(parsed: argparse.Namespace) -> int:
         return _export_folder(parsed)
     _check_output(parsed)
     reader = open_checkpoint(resolve(parsed.path))
-    weights = reader.snapshot((parsed.group,), None).tensors[parsed.group]
+    weights = reader.snapshot(("model",), None).tensors["model"]
     if not weights:
-        raise CheckpointError(f"the group {parsed.group!r} of {reader.path!r} holds no tensors")
+        raise CheckpointError(f"{reader.path!r} holds no weights")
     if parsed.format == "torch":
         written = [_write_torch(weights, parsed.output, parsed.dtype)]
     else:
         size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}
         written = export_weights(weights, parsed.output, dtype=parsed.dtype, **size)
-    frozen = (
-        reader.object(FROZEN) if FROZEN in reader.manifest.objects() and parsed.group == "model" else None
-    )
+    frozen = reader.object(FROZEN) if FROZEN in reader.manifest.objects() else None
     left_out = len(frozen) if isinstance(frozen, dict) else 0
-    found = {"checkpoint": reader.path, "group": parsed.group, "tensors": len(weights), "files": written}
+    found = {"checkpoint": reader.path, "tensors": len(weights), "files": written}
     text = f"not in there: {left_out} frozen parameters, which the checkpoint leaves out"
     return _print(parsed, {**found, "frozen": left_out}, *written, *([text] if left_out else []))
 
 
 def _export_folder(parsed: argparse.Namespace) -> int:
     """Write a folder for another program; the integration of that name does it."""
-    if parsed.group != "model":
-        raise ConfigError(f"--group {parsed.group} needs --format safetensors or torch")
     files = file_system(parsed.output)
     with os_errors("read", parsed.output):
         place = files.absolute(parsed.output)

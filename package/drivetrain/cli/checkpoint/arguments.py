@@ -105,7 +105,6 @@ def _parser(words: Sequence[str]) -> Parser:
     )
     add("--dtype", metavar="DTYPE", help="convert floating-point tensors to this: float32, bf16, fp16...")
     add("--max-shard-size", metavar="SIZE", help='split into files of at most this size, such as "5 GB"')
-    add("--group", metavar="NAME", default="model", help="the group of tensors; default model")
     add("--force", action="store_true", help="replace existing files")
 
     for name, (purpose, place) in _ELSEWHERE.items():
