@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import warned
 from tests.support.outcome import outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, duels, pairs, quiet
@@ -299,9 +298,7 @@ def test_averages_of_frozen_weights_are_these_and_their_statistics_are_not_renew
             assert torch.equal(each, start[name]) != name.startswith("head"), name
 
 
-def test_a_fit_that_freezes_without_a_meaning_is_refused_or_warned_of() -> None:
-    with warned("'encoder' is frozen until 3 epochs, and this fit ends by then"):
-        fitted(Freeze("encoder", until="3 epochs"))
+def test_a_fit_that_freezes_without_a_meaning_is_refused() -> None:
     whole = "freezes all 8 trainable parameters of Net"
     for freeze, words, task in (
         (Freeze("encodr.*"), r"'encodr\.\*' of Freeze matches no parameter.*Did you mean 'encoder", Net()),

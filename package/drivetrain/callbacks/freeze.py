@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.checkpoint.weights.module_state import clean_name
-from drivetrain.core.calendar import Point, Totals
+from drivetrain.core.calendar import Point
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
@@ -53,7 +53,7 @@ class Freeze(Callback):
             module stands for all parameters in it. Or a mapping of such globs to the points until which their
             parameters are frozen; None means the whole fit. If several globs match, the first one is used.
         until: The point until which all of them are frozen, in steps, epochs, samples or tokens; None means
-            the whole fit.
+            the whole fit, and leaves them out of the optimizer.
         exclude: Globs of parameters and modules that are not frozen: ``Freeze("*", exclude="head")``.
 
     Raises:
@@ -136,8 +136,6 @@ class Freeze(Callback):
                 length.
         """
         self._follow(run)
-        if run.is_main:
-            self._warn_of_points_after_the_end(run.totals)
 
     def on_step_start(self, run: Run) -> None:
         """Unfreeze what is due, and keep frozen modules in evaluation mode, whoever has called `train()`."""
@@ -222,16 +220,6 @@ class Freeze(Callback):
             ours = any(clean_name(each) in (self._frozen or ()) for each in own)
             return ours and not any(each.requires_grad for each in own.values())
         return self._pattern_of([each for each, _ in module.named_buffers(name, recurse=False)]) in patterns
-
-    def _warn_of_points_after_the_end(self, totals: Totals) -> None:
-        ends = {"steps": totals.steps, "epochs": totals.epochs}
-        for pattern, point in self.until.items():
-            end = None if point is None else ends.get(point.unit)
-            if point is not None and end is not None and point.amount >= end:
-                _LOG.warning(
-                    f"Freeze: {pattern!r} is frozen until {point}, and this fit ends by then. None in its"
-                    " place freezes it for the whole fit, without gradients and optimizer state"
-                )
 
 
 def _point(value: Interval | None) -> Every | None:
