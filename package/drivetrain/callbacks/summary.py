@@ -36,7 +36,7 @@ class ModuleSummary:
     """One module of a summary. Everything below the module counts.
 
     Attributes:
-        name: Its name; "(own)" for the parameters that the whole holds itself.
+        name: Its name; "(own)" for the parameters that are direct attributes of the whole module.
         type: Its class.
         parameters: The number of its parameters.
         trainable: The number of those that are trained.

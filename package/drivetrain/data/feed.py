@@ -462,8 +462,8 @@ class Feed:
     def restore(self, saved: Mapping[str, Any], position: int) -> None:
         """Restore the result of `snapshot`; all processes must call it.
 
-        The next samples of what this process reads as its own are then compared with those that came next
-        when they were saved. Of data that all processes read as one, those of the first process are.
+        The next samples are then compared with those that came next at the save: on each process if it reads
+        its own data, and on the first process if all read the same data.
 
         Args:
             saved: The result of `snapshot`, and maybe more.

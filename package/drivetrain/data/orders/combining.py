@@ -19,9 +19,9 @@ def combined(
     """Combine datasets, so that each batch is a mapping of names to a batch of each.
 
     Each source is shuffled by itself, gives each of its samples once, and then begins anew in another order.
-    When a new epoch begins, a source goes on where it has stopped. A batch of n has n samples of each source,
-    or n times as many as `samples` says; it counts as n samples. A mapping of datasets that is given as
-    training data is combined, with the defaults.
+    When a new epoch begins, a source continues where it stopped. A batch of size n has n samples of each
+    source, or n times the number in `samples`, and counts as n samples. A mapping of datasets that is given
+    as training data is combined, with the defaults.
 
     Args:
         sources: Datasets with a length, by name. One with a `collate_fn` makes its part of a batch by that.

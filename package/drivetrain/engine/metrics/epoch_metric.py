@@ -139,7 +139,7 @@ class EpochMetric:
 
         Args:
             inputs: Tensors and numbers, in tuples and mappings to any depth.
-            place: The round of the batch, equal on all ranks, and this rank.
+            place: The batch's number, which is the same on all ranks, and the number of this rank.
 
         Raises:
             DataError: As `update`.

@@ -24,7 +24,7 @@ class LoadedCheckpoint:
         left_out: What the file has beside, by name, each described in words: hyper-parameters that are
             objects, and the position, the optimizers, the callbacks and all else.
         weights: The report on the weights.
-        averaged: Whether the weights are averages, of a file that has the module's own weights too.
+        averaged: Whether the loaded weights are averages, from a file that also has the module's own weights.
     """
 
     hparams: Mapping[str, Any]

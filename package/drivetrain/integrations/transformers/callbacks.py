@@ -127,7 +127,8 @@ class CallbackAdapter(OwnCallback):
         args: The arguments.
         state: Where the run is, and its `log_history`; it is part of checkpoints.
         control: What the callbacks have asked for.
-        train_dataloader: What callbacks get by this name; None gives them the length of an epoch alone.
+        train_dataloader: The object that callbacks get under this name; None gives them only the length of an
+            epoch.
         eval_dataloader: Likewise, for the evaluation in progress.
         train_metrics: The summary of a finished fit, such as "train_loss" and "train_runtime".
         follows_args: Whether the run's intervals are those of `args`, so that the control tells what is due.
@@ -135,8 +136,8 @@ class CallbackAdapter(OwnCallback):
         shown_path: Returns the path that the state has for that of a checkpoint.
         told: Names of values that the program has put in rows of its own since the last log point.
         objects: The objects that events get besides the arguments, the state and the control.
-        calls_by: Calls the callbacks that it is given with an event, its name and its objects, in the place
-            of this class; None for this class.
+        calls_by: A function that calls the given callbacks with an event, its name and its objects, instead
+            of this class; None leaves it to this class.
 
     Raises:
         ConfigError: An object that is no callback of transformers, one that writes to an outside service, or
