@@ -81,6 +81,11 @@ def test_wrong_arguments_are_refused_when_the_trainer_is_made() -> None:
     assert_refused((ConfigError, StrategyError), table)
 
 
+def test_the_text_of_a_trainer_hides_a_password() -> None:
+    policy = CheckpointConfig(directory="ftp://me:mine@host")
+    assert all("me:<hidden>@host" in repr(each) for each in (policy, quiet(checkpoint=policy)))
+
+
 def test_arguments_that_exclude_each_other_are_refused() -> None:
     graphs = {"mode": "reduce-overhead"}
     rows: tuple[tuple[dict[str, Any], str], ...] = (
