@@ -157,7 +157,6 @@ def _complete() -> None:
     if len(words) + line.endswith(" ") > 1 and words[0] in _RUNS:
         from drivetrain.cli.settings import complete
 
-        os.environ["_ARGCOMPLETE"] = "2"  # the parser's words begin after the command
         complete(words[0], words[1:])
     argcomplete.autocomplete(_parser())
 
