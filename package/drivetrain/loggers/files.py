@@ -121,6 +121,12 @@ def write_results(values: Mapping[str, float], path: str | os.PathLike[str]) -> 
     replace_text(Path(path), json.dumps(to_json(values), indent=2, allow_nan=False) + "\n")
 
 
+def with_epoch(metrics: Mapping[str, float], run: Any) -> dict[str, float]:
+    """Return the values of a log point, in training with "epoch", the full passes over the data."""
+    epoch = {} if run is None or run.train_feed is None else {"epoch": float(run.progress.epoch)}
+    return epoch | {name: float(value) for name, value in metrics.items()}
+
+
 def set_aside(path: Path) -> None:
     """Rename an earlier run's file: ``metrics.csv`` becomes ``metrics.1.csv``, or the next free number."""
     if not os.path.lexists(path):

@@ -143,6 +143,7 @@ def test_the_tab_hparams_has_the_final_metrics_of_each_run():
         for name in ("train/loss", "validation/loss"):
             assert metrics[name] == (steps, pytest.approx(result.metrics[name]))
     assert len(rows) == 2
+    assert scalars(Path("runs/b"))["epoch"][-1] == (10, 2.0)
 
 
 def test_a_writer_of_the_program_gets_everything_and_stays_open(tmp_path):

@@ -1,5 +1,6 @@
 """Weights & Biases, whose offline files are read back."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def test_a_run_of_the_programs_own_gets_everything_and_stays_open():
     artifacts += [each.artifact for each in records]
     names = {each.name: list(each.aliases) for each in artifacts if each.name}
     assert sorted(names["weights-own"]) == ["latest", "model.safetensors"]
+    about = {each.name: json.loads(each.metadata) for each in artifacts if each.name}
+    assert about["weights-own"] == {"step": 4, "epoch": 0}
+    assert about["checkpoint-own"].keys() == {"step", "epoch", "validation/loss"}
     config = [each.key or each.nested_key for record in records for each in record.config.update]
     assert any("trainer" in str(each) for each in config)
 

@@ -19,7 +19,7 @@ from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.core.validation import by_name
 from drivetrain.integrations.tensorboard.graph import check_graph, trace_graph
-from drivetrain.loggers.files import Appended, flat, to_json
+from drivetrain.loggers.files import Appended, flat, to_json, with_epoch
 from drivetrain.loggers.media import Audio, BinCounts, Histogram, Kind, Media, Table, Text
 
 if TYPE_CHECKING:
@@ -123,11 +123,12 @@ class TensorBoardLogger:
             check_graph(run)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the scalars as one event; `step` is the number of steps made."""
+        """Write the scalars as one event, in training with "epoch"; `step` is the number of steps made."""
         self._write_config()
         if self._graph and not self._has_graph and self._run is not None and self._run.window is not None:
             self._write_graph(step)
-        values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
+        shown = with_epoch(metrics, self._run)
+        values = [{"tag": name, "simple_value": value} for name, value in shown.items()]
         self._write(step=step, summary={"value": values})
         self._step = max(self._step, step)
 

@@ -24,7 +24,7 @@ from drivetrain.core.messages import logger
 from drivetrain.core.registry import is_installed
 from drivetrain.core.types import Json
 from drivetrain.core.validation import one_of
-from drivetrain.loggers.files import set_aside, to_json
+from drivetrain.loggers.files import set_aside, to_json, with_epoch
 from drivetrain.loggers.media import BinCounts, Histogram, Kind, Media
 
 if TYPE_CHECKING:
@@ -296,9 +296,7 @@ class Tracker(ABC):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add values to the record of a step, with the full passes over the data; the step before is sent."""
-        run = self._run
-        epoch = {} if run is None or run.train_feed is None else {"epoch": float(run.progress.epoch)}
-        self._add(step, epoch | {name: float(value) for name, value in metrics.items()}, {})
+        self._add(step, with_epoch(metrics, self._run), {})
 
     def log_media(self, values: Mapping[str, Media], step: int) -> None:
         """Add values of the kinds that it takes to the record of a step."""

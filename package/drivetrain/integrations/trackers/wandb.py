@@ -158,12 +158,22 @@ class WandbLogger(Tracker):
     def _store(self, path: Path, name: str, aliases: list[str], kind: str = "model") -> None:
         import wandb
 
-        artifact = wandb.Artifact(f"{name}-{self._id}", type=kind)
+        artifact = wandb.Artifact(f"{name}-{self._id}", type=kind, metadata=self._position(path))
         if path.is_dir():
             artifact.add_dir(str(path))
         else:
             artifact.add_file(str(path))
         self._wandb_run.log_artifact(artifact, aliases=aliases)
+
+    def _position(self, path: Path) -> dict[str, float]:
+        """Return the step and the epoch of a file, for a checkpoint also the metrics that rank it."""
+        saver = self._saver()
+        for each in () if saver is None else saver.manager.entries():
+            if each.name == path.name:
+                return {"step": each.step, "epoch": each.epoch, **each.metrics}
+        if self._run is None:
+            return {}
+        return {"step": self._run.progress.steps, "epoch": self._run.progress.epoch}
 
     def _close(self, failed: bool) -> None:
         if self._watch is not None and self._run is not None:
