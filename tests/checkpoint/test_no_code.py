@@ -33,6 +33,7 @@ KNOWN = {
     "cli/checkpoint/actions.py": ["torch.save"],  # on request, for programs that read no other format
     "cli/checkpoint/arguments.py": ["importlib"],  # the modules of a fixed list of commands
     "cli/references.py": ["importlib"],  # what the user names on the command line
+    "cli/arguments.py": ["yaml"],  # lists and mappings in the words of a command line, by its safe loaders
     # annotations in the code; YAML that the user names, by its safe loader
     "cli/settings.py": ["get_type_hints", "typing.get_type_hints", "yaml"],
     "cli/settings_tree.py": ["yaml"],
