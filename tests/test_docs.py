@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import io
+import logging
 import os
 import re
 import shlex
@@ -171,12 +172,15 @@ def run_pages(
         wrong = []
         for page in pages:
             before = dict(os.environ)
+            ours = logging.getLogger("drivetrain")
+            level = ours.level
             try:
                 run_page(page, tmp_path / re.sub(r"\W", "_", named(page)))
             except Exception:
                 wrong.append(f"{named(page)}: {traceback.format_exc()}")
             os.chdir(tmp_path)
-            if "transformers" in sys.modules:  # whose level a page may have raised
+            ours.setLevel(level)  # which a page may have raised, as that of transformers
+            if "transformers" in sys.modules:
                 sys.modules["transformers"].logging.set_verbosity_warning()
             wrong += [f"{named(page)} changes the environment"] if os.environ != before else []
         assert not wrong, "\n\n".join(wrong)
