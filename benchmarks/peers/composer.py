@@ -62,7 +62,7 @@ class Model(ComposerModel):
             return {"accuracy": self.accuracy} if self.job.accuracy else {}
         return {"loss": self.mean}
 
-    def step_metric(self, batch: dict[str, Tensor], outputs: Tensor, metric: Any) -> None:
+    def update_metric(self, batch: dict[str, Tensor], outputs: Tensor, metric: Any) -> None:
         """Add a batch."""
         if metric is self.mean or isinstance(metric, MeanMetric):
             metric.update(self.job.loss(outputs, batch["label"]), weight=len(batch["label"]))
