@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert, get_worker_info
 
-from drivetrain.core.random_streams import HostDraws, seed_host
+from drivetrain.core.random_streams import seed_host
 from drivetrain.data.fingerprint import Fingerprint, fingerprint, matches
 from drivetrain.data.rank_rounds import Slice
 from drivetrain.data.skipped_batches import Raised
@@ -46,14 +46,12 @@ class KeyedDataset:
         many: Whether samples may be requested together, by the dataset's `__getitems__` if it has one.
 
     Attributes:
-        before: The state of the host's generators when the last batch was begun, in a worker.
         fingerprint: The fingerprint of the last batch's probe; None if it is not reproducible.
         in_worker: Set in workers, which send an exception in place of the batch.
     """
 
     def __init__(self, dataset: Any, draws: bool, many: bool) -> None:
         self.dataset = dataset
-        self.before: HostDraws | None = None
         self.fingerprint: Fingerprint | None = None
         self.in_worker = False
         self._draws = draws
@@ -72,7 +70,6 @@ class KeyedDataset:
         self.fingerprint = None if indices.probe is None else self._reproducible_fingerprint(*indices.probe)
         if self._draws:
             seed_host(indices.seed)
-            self.before = HostDraws() if self.in_worker else None
         try:
             if self._many is not None:
                 return self._many(list(indices))
@@ -117,23 +114,21 @@ def may_draw(dataset: Any, collate: Any) -> bool:
     return not (ours and type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range))
 
 
-class WithDraws:
-    """Collation in a worker, which adds the generators' state if it has moved, and the fingerprint."""
+class WithFingerprint:
+    """Collation in a worker, which returns the batch with the fingerprint of its probe."""
 
     def __init__(self, dataset: KeyedDataset, collate: Callable[[Any], Any]) -> None:
-        self.dataset = dataset  # the worker's own copy, which holds `before`
+        self.dataset = dataset  # the worker's own copy, which holds `fingerprint`
         self.dataset.in_worker = True
         self.collate = collate
 
-    def __call__(self, samples: Any) -> tuple[Any, HostDraws | None, Fingerprint | None] | Raised:
+    def __call__(self, samples: Any) -> tuple[Any, Fingerprint | None] | Raised:
         if type(samples) is Raised:
             return samples
         try:
-            batch = self.collate(samples)
+            return self.collate(samples), self.dataset.fingerprint
         except Exception as error:
             return Raised(error)
-        before = self.dataset.before
-        return batch, None if before is None else before.if_moved(), self.dataset.fingerprint
 
 
 def single_item(convert: Callable[[Any], Any], items: Sequence[Any]) -> Any:
