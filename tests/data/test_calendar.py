@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drivetrain.core.calendar import Calendar, Place, Totals
+from drivetrain.core.calendar import Calendar, RunPosition, Totals
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 from drivetrain.core.stages import Stages
 
 
 class Counted(NamedTuple):  # one window of a run that is counted one by one
-    place: Place
+    start: RunPosition
     sizes: list[int]
 
 
@@ -26,7 +26,7 @@ def counted(epochs: int, windows: Calendar, samples: int, shards: int, limit: An
         found.append([])
         while True:
             done = {"steps": number, "epochs": epoch, "samples": seen}
-            place, sizes = Place(epoch, position, rounds, number, seen), []
+            start, sizes = RunPosition(epoch, position, rounds, number, seen), []
             size = windows.batch_size.at(done[windows.batch_size.unit])
             for _ in range(windows.batches.at(done[windows.batches.unit])):
                 left = samples - position
@@ -38,7 +38,7 @@ def counted(epochs: int, windows: Calendar, samples: int, shards: int, limit: An
                 rounds, seen, sizes = rounds + 1, seen + taken, [*sizes, size]
             if not sizes:
                 break
-            found[-1].append(Counted(place, sizes))
+            found[-1].append(Counted(start, sizes))
             number += 1
     return found
 
@@ -68,21 +68,21 @@ def test_places_and_totals_are_those_of_a_run_counted_one_by_one(
     windows = [each for epoch in walked[:epochs] for each in epoch]
     assert calendar.windows_before(epochs) == len(windows)
     for number, each in enumerate(windows):
-        assert calendar.after(number) == each.place
+        assert calendar.after(number) == each.start
     limited = Totals(max_steps=1 + len(windows) // 2, calendar=calendar)
-    last = windows[len(windows) // 2].place.epoch + 1 if windows else 0
+    last = windows[len(windows) // 2].start.epoch + 1 if windows else 0
     for epoch, own in enumerate(walked[:epochs]):
         assert calendar.windows_in(epoch) == len(own)
         assert calendar.rounds_in(epoch) == sum(len(each.sizes) for each in own)
         half = sum(map(len, walked[:epoch])) + math.ceil(len(own) / 2)
         assert calendar.step_of(Every(epoch + 0.5, "epochs")) == half
         for number, each in enumerate(own):  # as a run that is resumed there
-            rest, calendar.begun = own[number:], each.place
+            rest, calendar.begun = own[number:], each.start
             expected = [(len(other.sizes), other is own[-1]) for other in rest]
             assert list(calendar.windows()) == expected
             assert list(calendar.batch_sizes(epoch)) == [size for other in rest for size in other.sizes]
             # Workers prepare it before its epoch begins.
             ahead = [size for other in walked[epoch + 1] for size in other.sizes]
             assert list(calendar.batch_sizes(epoch + 1)) == ahead
-            progress = Progress(steps=each.place.windows, epoch=epoch, epoch_steps=number)
+            progress = Progress(steps=each.start.windows, epoch=epoch, epoch_steps=number)
             assert limited.epochs_until(progress) == last or epoch >= last

@@ -1,9 +1,9 @@
 """The calendar of a fit: its windows and its length, known without reading any data, and what is due when.
 
 A round is a global micro-batch, one micro-batch on each process, and a window the rounds of one step.
-A window's micro-batches, the samples of a batch and the length of sequences follow from the window's place:
-its number in the run, its epoch, and the samples before it. So batches can be made ahead, and a resumed run
-cuts the data as the uninterrupted one. Windows of equal size are counted by division.
+A window's micro-batches, the samples of a batch and the length of sequences follow from the window's
+position: its number in the run, its epoch, and the samples before it. So batches can be made ahead, and a
+resumed run cuts the data as the uninterrupted one. Windows of equal size are counted by division.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from drivetrain.core.stages import Stages
 _ENDLESS = 2**62
 
 
-class Place(NamedTuple):
-    """A place between two windows.
+class RunPosition(NamedTuple):
+    """A position in a run, between two windows.
 
     Attributes:
         epoch: Its epoch.
@@ -45,15 +45,15 @@ class Segment(NamedTuple):
     """Consecutive windows of equal size in one epoch; the epoch's last may be short.
 
     Attributes:
-        start: The place before the first.
-        end: The place after the last.
+        start: The position before the first.
+        end: The position after the last.
         batches: The micro-batches of a window on each process, or their stages.
         batch_size: The samples of a micro-batch on each process, or their stages; 1 if positions are rounds.
         length: The length of sequences.
     """
 
-    start: Place
-    end: Place
+    start: RunPosition
+    end: RunPosition
     batches: int
     batch_size: int
     length: int
@@ -78,7 +78,7 @@ class Calendar:
 
     Attributes:
         lengths: The length of sequences, if a callback cuts them.
-        begun: The place where the run goes on.
+        begun: The position where the run goes on.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Calendar:
         self._limit = limit
         self._drop_last = drop_last
         self._exact = exact
-        self.begun = Place()
+        self.begun = RunPosition()
 
     @property
     def varies(self) -> bool:
@@ -117,7 +117,7 @@ class Calendar:
     # Where the run is.
 
     def windows(self) -> Iterator[tuple[int, bool]]:
-        """Return the micro-batches of each window from the place begun at, and whether it is the last."""
+        """Return the micro-batches of each window from the position begun at, and whether it is the last."""
         return chain.from_iterable(map(self._sizes, self._segments(self.begun, self._exact)))
 
     def _sizes(self, of: Segment) -> Iterator[tuple[int, bool]]:
@@ -126,12 +126,12 @@ class Calendar:
         return chain(repeat((of.batches, False), before), (last,))
 
     def sequence_lengths(self) -> Iterator[int]:
-        """Return the length of the sequences of each micro-batch from the place begun at."""
+        """Return the length of the sequences of each micro-batch from the position begun at."""
         segments = self._segments(self.begun, self._exact)
         return chain.from_iterable(repeat(each.length, each.rounds) for each in segments)
 
     def batch_sizes(self, epoch: int) -> Iterator[int]:
-        """Return the samples of each micro-batch of an epoch, from the place begun at or of a later epoch."""
+        """Return the samples of each micro-batch of the epoch begun at, from there on, or of a later one."""
         at = self.begun if epoch == self.begun.epoch else self._start_of(epoch, self.begun)
         return chain.from_iterable(repeat(each.batch_size, each.rounds) for each in self._segments(at))
 
@@ -147,20 +147,20 @@ class Calendar:
 
     def windows_in(self, epoch: int) -> int:
         """Return the number of windows in an epoch of a run from its start."""
-        start = self._start_of(epoch, Place())
+        start = self._start_of(epoch, RunPosition())
         return self._last_of(start).windows - start.windows
 
     def rounds_in(self, epoch: int) -> int:
         """Return the number of rounds of batches in an epoch of a run from its start."""
-        return self._last_of(self._start_of(epoch, Place())).rounds
+        return self._last_of(self._start_of(epoch, RunPosition())).rounds
 
     def windows_before(self, epoch: int) -> int:
         """Return the number of windows before an epoch of a run from its start."""
-        return self._start_of(epoch, Place()).windows
+        return self._start_of(epoch, RunPosition()).windows
 
-    def after(self, windows: int) -> Place:
-        """Return the place after so many windows of a run from its start, in O(number of changes)."""
-        at = Place()
+    def after(self, windows: int) -> RunPosition:
+        """Return the position after so many windows of a run from its start, in O(number of changes)."""
+        at = RunPosition()
         for start, end, epochs in self._groups(at):
             each = end.windows - start.windows
             if not each or start.windows + each * epochs > windows:
@@ -184,7 +184,7 @@ class Calendar:
 
     def parts_of(self, epoch: int, part: Fraction) -> tuple[int, Fraction]:
         """Return how many parts of epochs end before an epoch, and the windows of a part in it."""
-        before = takewhile(lambda group: group[0].epoch < epoch, self._groups(Place()))
+        before = takewhile(lambda group: group[0].epoch < epoch, self._groups(RunPosition()))
         ends = (
             min(end.windows - start.windows, int(1 / part)) * min(epochs, epoch - start.epoch)
             for start, end, epochs in before
@@ -192,8 +192,10 @@ class Calendar:
         # Exact: rounding would put 0.3 epochs of 10 steps at the fourth.
         return sum(ends), max(Fraction(1), part * self.windows_in(epoch))
 
-    def _moved(self, at: Place, windows: int, rounds: int, size: int, bounded: bool = True) -> Place:
-        """Return the place after so many windows and rounds of a batch size in the epoch of a place."""
+    def _moved(
+        self, at: RunPosition, windows: int, rounds: int, size: int, bounded: bool = True
+    ) -> RunPosition:
+        """Return the position after so many windows and rounds of a batch size in the epoch of a position."""
         samples = rounds * size * self._shards
         position = at.position + samples
         if bounded and self.length is not None:
@@ -201,10 +203,10 @@ class Calendar:
             usable = left - left % size if self._drop_last else left
             if samples > usable:
                 samples, position = usable, self.length
-        return Place(at.epoch, position, at.rounds + rounds, at.windows + windows, at.samples + samples)
+        return RunPosition(at.epoch, position, at.rounds + rounds, at.windows + windows, at.samples + samples)
 
-    def _start_of(self, epoch: int, at: Place) -> Place:
-        """Return the beginning of an epoch after the one of a place."""
+    def _start_of(self, epoch: int, at: RunPosition) -> RunPosition:
+        """Return the beginning of an epoch after the one of a position."""
         if at.epoch >= epoch:
             return at
         if at.position or at.rounds:
@@ -214,7 +216,7 @@ class Calendar:
                 return _repeated(start, end, epoch - start.epoch)
         raise AssertionError("epochs do not end")
 
-    def _groups(self, at: Place) -> Iterator[tuple[Place, Place, int]]:
+    def _groups(self, at: RunPosition) -> Iterator[tuple[RunPosition, RunPosition, int]]:
         """Yield groups of equal epochs: the beginning and the end of the first, and their number."""
         while True:
             end = self._end_of(at)
@@ -228,18 +230,18 @@ class Calendar:
             yield at, end, epochs
             at = _repeated(at, end, epochs)
 
-    def _end_of(self, at: Place) -> Place:
+    def _end_of(self, at: RunPosition) -> RunPosition:
         """Return the beginning of the next epoch."""
         return self._last_of(at)._replace(epoch=at.epoch + 1, position=0, rounds=0)
 
-    def _last_of(self, at: Place) -> Place:
-        """Return the place after the last window of an epoch."""
+    def _last_of(self, at: RunPosition) -> RunPosition:
+        """Return the position after the last window of an epoch."""
         for each in self._segments(at):
             at = each.end
         return at
 
-    def _segments(self, at: Place, bounded: bool = True) -> Iterator[Segment]:
-        """Yield the segments of equal windows from a place to the end of its epoch."""
+    def _segments(self, at: RunPosition, bounded: bool = True) -> Iterator[Segment]:
+        """Yield the segments of equal windows from a position to the end of its epoch."""
         while True:
             batches = self.batches.at(_counted(self.batches, at))
             size = self.batch_size.at(_counted(self.batch_size, at))
@@ -255,8 +257,8 @@ class Calendar:
             yield Segment(at, end, batches, size, length)
             at = end
 
-    def _left(self, at: Place) -> int:
-        """Return the rounds of batches from a place to the end of its epoch, all of its batch size."""
+    def _left(self, at: RunPosition) -> int:
+        """Return the rounds of batches from a position to the end of its epoch, all of its batch size."""
         left = _ENDLESS - at.rounds
         if self.length is not None:
             samples, size = self.length - at.position, self.batch_size.at(_counted(self.batch_size, at))
@@ -264,13 +266,13 @@ class Calendar:
         return left if self._limit is None else min(left, self._limit - at.rounds)
 
 
-def _counted(stages: Stages, at: Place) -> int:
-    """Return how many of a schedule's units are before a place."""
+def _counted(stages: Stages, at: RunPosition) -> int:
+    """Return how many of a schedule's units are before a position."""
     return {"steps": at.windows, "epochs": at.epoch, "samples": at.samples}[stages.unit]
 
 
-def _until_change(stages: Stages, at: Place, samples: int) -> int:
-    """Return the windows from a place to the next change in its epoch."""
+def _until_change(stages: Stages, at: RunPosition, samples: int) -> int:
+    """Return the windows from a position to the next change in its epoch."""
     done = _counted(stages, at)
     change = stages.next_start(done)
     if change is None or stages.unit == "epochs":
@@ -278,9 +280,9 @@ def _until_change(stages: Stages, at: Place, samples: int) -> int:
     return change - done if stages.unit == "steps" else -(-(change - done) // samples)
 
 
-def _repeated(start: Place, end: Place, epochs: int) -> Place:
+def _repeated(start: RunPosition, end: RunPosition, epochs: int) -> RunPosition:
     """Return the beginning of the epoch after so many equal ones."""
-    return Place(
+    return RunPosition(
         start.epoch + epochs,
         0,
         0,

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from drivetrain.core.calendar import Calendar, Place
+from drivetrain.core.calendar import Calendar, RunPosition
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.intervals import exact
 from drivetrain.core.messages import logger
@@ -330,17 +330,17 @@ class Feed:
         self._begin(epoch, position, self.left(done), until, done)
 
     def _begin(self, epoch: int, position: int, limit: int | None, until: int | None, done: int = 0) -> None:
-        self.calendar.begun = self._place(epoch, position, done)
+        self.calendar.begun = self._run_position(epoch, position, done)
         if limit is None or limit > 0:
             self.source.begin(epoch, position, limit, LookAhead(until, self.limit))
 
-    def _place(self, epoch: int, position: int, done: int) -> Place:
-        """Return a position of an epoch as a place in the calendar."""
+    def _run_position(self, epoch: int, position: int, done: int) -> RunPosition:
+        """Return the position in the run of a position in an epoch."""
         progress = self._progress
         if not self.calendar.counts_samples:  # positions of such data are its own
             left = self.source.count(position) if self.source.exact else None
             position = done if left is None else (self.source.count() or 0) - left
-        return Place(epoch, position, done, progress.steps + progress.skipped, progress.samples)
+        return RunPosition(epoch, position, done, progress.steps + progress.skipped, progress.samples)
 
     def left(self, done: int) -> int | None:
         """Return how many micro-batches the limit leaves in an epoch; None without a limit."""
