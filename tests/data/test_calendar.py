@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drivetrain.core.calendar import Calendar, RunPosition, Totals
+from drivetrain.core.calendar import Calendar, RunLength, RunPosition
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 from drivetrain.core.stages import Stages
@@ -60,7 +60,7 @@ def points() -> Any:
     batches=points(), sizes=points(), samples=st.integers(1, 40), shards=st.integers(1, 3),
     limit=st.none() | st.integers(1, 6), drop_last=st.booleans(), epochs=st.integers(1, 8),
 )  # fmt: skip
-def test_places_and_totals_are_those_of_a_run_counted_one_by_one(
+def test_positions_and_lengths_are_those_of_a_run_counted_one_by_one(
     batches: Stages, sizes: Stages, samples: int, shards: int, limit: Any, drop_last: bool, epochs: int
 ) -> None:
     calendar = Calendar(batches, sizes, length=samples, shards=shards, limit=limit, drop_last=drop_last)
@@ -69,7 +69,7 @@ def test_places_and_totals_are_those_of_a_run_counted_one_by_one(
     assert calendar.windows_before(epochs) == len(windows)
     for number, each in enumerate(windows):
         assert calendar.after(number) == each.start
-    limited = Totals(max_steps=1 + len(windows) // 2, calendar=calendar)
+    limited = RunLength(max_steps=1 + len(windows) // 2, calendar=calendar)
     last = windows[len(windows) // 2].start.epoch + 1 if windows else 0
     for epoch, own in enumerate(walked[:epochs]):
         assert calendar.windows_in(epoch) == len(own)

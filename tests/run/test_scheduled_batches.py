@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from drivetrain import Callback, CheckpointConfig, OptimizerConfig, Run
 from drivetrain.core.calendar import Trigger
 from drivetrain.core.intervals import Every
-from drivetrain.trainer.assembly import planned_totals
+from drivetrain.trainer.assembly import planned_length
 from drivetrain.trainer.plan.counts import Epoch, firings
 
 SAMPLES = 23
@@ -38,10 +38,10 @@ class Seen(Callback):
     def __init__(self) -> None:
         self.windows: list[tuple[int, list[list[int]], bool]] = []
         self.validated: list[int] = []
-        self.totals: Any = None
+        self.length: Any = None
 
     def on_fit_start(self, run: Run) -> None:
-        self.totals = run.totals
+        self.length = run.length
 
     def on_step_start(self, run: Run) -> None:
         numbers = [[] if each.is_placeholder else each.batch[2].tolist() for each in run.window.micro_batches]
@@ -86,15 +86,15 @@ def test_accumulation_by_epochs_and_batch_size_by_steps_make_their_windows() -> 
     seen, _, result = fitted(max_epochs=3, **BY_EPOCHS)
     assert [[len(each) for each in seen.sizes(epoch)] for epoch in range(3)] == [[4] * 3, [2] * 6, [1] * 12]
     assert [last for *_, last in seen.windows] == [number in (2, 8, 20) for number in range(21)]
-    assert seen.totals.steps == result.progress.steps == 21
-    assert (seen.totals.steps_per_epoch, seen.totals.gradient_accumulation_steps) == (None, 4)
+    assert seen.length.steps == result.progress.steps == 21
+    assert (seen.length.steps_per_epoch, seen.length.gradient_accumulation_steps) == (None, 4)
     seen, _, result = fitted(max_epochs=2, **BY_STEPS)
     assert seen.sizes(0) == [[1], [1], [1], [4], [4], [4], [4], [4]]
     assert seen.sizes(1) == [[6], [6], [6], [5]]
-    assert seen.totals.steps == result.progress.steps == 12
+    assert seen.length.steps == result.progress.steps == 12
 
 
-def test_every_schedule_reads_the_same_order_and_its_totals_are_those_made() -> None:
+def test_every_schedule_reads_the_same_order_and_its_length_is_the_one_made() -> None:
     plain, _, _ = fitted(max_epochs=3)
     for options in SCHEDULES:
         seen, _, result = fitted(max_epochs=3, **options)
@@ -102,7 +102,7 @@ def test_every_schedule_reads_the_same_order_and_its_totals_are_those_made() -> 
             order = seen.order(epoch)
             assert order == plain.order(epoch)[: len(order)], options
             assert sorted(order) == list(range(SAMPLES)) or "limit_train_batches" in options
-        assert seen.totals.steps == result.progress.steps == len(seen.windows), options
+        assert seen.length.steps == result.progress.steps == len(seen.windows), options
 
 
 @pytest.mark.heavy("a resume after each step")
@@ -125,7 +125,7 @@ def test_a_plan_counts_what_is_due_after_each_step_of_every_schedule() -> None:
     for options in ({"gradient_accumulation_steps": 3}, *SCHEDULES):
         settings = quiet(**{"batch_size": 2, "max_epochs": 3.5, **options})
         epoch = Epoch(settings, Regression(), Numbered())
-        totals = planned_totals(settings, epoch.feed, 1)
+        length = planned_length(settings, epoch.feed, 1)
         for every, how in (
             (3, {"ends_epochs": True}),
             (1, {"first_step": True}),
@@ -133,8 +133,8 @@ def test_a_plan_counts_what_is_due_after_each_step_of_every_schedule() -> None:
             ("0.5 epochs", {"begins": Every("1.5 epochs")}),
             ("40 samples", {"begins": Every(5)}),
         ):
-            trigger = Trigger(Every(every), totals.calendar, **how)
-            found, after = firings(trigger, epoch, totals), map(epoch.after, range(1, totals.steps + 1))
+            trigger = Trigger(Every(every), length.calendar, **how)
+            found, after = firings(trigger, epoch, length), map(epoch.after, range(1, length.steps + 1))
             due = [at.steps for at in after if trigger.due(at, not at.epoch_steps)]
             assert (found.times, found.first, found.last) == (len(due), due[0], due[-1]), (options, every)
 
@@ -154,7 +154,7 @@ def test_the_gradient_of_each_scheduled_window_is_that_of_its_samples() -> None:
 def test_parts_of_an_epoch_and_intervals_follow_the_steps_of_each_epoch() -> None:
     for max_epochs, steps, last in ((1.5, 6, [2, 2, 2]), (2.5, 15, [1] * 6), (0.5, 2, [4, 4])):
         seen, _, result = fitted(max_epochs=max_epochs, **BY_EPOCHS)
-        assert (seen.totals.steps, result.progress.steps) == (steps, steps)
+        assert (seen.length.steps, result.progress.steps) == (steps, steps)
         assert [len(each) for each in seen.sizes(result.progress.epoch)] == last
     half: Any = {"max_epochs": 3, "validate_every": "0.5 epochs"}
     assert fitted(**half, **BY_EPOCHS)[0].validated == [2, 3, 6, 9, 15, 21]  # of 3, 6 and 12 steps
@@ -172,7 +172,7 @@ def part(folder: Path, resume: str | None = None, **options: Any) -> Any:
     task = Regression(OptimizerConfig("adamw", lr=0.05))
     seen, _, result = fitted(task=task, run_dir=folder, checkpoint=True, resume=resume, **options)
     flat = torch.cat([each.detach().flatten() for each in task.parameters()]).tolist()
-    return flat, seen.windows, result.progress.steps, seen.totals.steps
+    return flat, seen.windows, result.progress.steps, seen.length.steps
 
 
 def on_a_rank(folder: Path, options: dict[str, Any]) -> Any:

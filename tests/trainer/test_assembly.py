@@ -24,7 +24,7 @@ from drivetrain import (
     OptimizerConfig,
     TorchSchedule,
 )
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.core.progress import Progress
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
 from drivetrain.task.model_info import ModelInfo
@@ -167,38 +167,38 @@ def test_run_name_names_the_run() -> None:
     assert told[0]["trainer"]["run_name"] == "warm-up 3"
 
 
-class Counting(Regression):  # keeps the totals that `configure_optimizers` sees
+class Counting(Regression):  # keeps the length that `configure_optimizers` sees
     def configure_optimizers(self) -> Any:
-        self.seen = [*getattr(self, "seen", []), self.totals]
+        self.seen = [*getattr(self, "seen", []), self.run_length]
         return super().configure_optimizers()
 
 
-def test_totals_of_the_fit_are_known_when_optimizers_are_configured() -> None:
+def test_the_length_of_the_fit_is_known_when_optimizers_are_configured() -> None:
     task, in_hook = Counting(), []
-    watch = [LambdaCallback(on_fit_start=lambda run: in_hook.append(run.totals))]
+    watch = [LambdaCallback(on_fit_start=lambda run: in_hook.append(run.length))]
     trainer = quiet(max_epochs=3, gradient_accumulation_steps=2, callbacks=watch)
     trainer.fit(task, pairs(10))
     whole = {"steps": 9, "epochs": 3, "steps_per_epoch": 3, "max_epochs": 3, "end": (3, 0)}
     each = {"gradient_accumulation_steps": 2, "samples_per_step": 4, "world_size": 1}
-    assert in_hook == task.seen == [Totals(**whole, **each)]
-    assert task.totals == Totals()  # nothing is planned any more
+    assert in_hook == task.seen == [RunLength(**whole, **each)]
+    assert task.run_length == RunLength()  # nothing is planned any more
     quiet(max_time=0.01).fit(task, pairs(10))  # no known length
-    totals = task.seen[-1]
-    assert (totals.steps, totals.steps_per_epoch, totals.max_seconds) == (None, 5, 0.01)
+    length = task.seen[-1]
+    assert (length.steps, length.steps_per_epoch, length.max_seconds) == (None, 5, 0.01)
 
 
-def totals_on_a_rank() -> Totals:
+def length_on_a_rank() -> RunLength:
     task = Counting()
     options = {"max_epochs": 3, "gradient_accumulation_steps": 2, "strategy": "ddp", "devices": 2}
     quiet(**options).fit(task, pairs(19))
-    (totals,) = task.seen
-    return totals
+    (length,) = task.seen
+    return length
 
 
-def test_totals_count_all_ranks() -> None:
+def test_the_length_counts_all_ranks() -> None:
     each = {"gradient_accumulation_steps": 2, "samples_per_step": 8, "world_size": 2}
     whole = {"steps": 9, "epochs": 3, "steps_per_epoch": 3, "max_epochs": 3, "end": (3, 0)}
-    assert on_two_ranks(totals_on_a_rank) == [Totals(**whole, **each)] * 2
+    assert on_two_ranks(length_on_a_rank) == [RunLength(**whole, **each)] * 2
 
 
 def test_a_task_knows_its_progress_also_after_a_resume(tmp_path: Path) -> None:

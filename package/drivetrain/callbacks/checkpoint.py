@@ -104,7 +104,7 @@ class CheckpointSaver(Callback):
             run.frozen.watch(run.task)
         self._is_checked = False
         self._triggers = {
-            each.interval_name: Trigger(each.interval, run.totals.calendar)
+            each.interval_name: Trigger(each.interval, run.length.calendar)
             for each in self.policies
             if each.interval_name is not None
         }

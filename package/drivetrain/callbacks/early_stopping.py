@@ -133,7 +133,7 @@ class EarlyStopping(Callback):
 
     def _decide(self, run: Run, value: float) -> bool:
         """Stop the run if it is time; return whether it is."""
-        if run.progress.epoch < self.min_epochs or run.totals.is_early(run.progress):
+        if run.progress.epoch < self.min_epochs or run.length.is_early(run.progress):
             return False
         if self._reached(value):
             run.stop(f"early stopping: {self.metric} is {value:.6g} and reached {self.stop_at:.6g}")

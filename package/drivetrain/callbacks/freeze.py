@@ -184,7 +184,7 @@ class Freeze(Callback):
 
     def _follow(self, run: Run) -> None:
         """Freeze what is frozen at the run's progress, and train all else."""
-        calendar = run.totals.calendar
+        calendar = run.length.calendar
         points = {name: Point(each, calendar) for name, each in self.until.items() if each is not None}
         before = self._pending
         self._pending = {name: each for name, each in points.items() if not each.reached(run.progress)}

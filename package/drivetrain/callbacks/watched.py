@@ -74,7 +74,7 @@ class Watched:
             raise self._error("which no validation loader gives", self._possible(run))
 
     def _begin_logging(self, run: Run) -> None:
-        every, per_epoch = run.triggers.log.every, run.totals.steps_per_epoch
+        every, per_epoch = run.triggers.log.every, run.length.steps_per_epoch
         if every is None:
             raise ConfigError(
                 f"{self._who} at each log point, but log_every=None logs nothing during training. Give the"

@@ -282,17 +282,14 @@ def _until_change(stages: Stages, at: RunPosition, samples: int) -> int:
 
 def _repeated(start: RunPosition, end: RunPosition, epochs: int) -> RunPosition:
     """Return the beginning of the epoch after so many equal ones."""
+    windows, samples = end.windows - start.windows, end.samples - start.samples
     return RunPosition(
-        start.epoch + epochs,
-        0,
-        0,
-        start.windows + epochs * (end.windows - start.windows),
-        start.samples + epochs * (end.samples - start.samples),
+        start.epoch + epochs, 0, 0, start.windows + epochs * windows, start.samples + epochs * samples
     )
 
 
 @dataclass(frozen=True)
-class Totals:
+class RunLength:
     """The planned length of a fit, and how its steps are made; None where it is unknown beforehand.
 
     Attributes:

@@ -149,12 +149,12 @@ def restore(
 
 
 def _refuse_past_end(run: Run, address: str) -> None:
-    totals, progress = run.totals, run.progress
+    length, progress = run.length, run.progress
     limit = ""
-    if totals.max_steps is not None and progress.steps > totals.max_steps:
-        limit = f"max_steps={totals.max_steps}"
-    if totals.end is not None and (progress.epoch, progress.epoch_batches) > totals.end:
-        limit = f"max_epochs={totals.max_epochs}"
+    if length.max_steps is not None and progress.steps > length.max_steps:
+        limit = f"max_steps={length.max_steps}"
+    if length.end is not None and (progress.epoch, progress.epoch_batches) > length.end:
+        limit = f"max_epochs={length.max_epochs}"
     if limit:
         begun = progress.epoch + (1 if progress.epoch_batches else 0)
         raise CheckpointError(
@@ -245,7 +245,7 @@ def restore_run(
                 _LOG.info(f"the optimizer goes on with settings that have changed: {taken}")
         if run.train_feed is not None:
             moved = run.train_feed.resume(tree, how)
-            limit = run.totals.limit_reached(run.progress)
+            limit = run.length.limit_reached(run.progress)
             if moved and limit is not None:
                 raise CheckpointError(
                     f"with {how.asked} no step is left to train: {limit}. Steps and epochs count on from the"
@@ -360,7 +360,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> dict
     # The ranks' states: with fewer ranks now, one rank resumes from several states; with more, some ranks
     # start without a state.
     saved = [tree, *tree.get("ranks", [])]
-    if run.totals.limit_reached(run.progress) is not None:  # nothing is left to train: it has logged its end
+    if run.length.limit_reached(run.progress) is not None:  # nothing is left to train: it has logged its end
         saved = [{**each, **each.get("at_limit", {})} for each in saved]
         tree = saved[0]
     mine = saved[engine.data_ranks.rank :: engine.data_ranks.size]

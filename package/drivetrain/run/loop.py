@@ -63,7 +63,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         with shielded():
             run.call(hooks.on_epoch_start)
         run.check_parameters()
-        until = run.totals.epochs_until(progress)
+        until = run.length.epochs_until(progress)
         windows = feed.windows(progress.epoch, progress.position, progress.epoch_batches, until)
         idle = progress.epoch_steps == 0
         while True:
@@ -140,7 +140,7 @@ def _begin(run: Run) -> None:
         check_validation(run, run.sanity_batches)
     _pass_boundary(run)
     if run.stop_reason is None:
-        run.stop_reason = run.totals.limit_reached(run.progress)
+        run.stop_reason = run.length.limit_reached(run.progress)
 
 
 def _report_modes(task: nn.Module) -> None:
@@ -235,7 +235,7 @@ def _end_epoch(run: Run) -> None:
 
 def _save(run: Run) -> None:
     """Call the savers; a fit that stops first logs and validates what is left."""
-    limit = run.totals.limit_reached(run.progress)
+    limit = run.length.limit_reached(run.progress)
     if run.stop_reason is None:  # after the answer: a reason of the program's own comes before a limit
         run.stop_reason = limit
     stops = run.stop_reason is not None
@@ -300,10 +300,10 @@ def _ends_itself(run: Run) -> bool:
 
 def _is_put_off(run: Run) -> bool:
     """Return whether skipped steps have put off a validation until the end of a fit within an epoch."""
-    totals, progress = run.totals, run.progress
-    if not progress.epoch_batches or (progress.epoch, progress.epoch_batches) != totals.end:
+    length, progress = run.length, run.progress
+    if not progress.epoch_batches or (progress.epoch, progress.epoch_batches) != length.end:
         return False
-    planned = (totals.steps or 0) - totals.calendar.windows_before(progress.epoch)
+    planned = (length.steps or 0) - length.calendar.windows_before(progress.epoch)
     return run.triggers.validate.due(replace(progress, epoch_steps=planned), False)
 
 

@@ -15,7 +15,7 @@ from drivetrain.checkpoint.format.tree import well_formed
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets
 from drivetrain.checkpoint.weights.frozen import FrozenParameters
 from drivetrain.checkpoint.weights.module_state import clean_names
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.random_streams import load_host_state, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
@@ -46,7 +46,7 @@ class Run(RunState):
         engine: The engine: device, strategy, precision, optimizers.
         progress: Where the run is.
         stage: "train", "validation", "test" or "predict".
-        totals: The planned length.
+        length: The planned length.
         metrics: The latest value of every logged name.
         names: The names of the task's values.
         logged: The values of the current log point.
@@ -107,7 +107,7 @@ class Run(RunState):
         callbacks: Sequence[Any] = (),
         loggers: Sequence[Logger] = (),
         run_dir: Path | None = None,
-        totals: Totals | None = None,
+        length: RunLength | None = None,
         triggers: Triggers | None = None,
         train_feed: Feed | None = None,
         evaluation_feeds: Sequence[tuple[str | None, Feed]] = (),
@@ -123,7 +123,7 @@ class Run(RunState):
         self.run_dir = run_dir
         self.frozen = frozen
         self.attributes: AttributeState | None = None
-        self.totals = totals or Totals()
+        self.length = length or RunLength()
         self.triggers = triggers or Triggers()
         self.train_feed = train_feed
         self.evaluation_feeds = tuple(evaluation_feeds)
@@ -138,7 +138,7 @@ class Run(RunState):
         self.loop: Generator[StepResult, None, None] | None = None
         self.host_streams: dict[str, Any] | None = None
         self.by_time = (
-            self.totals.max_seconds is not None or self.triggers.log.by_time or self.triggers.validate.by_time
+            self.length.max_seconds is not None or self.triggers.log.by_time or self.triggers.validate.by_time
         )
         self._values: dict[str, float] = {}
         self._pending = PendingMedia(self.loggers)
@@ -509,7 +509,7 @@ class Run(RunState):
 
     def stop_if_postponed(self) -> None:
         """Stop for the reason that waits, if the minimum is reached."""
-        if self.postponed is not None and not self.totals.is_early(self.progress):
+        if self.postponed is not None and not self.length.is_early(self.progress):
             reason, self.postponed = self.postponed, None
             self.stop_now(reason)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from drivetrain.core.calendar import Totals, Trigger
+from drivetrain.core.calendar import RunLength, Trigger
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.weighting import StepResult
@@ -94,7 +94,7 @@ class RunState:
         self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}
         self.stop_reason: str | None = None
         self.postponed: str | None = None
-        self.totals = Totals()
+        self.length = RunLength()
         self.stopping = Stopping()
         self.exception: BaseException | None = None
         self.failure: Exception | None = None
@@ -117,7 +117,7 @@ class RunState:
         that reason. One rank may ask alone. All stop after the same step, the first that
         none of them has ended, with its reason. `stop_reason` stays None until they have agreed.
         """
-        if self.totals.is_early(self.progress):
+        if self.length.is_early(self.progress):
             self.postponed = self.postponed or reason
         else:
             self.stop_now(reason)

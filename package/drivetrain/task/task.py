@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint.weights.module_state import clean_name, load_module_state
 from drivetrain.checkpoint.weights.rename import Rename
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import Elsewhere, missing
@@ -67,7 +67,7 @@ class TaskModule(nn.Module):
 
     hparams: dict[str, Any]
 
-    totals: Totals = Totals()
+    run_length: RunLength = RunLength()
     """The planned length of the fit in progress, from before `configure_optimizers` until the fit has ended.
     Outside of a fit nothing is known, and every field is None."""
 
@@ -195,7 +195,7 @@ class TaskModule(nn.Module):
         """Return the optimizers' configuration.
 
         An optimizer that is already built is refused, because a strategy may have to shard first. The
-        planned length of the fit is in `self.totals`.
+        planned length of the fit is in `self.run_length`.
 
         Returns:
             An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
@@ -524,7 +524,7 @@ _RESERVED = frozenset(
 
 
 _OF_FIT: dict[str, tuple[type, str]] = {
-    "totals": (Totals, "the planned length of the fit"),
+    "run_length": (RunLength, "the planned length of the fit"),
     "progress": (Progress, "the progress of the fit"),
 }
 """The attributes that tell a task of its fit: their types and descriptions."""
@@ -555,11 +555,11 @@ def modules_in_evaluation(task: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def known_fit(task: TaskModule, totals: Totals, progress: Progress | None = None) -> Iterator[None]:
-    """Run the block with the planned length of a fit in `task.totals` and its progress in `task.progress`;
-    restore them afterwards.
+def known_fit(task: TaskModule, length: RunLength, progress: Progress | None = None) -> Iterator[None]:
+    """Run the block with the planned length of a fit in `task.run_length` and its progress in
+    `task.progress`; restore them afterwards.
     """
-    known: dict[str, Any] = {"totals": totals, "progress": Progress() if progress is None else progress}
+    known: dict[str, Any] = {"run_length": length, "progress": Progress() if progress is None else progress}
     for name in known:
         if getattr(type(task), name) is not getattr(TaskModule, name):
             raise ConfigError(

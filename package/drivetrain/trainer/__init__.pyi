@@ -1,4 +1,4 @@
-from drivetrain.core.calendar import Totals as Totals
+from drivetrain.core.calendar import RunLength as RunLength
 from drivetrain.core.intervals import Every as Every
 from drivetrain.core.progress import Progress as Progress
 from drivetrain.core.stages import ramp as ramp

@@ -26,7 +26,7 @@ from drivetrain.checkpoint.weights.frozen import (
     fingerprints,
 )
 from drivetrain.checkpoint.weights.module_state import load_module_state
-from drivetrain.core.calendar import Calendar, Totals, Trigger
+from drivetrain.core.calendar import Calendar, RunLength, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import odd_kind
 from drivetrain.core.intervals import Every
@@ -151,7 +151,7 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
         raise
 
 
-def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals:
+def planned_length(settings: RunSettings, feed: Feed, world_size: int) -> RunLength:
     """Return the length of a fit, as far as it is known."""
     if settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
         raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
@@ -171,7 +171,7 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
                 f"max_epochs={max_epochs} needs training data of known length. Give whole epochs,"
                 " or max_steps"
             )
-    return Totals(
+    return RunLength(
         steps=min(known) if known else None,
         epochs=epochs,
         steps_per_epoch=calendar.steps_per_epoch,
@@ -288,31 +288,31 @@ def _fit_run(
     callbacks = settings.callbacks
     changes = body or may_change_data(callbacks)
     feed = train_feed(settings, engine, task, train_data, changes)
-    totals = planned_totals(settings, feed, engine.strategy.world_size)
-    engine.closing.enter_context(known_fit(task, totals, engine.progress))
+    length = planned_length(settings, feed, engine.strategy.world_size)
+    engine.closing.enter_context(known_fit(task, length, engine.progress))
     declared = declared_by(task)
     feeds = evaluation_feeds(
         settings, engine, task, validation_data, "validation", callbacks, changes, declared
     )
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
-    triggers = make_triggers(settings, totals.calendar, validates=bool(feeds))
+    triggers = make_triggers(settings, length.calendar, validates=bool(feeds))
     size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
     check_strategy_settings(settings, engine.strategy, size)
     if resume is None and not may_start_again() and starts_early(callbacks):
-        feed.begin(until=totals.epochs_until(engine.progress))  # which is at its beginning
+        feed.begin(until=length.epochs_until(engine.progress))  # which is at its beginning
     engine.closing.enter_context(modify_task(callbacks, task))
     frozen = frozen_parameters(settings, engine, task)
     train_metrics = _made_metrics(engine, declared) if settings.train_metrics else None
     engine.prepare_task(
         task,
-        total_steps=totals.steps,
+        total_steps=length.steps,
         max_grad_norm=settings.max_grad_norm,
         max_grad_value=settings.max_grad_value,
         metrics=train_metrics,
         micro_batch=settings.micro_batch,
         show=bool(settings.progress_bar),
     )
-    _preflight(settings, engine, task, totals)
+    _preflight(settings, engine, task, length)
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task, engine.closing))
     saver, start = None, Start()
     if settings.checkpoint is not False or resume is not None:
@@ -327,7 +327,7 @@ def _fit_run(
         callbacks=with_defaults(settings, callbacks, saver, states),
         loggers=build_loggers(settings.loggers, run_dir) if engine.strategy.rank == 0 else (),
         run_dir=run_dir,
-        totals=totals,
+        length=length,
         triggers=triggers,
         train_feed=feed,
         evaluation_feeds=feeds,
@@ -341,19 +341,19 @@ def _fit_run(
     return run, saver, start
 
 
-def _preflight(settings: RunSettings, engine: Engine, task: TaskModule, totals: Totals) -> None:
+def _preflight(settings: RunSettings, engine: Engine, task: TaskModule, length: RunLength) -> None:
     """Check that the optimizers and their schedules fit the length of the fit; warn of likely mistakes."""
-    check_same_optimizers(task, engine.updaters, totals.steps, engine.ranks)
+    check_same_optimizers(task, engine.updaters, length.steps, engine.ranks)
     schedules = [each.torch_schedule for each in engine.updaters.values() if each.torch_schedule is not None]
     for schedule in schedules:
-        schedule.check_length(totals.steps, totals.epochs)
+        schedule.check_length(length.steps, length.epochs)
     if engine.strategy.rank != 0:
         return
     if not settings.dry_run:
-        for text in long_warmups(engine.updaters, totals.steps):
+        for text in long_warmups(engine.updaters, length.steps):
             _LOG.warning(text)
     for schedule in schedules:
-        schedule.warn_if_never(totals.steps, totals.epochs)
+        schedule.warn_if_never(length.steps, length.epochs)
 
 
 def _connect(settings: RunSettings, run: Run) -> None:
@@ -389,7 +389,7 @@ def _check_watched(settings: RunSettings, run: Run) -> None:
             Watched(name, "a schedule watches", by_epoch, of_validations=True).begin(run)
         elif names.stage_of(name) is not None:
             Watched(name, "a schedule watches").begin(run)
-    late = _validates_late(settings, run.totals) if follows and run.evaluation_feeds else None
+    late = _validates_late(settings, run.length) if follows and run.evaluation_feeds else None
     if late is not None and run.is_main and settings.dry_run is None:
         _LOG.warning(
             f"{late} is longer than this fit, which validates only after its last step: a schedule or"
@@ -397,16 +397,16 @@ def _check_watched(settings: RunSettings, run: Run) -> None:
         )
 
 
-def _validates_late(settings: RunSettings, totals: Totals) -> str | None:
+def _validates_late(settings: RunSettings, length: RunLength) -> str | None:
     """Return the argument that is longer than a fit, which then validates at its end alone; else None."""
     for name in ("validate_every", "validate_from"):
         given = every(getattr(settings, name))
         if given is None or given.unit not in ("steps", "epochs"):
             continue
-        if given.unit == "epochs" and totals.calendar.length is None:
-            late = totals.epochs is not None and given.amount > totals.epochs
+        if given.unit == "epochs" and length.calendar.length is None:
+            late = length.epochs is not None and given.amount > length.epochs
         else:
-            late = totals.steps is not None and totals.calendar.step_of(given) > totals.steps
+            late = length.steps is not None and length.calendar.step_of(given) > length.steps
         if late:
             return f"{name}={str(given)!r}"
     return None

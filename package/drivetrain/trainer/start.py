@@ -102,8 +102,8 @@ def sanity_batches(settings: RunSettings, run: Run) -> int | None:
             )
         return asked
     trained = run.train_feed.batches_per_epoch
-    if run.totals.steps is not None and trained is not None:
-        trained = min(trained, run.totals.steps * run.train_feed.accumulation)
+    if run.length.steps is not None and trained is not None:
+        trained = min(trained, run.length.steps * run.train_feed.accumulation)
     is_cheap = trained is not None and _SANITY_BATCHES * len(feeds) * 100 < trained
     return _SANITY_BATCHES if is_cheap and all(feed.source.exact for feed in feeds) else None
 

@@ -262,12 +262,12 @@ def _result(settings: RunSettings, run: Run, saver: CheckpointSaver | None) -> F
 
 def _report_early_end(run: Run) -> None:
     """Log why a fit has ended before its planned length, if it has."""
-    totals, reason = run.totals, run.stop_reason or ""
+    length, reason = run.length, run.stop_reason or ""
     planned = ["max_steps=", "max_epochs="]
-    if totals.max_steps is None and totals.max_epochs is None:
+    if length.max_steps is None and length.max_epochs is None:
         planned.append("max_time=")
     if not reason.startswith(tuple(planned)) and not is_part():
-        of = "" if totals.steps is None else f" of {totals.steps}"
+        of = "" if length.steps is None else f" of {length.steps}"
         _LOG.info(f"the fit ended early, after step {run.progress.steps}{of}: {reason}")
 
 

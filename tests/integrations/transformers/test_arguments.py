@@ -17,7 +17,7 @@ from tests.support.refusals import assert_refused
 from tests.support.site import site_script
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import CheckpointError, ConfigError, MissingDependencyError, NonFiniteError
 from drivetrain.core.registry import is_installed
 from drivetrain.task.optim.build import build_optimizer
@@ -295,7 +295,7 @@ def test_every_optimizer_is_the_one_that_their_trainer_makes(tmp_path: Path) -> 
         args = transformers.TrainingArguments(str(tmp_path), **options)
         theirs = transformers.Trainer(bert, args).create_optimizer()
         task = hf.TransformersTask(bert, **from_training_arguments(args).task_options)
-        with known_fit(task, Totals(steps=100)):
+        with known_fit(task, RunLength(steps=100)):
             config = task.configure_optimizers()
         assert isinstance(config, OptimizerConfig)
         ours = build_optimizer(config, task)

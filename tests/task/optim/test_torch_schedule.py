@@ -122,7 +122,7 @@ def test_a_one_cycle_that_is_shorter_than_the_run_is_refused_before_it_begins() 
 
     for factory, settings, text in (
         (one_cycle(9), {}, r"can take 9 steps, and this run of 10 steps calls its step\(\) 10 times"),
-        (one_cycle(1), {"every": "1 epoch"}, "this run of 2 epochs .*self.totals.epochs"),
+        (one_cycle(1), {"every": "1 epoch"}, "this run of 2 epochs .*self.run_length.epochs"),
     ):
         with pytest.raises(ConfigError, match=text):
             rates(task(factory, **settings), max_epochs=2)

@@ -80,7 +80,7 @@ class ProgressBar(Callback):
         self._look_for_screen()
         if self._new_bar is not None:
             self._bar = self._new_bar(
-                initial=run.progress.steps, total=run.totals.steps, desc=self._epoch_text(run), unit="step"
+                initial=run.progress.steps, total=run.length.steps, desc=self._epoch_text(run), unit="step"
             )
 
     def on_epoch_start(self, run: Run) -> None:
@@ -136,7 +136,7 @@ class ProgressBar(Callback):
             self._print(run)
         if self._bar is not None:
             self._draw(run)
-        is_early = run.progress.steps != run.totals.steps
+        is_early = run.progress.steps != run.length.steps
         self._close((run.stop_reason or "") if is_early else "")
 
     def on_exception(self, run: Run) -> None:
@@ -160,7 +160,7 @@ class ProgressBar(Callback):
             self._bar.keep_line(*line)
 
     def _line(self, run: Run, values: Mapping[str, float]) -> Line:
-        steps = _of("step", run.progress.steps, run.totals.steps)
+        steps = _of("step", run.progress.steps, run.length.steps)
         shown = [(name, f"{values[name]:.4g}") for name in self._shown(run, values)]
         return (self._epoch_text(run), steps), shown
 
@@ -203,7 +203,7 @@ class ProgressBar(Callback):
         self._next = math.inf
 
     def _epoch_text(self, run: Run) -> str:
-        epochs = run.totals.epochs
+        epochs = run.length.epochs
         epoch = self._epoch if epochs is None else min(self._epoch, epochs)  # a finished run begins no other
         return _of("epoch", epoch, epochs)
 

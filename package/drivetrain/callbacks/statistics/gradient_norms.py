@@ -112,4 +112,4 @@ def _may_be_logged(run: Run) -> bool:
         due = step % int(every.amount) == 0 or (run.triggers.log.ends_epochs and ends_epoch)
     else:
         due = every.unit != "epochs" or every.amount < 1 or ends_epoch
-    return due or step in (1, run.totals.steps) or run.totals.steps is None
+    return due or step in (1, run.length.steps) or run.length.steps is None

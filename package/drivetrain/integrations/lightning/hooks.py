@@ -282,9 +282,9 @@ class ModuleHooks(ModuleState, Callback):
             if each.reduce_on_plateau:
                 warn_of_default_mode(each.scheduler, each.monitor)
             if not self.is_manual and not run.progress.steps:  # a resumed one has taken steps already
-                each.check_length(run.totals.steps, run.totals.epochs, batches, accumulation)
+                each.check_length(run.length.steps, run.length.epochs, batches, accumulation)
             if is_steady and run.is_main and not self.is_manual:
-                each.warn_if_never(batches, accumulation, run.totals.epochs)
+                each.warn_if_never(batches, accumulation, run.length.epochs)
         engine = run.engine
         updaters = engine.updaters.values()
         norm = next((each.max_grad_norm for each in updaters if each.max_grad_norm is not None), None)

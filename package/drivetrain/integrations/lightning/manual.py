@@ -52,7 +52,7 @@ class Manual:
                 f" {engine.strategy.name!r} cannot run: it steps them with the backward of the whole step."
                 f" Use one of {', '.join(map(repr, _SERVED))}"
             )
-        if (run.totals.gradient_accumulation_steps or 1) > 1:
+        if (run.length.gradient_accumulation_steps or 1) > 1:
             raise ConfigError(
                 f"{name} steps its optimizers itself: gradient_accumulation_steps would have no effect. Step"
                 " them after every few batches in training_step"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.data.batch import map_tensors
 from drivetrain.integrations.lightning.kinds import has_hook, is_overridden
@@ -137,9 +137,9 @@ class ModuleState:
         raise AttributeError(f"{error.name} cannot be read: {unknown}") from unknown
 
     @property
-    def totals(self) -> Totals:
+    def length(self) -> RunLength:
         """The planned length of the fit."""
-        found: Totals = self.task.totals if self.run is None else self.run.totals
+        found: RunLength = self.task.run_length if self.run is None else self.run.length
         return found
 
     @property

@@ -134,19 +134,19 @@ class TrainerView(ProcessPart):
     @property
     def max_epochs(self) -> int | None:
         """The limit of epochs, or None."""
-        epochs = self._state.totals.max_epochs
-        return None if epochs is None else int(epochs) if epochs == int(epochs) else self._state.totals.epochs
+        epochs = self._state.length.max_epochs
+        return None if epochs is None else int(epochs) if epochs == int(epochs) else self._state.length.epochs
 
     @property
     def max_steps(self) -> int:
         """The limit of steps; -1 for none."""
-        limit = self._state.totals.max_steps
+        limit = self._state.length.max_steps
         return -1 if limit is None else limit
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """The number of steps of the fit; infinite if it is unknown."""
-        steps = self._state.totals.steps
+        steps = self._state.length.steps
         return float("inf") if steps is None else steps
 
     @property
@@ -154,14 +154,14 @@ class TrainerView(ProcessPart):
         """The number of batches in an epoch; infinite if it is unknown."""
         run = self._state.run
         found = None if run is None or run.train_feed is None else run.train_feed.batches_per_epoch
-        if found is None and (steps := self._state.totals.steps_per_epoch) is not None:
+        if found is None and (steps := self._state.length.steps_per_epoch) is not None:
             found = steps * self.accumulate_grad_batches
         return float("inf") if found is None else found
 
     @property
     def min_epochs(self) -> int:
         """The least number of epochs; 0 for none."""
-        return self._state.totals.min_epochs
+        return self._state.length.min_epochs
 
     @property
     def log_every_n_steps(self) -> int:
@@ -186,7 +186,7 @@ class TrainerView(ProcessPart):
             stages, steps = feed.calendar.batches, progress.steps + progress.skipped
             done = {"steps": steps, "epochs": progress.epoch, "samples": progress.samples}
             return stages.at(done[stages.unit])
-        return self._state.totals.gradient_accumulation_steps or 1
+        return self._state.length.gradient_accumulation_steps or 1
 
     @property
     def val_check_interval(self) -> int | float:

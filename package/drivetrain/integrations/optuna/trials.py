@@ -188,7 +188,7 @@ class TrialReport(Callback):
 
 def _step_of_pruners(run: Run) -> int:
     """Return thousandths of an epoch, or samples where its length is unknown: trials differ in batch size."""
-    progress, per_epoch = run.progress, run.totals.steps_per_epoch
+    progress, per_epoch = run.progress, run.length.steps_per_epoch
     if per_epoch is None:
         return progress.samples
     return 1000 * (progress.steps + progress.skipped) // per_epoch

@@ -26,7 +26,7 @@ from transformers.trainer_utils import speed_metrics
 
 from drivetrain.callbacks.base import Callback as OwnCallback
 from drivetrain.checkpoint.saving.config import rankings
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Stateful
@@ -358,7 +358,7 @@ class CallbackAdapter(OwnCallback):
             return float(progress.epoch)
         batches = feed.batches_per_epoch
         if batches is None:  # as transformers does for data of unknown length
-            batches = (run.totals.steps or UNLIMITED) * feed.accumulation
+            batches = (run.length.steps or UNLIMITED) * feed.accumulation
         return self._epoch + progress.epoch_batches / batches
 
     def _begin(self, run: Run) -> None:
@@ -404,14 +404,14 @@ class CallbackAdapter(OwnCallback):
     def on_fit_start(self, run: Run) -> None:
         """Fill the state, and call `on_train_begin`."""
         self._begin(run)
-        state, totals, progress = self.state, run.totals, run.progress
+        state, length, progress = self.state, run.length, run.progress
         if not self._is_resumed:
             fresh = TrainerState(**{name: getattr(state, name) for name in _OF_TRIAL})
             for name, value in vars(fresh).items():
                 setattr(state, name, value)
         self._is_resumed = False
         state.is_world_process_zero, state.is_local_process_zero = run.is_main, local_rank() == 0
-        state.max_steps, state.num_train_epochs = totals.steps or UNLIMITED, _epochs(totals)
+        state.max_steps, state.num_train_epochs = length.steps or UNLIMITED, _epochs(length)
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, state.max_steps)
         updater = run.engine.optimizer
@@ -786,11 +786,11 @@ class _SeenBatches:
         return True
 
 
-def _epochs(totals: Totals) -> int:
+def _epochs(length: RunLength) -> int:
     """Return the number of epochs that a fit begins."""
-    if totals.epochs is None and totals.steps and totals.steps_per_epoch:
-        return math.ceil(totals.steps / totals.steps_per_epoch)
-    return totals.epochs or UNLIMITED
+    if length.epochs is None and length.steps and length.steps_per_epoch:
+        return math.ceil(length.steps / length.steps_per_epoch)
+    return length.epochs or UNLIMITED
 
 
 def _checked(callbacks: Sequence[Any], pushes: bool) -> list[TrainerCallback]:

@@ -28,7 +28,7 @@ class LastStep(Callback):
 
     def on_step_end(self, run: Run) -> None:
         """Ask for both; what an interval asks for too is done once."""
-        if run.progress.steps != run.totals.steps:
+        if run.progress.steps != run.length.steps:
             return
         if self.logs:
             run.log_now()
@@ -36,4 +36,4 @@ class LastStep(Callback):
             run.validate()
 
     def _has_begun(self, run: Run) -> bool:
-        return self.begins is None or Point(self.begins, run.totals.calendar).reached(run.progress)
+        return self.begins is None or Point(self.begins, run.length.calendar).reached(run.progress)

@@ -84,7 +84,7 @@ class TransformersOptimizer:
                 " configure_optimizers return a function of the parameters that returns (optimizer,"
                 " TorchSchedule(GreedyLR(optimizer, ...), metric='validation/loss'))"
             )
-        return self._configured(decayed=decayed_parameters(task), total=task.totals.steps)
+        return self._configured(decayed=decayed_parameters(task), total=task.run_length.steps)
 
     def _configured(self, decayed: tuple[str, ...] | None, total: int | None) -> OptimizerConfig:
         kind, options = _made(self)

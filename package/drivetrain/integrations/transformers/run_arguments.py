@@ -55,7 +55,7 @@ def saver_of(run: Run) -> CheckpointSaver | None:
 
 def arguments_of(run: Run) -> TrainingArguments:
     """Return arguments that say of a run what transformers has an argument for."""
-    totals, engine, saver = run.totals, run.engine, saver_of(run)
+    length, engine, saver = run.length, run.engine, saver_of(run)
     log, evaluate, save = (
         _interval(each)
         for each in (
@@ -70,8 +70,8 @@ def arguments_of(run: Run) -> TrainingArguments:
     feed, updater = run.train_feed, next(iter(engine.updaters.values()), None)
     arguments = RunArguments(
         output_dir=str(run.run_dir or "trainer_output"),
-        num_train_epochs=float(UNLIMITED if totals.max_epochs is None else totals.max_epochs),
-        max_steps=totals.steps or -1,
+        num_train_epochs=float(UNLIMITED if length.max_epochs is None else length.max_epochs),
+        max_steps=length.steps or -1,
         per_device_train_batch_size=(None if feed is None else feed.source.batch_size) or 1,
         gradient_accumulation_steps=1 if feed is None else feed.accumulation,
         seed=engine.seed,

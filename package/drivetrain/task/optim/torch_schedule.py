@@ -154,8 +154,8 @@ class TorchSchedule:
             raise ConfigError(
                 f"the schedule OneCycleLR can take {possible:,} steps, and this run of {length:,} {self.unit}"
                 f" calls its step() {calls:,} times. Give it the run's length, which configure_optimizers"
-                f" finds in self.totals.{self.unit} (as in OneCycleLR(optimizer, max_lr,"
-                f" total_steps=self.totals.{self.unit})), or make the run shorter"
+                f" finds in self.run_length.{self.unit} (as in OneCycleLR(optimizer, max_lr,"
+                f" total_steps=self.run_length.{self.unit})), or make the run shorter"
             )
 
     def resolve_direction(self, known: str | None) -> None:

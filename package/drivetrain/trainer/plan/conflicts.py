@@ -13,7 +13,7 @@ from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, newest_first
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every
 from drivetrain.core.stages import most
@@ -33,8 +33,8 @@ from drivetrain.trainer.plan.optimizers import Built
 _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt", "reduce_on_plateau"})
 
 
-def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Iterator[str]:
-    calendar, max_epochs, max_steps = totals.calendar, settings.max_epochs, settings.max_steps
+def length_conflicts(settings: RunSettings, epoch: Epoch, length: RunLength) -> Iterator[str]:
+    calendar, max_epochs, max_steps = length.calendar, settings.max_epochs, settings.max_steps
     if calendar.length is not None and max_epochs is not None and max_steps is not None:
         allowed = calendar.step_of(Every(max_epochs, "epochs"))
         if max_steps > allowed:
@@ -56,25 +56,25 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Ite
         )
 
 
-def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
-    yield from long_warmups(built.updaters, totals.steps)
+def schedule_conflicts(built: Built, length: RunLength) -> Iterator[str]:
+    yield from long_warmups(built.updaters, length.steps)
     for updater in built.updaters.values():
         if updater.torch_schedule is not None:
             try:
-                updater.torch_schedule.check_length(totals.steps, totals.epochs)
+                updater.torch_schedule.check_length(length.steps, length.epochs)
             except ConfigError as error:
                 yield str(error)
     for name, spec in built.specs.items():
-        if not isinstance(spec, OptimizerConfig) or totals.steps is None:
+        if not isinstance(spec, OptimizerConfig) or length.steps is None:
             continue
         of = "" if len(built.specs) == 1 else f" of the optimizer {name!r}"
         total = spec.total_steps
-        if total is None or total == totals.steps or spec.schedule in _ENDLESS or callable(spec.schedule):
+        if total is None or total == length.steps or spec.schedule in _ENDLESS or callable(spec.schedule):
             continue
-        what = "does not finish" if total > totals.steps else "is at its end early"
+        what = "does not finish" if total > length.steps else "is at its end early"
         yield (
             f"the schedule {spec.schedule!r}{of} {what}: total_steps={total}, but the run has "
-            f"{totals.steps} steps. Leave total_steps out to follow the run"
+            f"{length.steps} steps. Leave total_steps out to follow the run"
         )
 
 

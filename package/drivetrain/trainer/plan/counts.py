@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.calendar import Calendar, Totals, Trigger
+from drivetrain.core.calendar import Calendar, RunLength, Trigger
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 from drivetrain.core.stages import at_start, most
@@ -122,7 +122,7 @@ class Epoch:
         return Progress(steps=steps, epoch=at.epoch, epoch_steps=within, samples=at.samples)
 
 
-def firings(trigger: Trigger, epoch: Epoch, totals: Totals) -> Firings:
+def firings(trigger: Trigger, epoch: Epoch, length: RunLength) -> Firings:
     """Compute when a trigger is due in a run, from the ends that it has passed after each step."""
     if trigger.every is None:
         return Firings(None, 0)
@@ -133,7 +133,7 @@ def firings(trigger: Trigger, epoch: Epoch, totals: Totals) -> Firings:
         asked.append(Every("1 epoch"))
     if not all(map(epoch.knows, asked)):
         return Firings(every, None, 1 if trigger.first_step else None)
-    steps, before = range(_ENDLESS + 1 if totals.steps is None else totals.steps + 1), 0
+    steps, before = range(_ENDLESS + 1 if length.steps is None else length.steps + 1), 0
     if begins is not None:
         start = bisect_left(steps, True, key=lambda each: begins.reached(epoch.after(each)))
         before = trigger.passed(epoch.after(max(0, start - 1)))
@@ -143,9 +143,9 @@ def firings(trigger: Trigger, epoch: Epoch, totals: Totals) -> Firings:
 
     ends = passed(steps[-1])
     first = bisect_left(steps, 1, key=passed) if ends else None
-    if totals.steps is None:
+    if length.steps is None:
         return Firings(every, None, first)
-    times = ends - _ends_that_coincide(trigger, epoch, totals.steps)
+    times = ends - _ends_that_coincide(trigger, epoch, length.steps)
     return Firings(every, times, first, bisect_left(steps, ends, key=passed) if ends else None)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.core.calendar import Totals
+from drivetrain.core.calendar import RunLength
 from drivetrain.engine.updater import OptimizerSpec, Updater, build_updaters, optimizer_specs
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Held
@@ -103,14 +103,14 @@ class Built:
         state: The tensors of their state, each with its parameter, or None when unknown.
     """
 
-    def __init__(self, settings: RunSettings, task: TaskModule, totals: Totals) -> None:
+    def __init__(self, settings: RunSettings, task: TaskModule, length: RunLength) -> None:
         self.precision = as_precision(settings.precision)
         self.state: list[tuple[Tensor, Tensor]] | None = None
         try:
-            self._build(self._converted(on_meta(task)), settings, totals)
+            self._build(self._converted(on_meta(task)), settings, length)
             self.state = self._states()
         except Exception:  # of tensors without values; a fault of the real ones too is raised below
-            self._build(task, settings, totals)
+            self._build(task, settings, length)
 
     def _converted(self, module: nn.Module) -> nn.Module:
         """Run the block with the default dtype of the optimizers' computation."""
@@ -118,11 +118,11 @@ class Built:
             return self.precision.convert_module(module)
         return module.float()
 
-    def _build(self, module: Any, settings: RunSettings, totals: Totals) -> None:
+    def _build(self, module: Any, settings: RunSettings, length: RunLength) -> None:
         self.module: nn.Module = module
         self.specs = optimizer_specs(module.configure_optimizers())
         specs = {name: _unfused(spec) for name, spec in self.specs.items()}
-        self.updaters = build_updaters(module, specs, totals.steps, settings.max_grad_norm)
+        self.updaters = build_updaters(module, specs, length.steps, settings.max_grad_norm)
 
     def _states(self) -> list[tuple[Tensor, Tensor]] | None:
         state: list[tuple[Tensor, Tensor]] = []

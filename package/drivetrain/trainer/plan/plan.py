@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
-from drivetrain.core.calendar import Totals, Trigger
+from drivetrain.core.calendar import RunLength, Trigger
 from drivetrain.core.errors import shown
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.notebook.html import html_table, sparkline
@@ -27,7 +27,7 @@ from drivetrain.trainer.assembly import (
     checked_fit_data,
     make_triggers,
     modify_task,
-    planned_totals,
+    planned_length,
     with_callbacks_of,
 )
 from drivetrain.trainer.data_objects import begun
@@ -212,36 +212,36 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
         epoch = Epoch(settings, task, train_data)
         strategy = settings.select_strategy()
-        totals = planned_totals(settings, epoch.feed, strategy.world_size)
+        length = planned_length(settings, epoch.feed, strategy.world_size)
         validates = validation_data is not None
         if validates:  # for its errors: an empty loader, or one without a batch size
             size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
-        with known_fit(task, totals), modify_task(settings.callbacks, task):
-            built = Built(settings, task, totals)
+        with known_fit(task, length), modify_task(settings.callbacks, task):
+            built = Built(settings, task, length)
             train_loaded(task)
             process = _Process(settings, strategy, built, task, train_data)
         policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
         save_every = dict.fromkeys(each.interval for each in policies)
-        triggers = make_triggers(settings, totals.calendar, validates)
-        validation = firings(triggers.validate, epoch, totals)
+        triggers = make_triggers(settings, length.calendar, validates)
+        validation = firings(triggers.validate, epoch, length)
         resume_points = [
-            firings(Trigger(each, totals.calendar), epoch, totals) for each in save_every or (None,)
+            firings(Trigger(each, length.calendar), epoch, length) for each in save_every or (None,)
         ]
         parameters = [each for each in built.module.parameters() if not is_lazy(each)]
         plan = Plan(
             task=type(task).__name__,
-            steps=totals.steps,
-            steps_per_epoch=totals.steps_per_epoch,
-            unknown=_why_unknown(epoch, totals),
+            steps=length.steps,
+            steps_per_epoch=length.steps_per_epoch,
+            unknown=_why_unknown(epoch, length),
             micro_batches_per_step=at_start(settings.gradient_accumulation_steps),
             samples_per_step=epoch.window(0),
             stages={name: str(each) for name, each in stages_of(settings).items()},
             last_window=epoch.last_window,
-            rates=built.rates(totals.steps),
+            rates=built.rates(length.steps),
             validation=validation,
-            logging=firings(triggers.log, epoch, totals),
-            saving=and_at_the_end(resume_points[0], totals.steps) if policies else resume_points[0],
+            logging=firings(triggers.log, epoch, length),
+            saving=and_at_the_end(resume_points[0], length.steps) if policies else resume_points[0],
             device=str(strategy.device),
             strategy=str(strategy),
             processes=strategy.world_size,
@@ -255,11 +255,11 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             memory_unknown=process.unknown,
             checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
             tokens_per_step=process.tokens,
-            tokens=None if process.tokens is None or totals.steps is None else process.tokens * totals.steps,
+            tokens=None if process.tokens is None or length.steps is None else process.tokens * length.steps,
         )
         conflicts = (
-            *length_conflicts(settings, epoch, totals),
-            *schedule_conflicts(built, totals),
+            *length_conflicts(settings, epoch, length),
+            *schedule_conflicts(built, length),
             *interval_conflicts(settings, plan.steps, plan.validation, plan.logging, resume_points),
             *validation_conflicts(settings, task, built, validates and validation.times != 0),
             *module_conflicts(task, epoch, built),
@@ -315,14 +315,14 @@ def _precision_text(precision: Precision, gathered: torch.dtype | None) -> str:
     return text
 
 
-def _why_unknown(epoch: Epoch, totals: Totals) -> str:
+def _why_unknown(epoch: Epoch, length: RunLength) -> str:
     reasons = []
     if epoch.batches is None:
         reasons.append("the training data has no length")
     elif not epoch.exact:
         reasons.append("the length is what the training data says of itself")
-    if totals.calendar.varies and totals.calendar.length is not None:
+    if length.calendar.varies and length.calendar.length is not None:
         reasons.append("epochs have different numbers of steps")
-    if totals.max_seconds is not None:
-        reasons.append(f"max_time ends the run after {totals.max_seconds:g} seconds at the latest")
+    if length.max_seconds is not None:
+        reasons.append(f"max_time ends the run after {length.max_seconds:g} seconds at the latest")
     return "; ".join(reasons)

@@ -451,7 +451,7 @@ class Trainer(TheirNames):
         strategy = run.engine.strategy
         self._go_on_with(updater.optimizer, run.progress.steps == 0)
         state = TrainerState()
-        state.compute_steps(self.args, run.totals.steps or UNLIMITED)
+        state.compute_steps(self.args, run.length.steps or UNLIMITED)
         intervals = ("logging_steps", "eval_steps", "save_steps")
         self._begun = (
             (self.args, dict(self._read)),
@@ -1069,7 +1069,7 @@ class Trainer(TheirNames):
         self._own_optimizer, self._own_scheduler = self._given_optimizers
         if self._created_lr_scheduler:  # by create_scheduler, for an earlier fit or before this one
             self._own_scheduler, self._created_lr_scheduler = None, False
-        total = self._task.totals.steps
+        total = self._task.run_length.steps
         if total is None:
             raise ConfigError("a scheduler needs the number of steps: give max_steps")
         self.create_optimizer_and_scheduler(num_training_steps=total)
