@@ -22,7 +22,7 @@ Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
 def unused(hook: Hook) -> Hook:
-    """Mark a hook that does nothing, so that a run leaves it out of its tables and never calls it.
+    """Mark a hook that does nothing, so that a run never calls it.
 
     A run asks ``getattr(hook, "__unused_hook__", False)`` once, when it starts. An override is a new function
     without the mark, so it is called; a hook without an override costs nothing.
@@ -80,7 +80,7 @@ class Callback(Hooked):
     with the same `run.metrics`, so that all ranks make the same decisions. A callback that writes to a screen
     or a file first asks `run.is_main`.
 
-    Callbacks are called in the order of the Trainer's argument. The hooks of an end run in the reverse order:
+    Callbacks are called in the order of the Trainer's argument. These hooks are called in the reverse order:
     `on_step_end`, `on_epoch_end`, `on_evaluation_end`, `on_fit_end` and `on_exception`. In the last two,
     callbacks with `on_save` or `after_saver` come after all others.
 
@@ -90,14 +90,15 @@ class Callback(Hooked):
     A hook must neither draw from torch's global random stream nor change `run.progress`.
 
     Attributes:
-        after_saver: Whether it is called after the saver, and so finds the step's checkpoint and the
-            finished weights on the disk.
-        resume_name: The `fit(..., resume=<this name>)` that resumes from `fetch_checkpoint`; None if it keeps
-            no checkpoints.
-        timed_names: Patterns of the names that it logs and that are measurements of time, such as
-            "throughput/*". They differ in each run, so `drivetrain check-resume` does not compare them.
-        changes_data: Whether its hooks may change the training data's dataset, so that each epoch's workers
-            need a new copy of it. None means that they may if the hooks are not of this package.
+        after_saver: Whether the callback is called after the saver, so that it finds the step's checkpoint
+            and the finished weights on the disk.
+        resume_name: The name that makes `fit(..., resume=<name>)` resume from `fetch_checkpoint`; None if the
+            callback keeps no checkpoints.
+        timed_names: Patterns of the names under which the callback logs measurements of time, such as
+            "throughput/*". These values differ in each run, so `drivetrain check-resume` does not compare
+            them.
+        changes_data: Whether the callback's hooks may change the training dataset, so that the workers of
+            each epoch need a new copy. None means True, unless all of its hooks are defined in drivetrain.
     """
 
     after_saver: ClassVar[bool] = False
@@ -106,7 +107,7 @@ class Callback(Hooked):
     changes_data: bool | None = None
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
-        """Check that the callback fits a Trainer, when the Trainer is made. Default: it fits all.
+        """Check that the callback fits a Trainer, when the Trainer is made. Default: it fits every Trainer.
 
         For a task's callback it is called when a fit begins.
 
@@ -117,22 +118,25 @@ class Callback(Hooked):
     def modify_task(self, task: TaskModule) -> AbstractContextManager[object]:
         """Return a context manager that changes the task before a fit places it and builds its optimizers.
 
-        The fit, like `Trainer.plan`, runs inside it, and the fit's parameters may be other objects.
+        The fit runs inside the context, and so does `Trainer.plan`. The parameters that the fit trains may be
+        other objects than before.
         """
         return nullcontext()
 
     def wrap_run(self, run: Run) -> AbstractContextManager[object]:
-        """Return a context manager that has the whole run inside it, from before a checkpoint is loaded until
-        after the last hook, `on_exception` included.
+        """Return a context manager that encloses the whole run.
+
+        It is entered before a checkpoint is loaded, and left after the last hook, which may be
+        `on_exception`.
         """
         return nullcontext()
 
     def saving(self, run: Run) -> AbstractContextManager[object]:
-        """Return a context manager around the collection of a checkpoint's content, which may change it."""
+        """Return a context manager that encloses the collection of a checkpoint's content, to change it."""
         return nullcontext()
 
     def fetch_checkpoint(self, directory: str) -> str | None:
-        """Copy the newest checkpoint that it keeps elsewhere into the directory of a fit's checkpoints.
+        """Copy the newest checkpoint that the callback has stored into the directory of a fit's checkpoints.
 
         Rank 0 calls it for `fit(..., resume=<resume_name>)`, which resumes from the newest checkpoint there.
 
@@ -144,14 +148,14 @@ class Callback(Hooked):
     def evaluation_reader(self) -> EvaluationReader | None:
         """Return an object that reads all outputs of one pass over evaluation data, in sample order.
 
-        It is for values that no metric can compute batch by batch, and is called once for each pass and
+        Use it for values that no metric can compute batch by batch. It is called once for each pass and
         loader. Default: None.
         """
         return None
 
     @unused
     def on_fit_start(self, run: Run) -> None:
-        """The task is on its device, a checkpoint is loaded if there is one, nothing is trained yet."""
+        """The task is on its device, a checkpoint is loaded if there is one, and nothing is trained yet."""
 
     @unused
     def on_epoch_start(self, run: Run) -> None:
@@ -177,7 +181,7 @@ class Callback(Hooked):
 
     @unused
     def on_step_end(self, run: Run) -> None:
-        """The step is made (or skipped: see `run.result.applied`) and `run.progress` counts it."""
+        """The step is made, or skipped (see `run.result.applied`), and `run.progress` has counted it."""
 
     @unused
     def on_epoch_end(self, run: Run) -> None:
@@ -207,7 +211,7 @@ class Callback(Hooked):
     def on_save(self, run: Run) -> None:
         """The step is complete. Savers belong here, so that they save the changes of other hooks.
 
-        Called once more if the run was asked to stop in this hook, so that its end is saved.
+        Called once more if the run was asked to stop in this hook, so that the end of the run is saved.
         """
 
     @unused

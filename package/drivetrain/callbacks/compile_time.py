@@ -19,13 +19,13 @@ _LOG = logger(__name__)
 class CompileTime(Callback):
     """Prints once how long compiling took, and subtracts it from the time of training.
 
-    A run with `Trainer(compile=True)` has one automatically. `run.timing["compile"]` counts the seconds of
-    torch.compile in training and evaluation; `run.timing["compute"]` and `run.timing["evaluation"]` exclude
-    them. They are not logged, because they are no property of the training.
+    `Trainer(compile=True)` adds one to its runs. `run.timing["compile"]` counts the seconds of torch.compile
+    in training and evaluation; `run.timing["compute"]` and `run.timing["evaluation"]` exclude them. These
+    seconds are not logged, because they say nothing about the training.
 
     Args:
-        show: Whether the main rank prints them to stderr after the first step that compiled anything,
-            together with what was compiled.
+        show: Whether the main rank prints the seconds, and what was compiled, to stderr after the first step
+            that compiled anything.
     """
 
     def __init__(self, show: bool = True) -> None:

@@ -32,23 +32,23 @@ class EarlyStopping(Callback):
     Args:
         metric: The name of a logged value.
         mode: "min" if less is better, "max" if more is. "auto" takes it from the metric's own
-            `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); a fit that
-            finds it in neither is refused.
+            `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); if neither
+            says, the fit is refused.
         patience: The number of values without improvement that stops the fit; at least 1.
         threshold: The difference that an improvement must exceed; not negative.
         threshold_mode: "abs" or "rel".
-        min_epochs: The number of complete epochs before the first possible stop, as by
-            `Trainer(min_epochs=...)` for all callbacks.
+        min_epochs: The number of complete epochs before the first possible stop. `Trainer(min_epochs=...)`
+            sets it for all callbacks.
         stop_at: A target value: reaching it stops the fit at once.
         diverged_at: A value so bad that reaching it stops the fit at once; None disables it.
-        check_finite: Whether a NaN or an infinity ends the fit as `Trainer(on_nonfinite=...)` says. A loss of
-            a validation always does.
+        check_finite: Whether a NaN or an infinity is treated as `Trainer(on_nonfinite=...)` says. A
+            validation loss always is.
         strict: Whether a metric that the fit does not log is an error. Otherwise such a metric never stops
             the fit.
 
     Raises:
         ConfigError: An argument is out of its range; at the start of a fit, the fit cannot give the metric;
-            or, after the run is saved, the metric is not logged (unless not `strict`).
+            or, with `strict`, the metric was never logged, which is found after the run is saved.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class EarlyStopping(Callback):
         """Reset after an earlier fit, unless this one resumes from a checkpoint.
 
         Raises:
-            ConfigError: The fit cannot give the metric, or whether more of it is better is unknown.
+            ConfigError: The fit cannot give the metric, or it is unknown whether a larger value is better.
         """
         self._watched.begin(run)
         known, argument = run.names.direction(self.metric), f"EarlyStopping({self.metric!r}, mode={{}})"

@@ -32,18 +32,18 @@ Patterns = str | Sequence[str]
 
 @by_name
 class Freeze(Callback):
-    """Freezes parameters by name, for the whole fit or until a point of it.
+    """Freezes parameters by name, for the whole fit or until a point in it.
 
     ``Freeze("encoder")`` freezes the module `encoder` for the whole fit, ``Freeze("encoder",
     until="2 epochs")`` for its first two epochs, and ``Freeze({"encoder.layers.1.*": "500 steps", "encoder":
     "2 epochs"})`` unfreezes it gradually (Howard and Ruder, "Universal Language Model Fine-tuning for Text
     Classification", 2018).
 
-    Frozen parameters get no gradient, so weight decay and momentum do not change them either. Norms of the
-    gradient and clipping leave them out. Parameters that are unfrozen later are in the optimizer from the
-    start, which creates their state at their first step. Parameters that are frozen for the whole fit are in
-    no optimizer. Batch norms, and other modules with running statistics, are in evaluation mode while all of
-    their parameters are frozen. Dropout stays as it is.
+    Frozen parameters get no gradient, so weight decay and momentum do not change them either. Gradient norms
+    and clipping leave them out. Parameters that are unfrozen later are in the optimizer from the start; it
+    creates their state at their first step. Parameters that are frozen for the whole fit are in no optimizer.
+    Batch norms, and other modules with running statistics, are in evaluation mode while all of their
+    parameters are frozen. Dropout stays as it is.
 
     The frozen parameters depend only on the progress, so a resumed run is bitwise the same. After the fit,
     and also after an error, `requires_grad` and the modes are the same as before.
@@ -52,8 +52,8 @@ class Freeze(Callback):
         patterns: Globs on the names of parameters and modules, as in `fnmatch`: ``*`` crosses dots, and a
             module stands for all parameters in it. Or a mapping of such globs to the points until which their
             parameters are frozen; None means the whole fit. If several globs match, the first one is used.
-        until: The point until which all of them are frozen, in steps, epochs, samples or tokens; None means
-            the whole fit, and leaves them out of the optimizer.
+        until: The point until which all of these parameters are frozen, in steps, epochs, samples or tokens;
+            None means the whole fit, and leaves them out of the optimizer.
         exclude: Globs of parameters and modules that are not frozen: ``Freeze("*", exclude="head")``.
 
     Raises:
@@ -91,8 +91,8 @@ class Freeze(Callback):
         """Check that the strategy can unfreeze parameters, if any are.
 
         Raises:
-            ConfigError: There is a second one.
-            StrategyError: It cannot.
+            ConfigError: The Trainer has a second `Freeze`.
+            StrategyError: The strategy cannot.
         """
         check_only_one(Freeze, trainer, "undo one another. Give one, with a mapping of patterns to points")
         point = next((each for each in self.until.values() if each is not None), None)
@@ -107,7 +107,7 @@ class Freeze(Callback):
 
     @contextmanager
     def modify_task(self, task: TaskModule) -> Iterator[None]:
-        """Freeze what is frozen for the whole fit in the block; afterwards, all is as before it.
+        """Freeze the parameters that stay frozen for the whole fit, run the block, and undo every change.
 
         Raises:
             ConfigError: A pattern matches nothing, or there is nothing left to train.

@@ -54,7 +54,8 @@ class LossSpike(Callback):
     loss on the host in every step.
 
     "stop" checks losses at log points and before saves, where the run waits for the device anyway. It ends
-    the run with an error before a checkpoint contains the spike, so the newest one is from before it.
+    the run with an error before a checkpoint contains the spike, so the newest checkpoint is from before the
+    spike.
 
     Args:
         action: "skip" or "stop".
@@ -141,7 +142,7 @@ class LossSpike(Callback):
             self._names |= _names(result.step_values)
 
     def on_log(self, run: Run) -> None:
-        """Judge the steps since the last log point or save, or log the number of those that were skipped.
+        """With "stop", check the losses since the last log point or save; with "skip", count the skips.
 
         Raises:
             ConfigError: The training step does not return the metric.
@@ -154,12 +155,12 @@ class LossSpike(Callback):
 
     @contextmanager
     def saving(self, run: Run) -> Iterator[None]:
-        """Judge the steps before a save, so that no checkpoint contains a spike."""
+        """Check the losses before a save, so that no checkpoint contains a spike."""
         self._judge()
         yield
 
     def on_fit_end(self, run: Run) -> None:
-        """Judge the last steps, and mark the fit as finished."""
+        """Check the last losses, and mark the fit as finished."""
         self._judge()
         self._run, self._loaded = None, False
 

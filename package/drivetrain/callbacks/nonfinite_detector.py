@@ -45,8 +45,8 @@ class NonFiniteDetector(Callback):
     """Names the first module whose output, or whose output's gradient, is NaN or infinite.
 
     Hooks on all modules check every output of a forward and every gradient of an output, in the order of
-    computation. The batch is checked before, and the gradients of the parameters are checked after. The
-    checks run on the device; a log point or a skipped step reads one number. The result appears in the
+    computation. The batch is checked before the forward, and the parameters' gradients after the backward.
+    The checks run on the device; a log point or a skipped step reads one number. The result appears in the
     error of `on_nonfinite="raise"`, in the reason of "stop" and in the log line of "skip". With several
     ranks, the rank that found it reports it. Modules are named as in the state dict.
 
@@ -131,9 +131,10 @@ class NonFiniteDetector(Callback):
         self._fold()
 
     def on_log(self, run: Run) -> None:
-        """Discard the findings, except the last step's: its gradient may not be finite.
+        """Discard all findings except those of the last step, whose loss does not show a bad gradient.
 
-        A log point of a validation alone has not read the losses of the steps before it.
+        A log point that has only values of a validation discards nothing: it has not read the losses of the
+        steps before it.
         """
         if any(run.names.stage_of(name) == "train" for name in run.logged):
             del self._seen[:-1]
@@ -201,13 +202,12 @@ class NonFiniteDetector(Callback):
         self._clear()
 
     def find(self, step: int) -> tuple[int, str] | None:
-        """Return the first place that was not finite since the last log point, up to a step, and reset.
+        """Return the first non-finite place since the last log point, up to a step, and reset.
 
         Waits for the device.
 
         Returns:
-            A rank of how close the place is to the cause, from 0, and the place; None if this rank found
-            none.
+            How close the place is to the cause (0 is closest), and the place; None if this rank found none.
         """
         self._fold()
         seen, self._seen = self._seen, []

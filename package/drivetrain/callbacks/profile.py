@@ -80,7 +80,7 @@ class Profile(Callback):
         show: Whether the main rank prints the table and the folder to stderr.
 
     Attributes:
-        files: The files of the last fit: those of all ranks, or after an error those of this one.
+        files: The files of the last fit: those of all ranks or, after an error, those of this rank.
 
     Raises:
         ConfigError: An argument that is not allowed or would have no effect; when a Trainer is made, no

@@ -41,12 +41,12 @@ class SequenceLength(Callback):
     Args:
         lengths: The longest sequence in tokens, by points of the run: ``{0: 64, "1000 steps": 256}`` or the
             result of `ramp`; or one number. Points are in steps, whole epochs, or samples of all processes.
-        fields: The names of the tensors to cut, of fields of the batch or positions of a tuple; or a mapping
-            of them to the dimension to cut, or several. The dimension is 1 if it is not given.
+        fields: The tensors to cut: names of the batch's fields, or positions in a tuple. Or a mapping from
+            these to the dimension to cut, or to several dimensions. By default dimension 1 is cut.
 
     Raises:
-        ConfigError: An argument that is not allowed; or, at the first batch, tensors that are not found or
-            unclear, or nothing to cut.
+        ConfigError: An argument that is not allowed; or, at the first batch, the tensors to cut are not found
+            or ambiguous, or nothing can be cut.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class SequenceLength(Callback):
         self._is_first = True
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
-        """Check that the samples before each stage are known beforehand, if its points count them.
+        """Check that no sample can be left out, if the points are in samples.
 
         Raises:
-            ConfigError: Some may be left out.
+            ConfigError: The Trainer may leave samples out.
         """
         check_samples(trainer, "SequenceLength", self.lengths)
 
     def on_fit_start(self, run: Run) -> None:
-        """Let the training data pass through `cut`."""
+        """Have the training data cut each batch."""
         assert run.train_feed is not None
         self._found = self.fields
         self._is_first = run.progress.steps + run.progress.skipped == 0

@@ -45,9 +45,9 @@ class WeightAverage(Callback):
       Juditsky, 1992; the form of Tarvainen and Valpola, "Mean teachers", 2017).
     - "swa", the mean of all weights (Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018).
 
-    The first average is the weights at the first point after `start`. Averages are of at least float32;
-    those of float64 and complex weights have their dtype. Each rank averages its own shards. Checkpoints hold
-    the trained weights and the averages, so that a resumed run is bitwise the same.
+    The first average is the weights at the first point after `start`. Averages are kept in at least float32;
+    averages of float64 and complex weights have the dtype of the weights. Each rank averages its own shards.
+    Checkpoints hold the trained weights and the averages, so that a resumed run is bitwise the same.
 
     With batch norms, "swa" is used at the end of the fit only. One pass over the training data
     then computes new statistics for the norms, because the averaged weights were never used in training.
@@ -63,8 +63,8 @@ class WeightAverage(Callback):
 
     Raises:
         ConfigError: An argument that is not allowed; or, when a Trainer is made, a second WeightAverage.
-        StrategyError: A strategy or an optimizer that keeps its own copy of the weights: DeepSpeed, XLA's
-            sharded ones.
+        StrategyError: A strategy or an optimizer that keeps its own copy of the weights: DeepSpeed, or a
+            strategy that shards on XLA.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class WeightAverage(Callback):
 
     @contextmanager
     def wrap_run(self, run: Run) -> Iterator[None]:
-        """Forget the weights of a fit after it: its task keeps those that it ended with."""
+        """Release the averages when the fit has ended; the task keeps the weights that it ended with."""
         try:
             yield
         finally:
@@ -165,7 +165,7 @@ class WeightAverage(Callback):
 
     @contextmanager
     def saving(self, run: Run) -> Iterator[None]:
-        """Run the block, which writes a checkpoint, with all that it needs in the optimizers' states."""
+        """Run the block, which writes a checkpoint, with the averages in the optimizers' states."""
         if not self._averages:
             yield
             return

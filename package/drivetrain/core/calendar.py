@@ -299,9 +299,9 @@ class RunLength:
         max_steps: The limit that was set, if one was.
         max_seconds: The limit of wall time, if one was set.
         max_epochs: The limit of epochs that was set, if one was; it may be a fraction.
-        end: The epoch, and the micro-batches of it, after which that limit is reached.
-        gradient_accumulation_steps: Micro-batches per step on each process, if a fit has begun; the most of
-            them if their number changes.
+        end: The epoch, and the number of micro-batches in it, at which `max_epochs` is reached.
+        gradient_accumulation_steps: Micro-batches per step on each process, if a fit has begun; the largest
+            number if it changes.
         samples_per_step: Samples of a full step over all processes, at the start if they change.
         world_size: The number of processes, if a fit has begun.
         min_steps: The steps before which no callback stops the fit.
@@ -324,7 +324,7 @@ class RunLength:
     calendar: Calendar = field(default_factory=Calendar, compare=False, repr=False)
 
     def limit_reached(self, progress: Progress) -> str | None:
-        """Return which of the limits, the same on all ranks, is reached; None if the fit may go on."""
+        """Return the limit that is reached, which is the same on all ranks; None if the fit may go on."""
         if self.max_steps is not None and progress.steps >= self.max_steps:
             return f"max_steps={self.max_steps} reached"
         if self.max_seconds is not None and progress.seconds >= self.max_seconds:

@@ -139,7 +139,7 @@ class NonFiniteError(DrivetrainError, ArithmeticError):
 
 
 class DivergenceError(DrivetrainError, ArithmeticError):
-    """Training spikes again and again, whatever is left out; names the steps."""
+    """The loss has spiked, or spikes again in each step although such steps are skipped; names the steps."""
 
 
 class MissingDependencyError(DrivetrainError, ImportError):

@@ -37,7 +37,7 @@ class Window(NamedTuple):
     Attributes:
         micro_batches: On the host, in order; `Transfer.moving` moves them to the device.
         last: Whether it is the last window of its epoch.
-        waited: The seconds that reading for `last` took.
+        waited: The seconds spent on reading ahead to find out `last`.
     """
 
     micro_batches: list[MicroBatch]
@@ -193,20 +193,21 @@ class Feed:
         source: The batches.
         transfer: Moves them to the device.
         measure: Counts them.
-        accumulation: Micro-batches per window, or their stages.
+        accumulation: The number of micro-batches per window; `Stages` if it changes.
         limit: The maximum number of micro-batches in an epoch, or the fraction of them; None for all.
-        batch_sizes: The stages of the source's batch size; None if it does not change.
+        batch_sizes: The `Stages` of the source's batch size; None if it does not change.
         progress: The run's progress, for what changes during it; None for a run at its start.
 
     Attributes:
         accumulation: The largest number of micro-batches per window.
-        calendar: The windows of a fit with this data, planned from its length at the start of the last epoch.
-        transfer: What moves its batches.
+        calendar: The windows of a fit with this data, planned from the data's length when the last epoch
+            began.
+        transfer: The object that moves its batches.
         left_early: Whether the last epoch was left before its data ended.
 
     Raises:
-        ConfigError: A fraction of data whose length is not known, or stages in samples of data whose samples
-            are not known.
+        ConfigError: The limit is a fraction and the data's length is unknown, or `Stages` are in samples and
+            the data's number of samples is unknown.
     """
 
     def __init__(
@@ -256,16 +257,16 @@ class Feed:
         return source.count() if source.samples_per_epoch is None else source.samples_per_epoch
 
     def skip_bad_batches(self) -> None:
-        """Give a micro-batch of weight zero for one that cannot be made; all processes take part in it.
+        """From now on, replace a micro-batch that cannot be made with one of weight zero, on all processes.
 
         Raises:
-            DataError: The data cannot be read on after such a batch.
+            DataError: The data cannot be read any further after such a batch.
         """
         self.source.skip_bad_batches()
         self.skips_bad_batches = True
 
     def waiting(self) -> str | None:
-        """Return which batch is waited for, and who makes it; None if none is. Any thread may call it."""
+        """Return which batch is waited for, and which process makes it; None if none is. Thread-safe."""
         (epoch, position), number = self._begun_at, self._waits_for
         return None if number is None else self.source.waiting(epoch, self._number(position, number, False))
 
@@ -287,16 +288,16 @@ class Feed:
         )
 
     def cut(self, lengths: Stages, cut: Cut, name: str) -> None:
-        """Pass each batch, with the number that holds for it, through a function before it is counted.
+        """Cut each batch by a function, before the batch is counted.
 
         Args:
-            lengths: The numbers.
-            cut: Returns the batch to use instead.
-            name: The name of the numbers, for messages.
+            lengths: The lengths by points of the run.
+            cut: Takes a batch and the length at its point; returns the batch to use instead.
+            name: The name of the lengths, for messages.
 
         Raises:
-            ConfigError: They change after samples, and the samples of this data are not known; or batches are
-                cut already.
+            ConfigError: The points are in samples, and the data's number of samples is unknown; or another
+                function cuts the batches already.
         """
         if self._cut is not None:
             raise ConfigError(f"two {name}s would cut the same batches. Give one")
@@ -343,7 +344,7 @@ class Feed:
         return RunPosition(epoch, position, done, progress.steps + progress.skipped, progress.samples)
 
     def left(self, done: int) -> int | None:
-        """Return how many micro-batches the limit leaves in an epoch; None without a limit."""
+        """Return how many micro-batches remain in an epoch before the limit; None without a limit."""
         return None if self.limit is None else self.limit - done + self._left_out
 
     def close(self) -> None:
@@ -359,7 +360,7 @@ class Feed:
         done: int = 0,
         move: bool = True,
     ) -> Iterator[MicroBatch]:
-        """Return the counted micro-batches of an epoch from a position on, on the device if they `move`."""
+        """Return the counted micro-batches of an epoch from a position on; if `move`, on the device."""
         limit = self.limit if limit is None else limit
         self._begin(epoch, position, limit, until, done)
         counted = self._counted(epoch, position, limit)
@@ -386,10 +387,10 @@ class Feed:
         return self._epoch.windows(epoch, position, done, until)
 
     def note_length(self, epoch: int) -> None:
-        """Say once that data of known length has another one than at the start.
+        """Log once that the data's known length has changed since the start.
 
         Raises:
-            DataError: The sizes of the windows were planned for that one.
+            DataError: The sizes of the windows were planned for the old length.
         """
         now, calendar = self._length_now(), self.calendar
         if now == calendar.length:
@@ -413,7 +414,7 @@ class Feed:
             )
 
     def snapshot(self) -> dict[str, Any]:
-        """Return where the data goes on after the last window yielded; all processes must call it."""
+        """Return the data's position after the last window yielded; all processes must call it."""
         source, epoch = self.source, self._epoch
         state = None if epoch is None else epoch.state
         following, order, samples = None if epoch is None else epoch.following, source.order_state(), None
@@ -426,7 +427,7 @@ class Feed:
         }
 
     def resume(self, saved: Mapping[str, Any], how: Resumption) -> bool:
-        """Go on from a checkpoint's state, and move the run's position as it was asked for.
+        """Continue from a checkpoint's state, or from another position if `new_data` or `skip` was given.
 
         All processes must call it.
 
@@ -434,7 +435,7 @@ class Feed:
             Whether the position was moved.
 
         Raises:
-            CheckpointError: As `restore`.
+            CheckpointError: As for `restore`.
             ConfigError: The data to leave out cannot be counted.
         """
         progress, moves = self._progress, how.applies_to(saved)
@@ -466,7 +467,7 @@ class Feed:
         its own data, and on the first process if all read the same data.
 
         Args:
-            saved: The result of `snapshot`, and maybe more.
+            saved: The result of `snapshot`; other entries are ignored.
             position: The run's position in its epoch.
 
         Raises:

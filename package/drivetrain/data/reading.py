@@ -65,7 +65,8 @@ def as_source(
         changes: Whether a bare Dataset may change between epochs, so that each needs new workers.
         collate: Makes a batch from the samples of a bare Dataset; None takes the dataset's own `collate_fn`.
         task_collate: Makes a batch where neither is there; None takes torch's default.
-        group_by_length: The length of a bare Dataset's sample; see `lengths_of`. None does not group.
+        group_by_length: What gives the length of a bare Dataset's sample; see `lengths_of`. None does not
+            group.
         accumulation: Micro-batches of a step in one process, for the groups.
 
     Raises:

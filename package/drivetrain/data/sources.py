@@ -57,16 +57,18 @@ class Source(ABC):
         exact: Whether `count` is exact; an iterable's own length may be a guess.
         stateful: Whether it is resumed by its own state rather than by the position.
         one_shot: Whether it is an iterator, which can be read once.
-        shard: The shard of every round that is read here.
+        shard: The shard that this process reads of every round.
         ranks: The processes that read the data.
-        seed: The seed of its order, and of what loading it draws; 0 if each process reads data of its own.
+        seed: The seed of its order, and of random numbers that loading draws; 0 if each process reads data of
+            its own.
         batch_size: The number of samples of a whole batch of one process, if known.
         drop_last: Whether samples that fill no batch are left out, if positions count samples.
         knows_samples: Whether the number of samples in a batch is known without a look at its tensors.
         is_split: Whether each process reads data of its own, rather than its part of common data.
-        is_part: Whether it is one process's data of such data, which may end before a position.
+        is_part: Whether it is this process's part of data that is split, which may end before the others'
+            parts.
         needs_evidence: Whether the next round must come with its `Evidence`.
-        skipper: Replaces a batch that cannot be made by `BAD`; None raises.
+        skipper: Replaces a batch that cannot be made with `BAD`; None raises.
         dataset: The user's dataset, if there is one.
         made_ahead: Whether worker processes make the batches, ahead of the steps that use them.
         calendar: The windows of the fit, if batch sizes change; only for a source with `samples_per_epoch`.
@@ -96,14 +98,14 @@ class Source(ABC):
         return None
 
     def skip_bad_batches(self) -> None:
-        """Leave out batches that cannot be made, and give `BAD` for each.
+        """From now on, replace each batch that cannot be made with `BAD`.
 
         Raises:
-            DataError: The data cannot be read on after such a batch.
+            DataError: The data cannot be read any further after such a batch.
         """
 
     def waiting(self, epoch: int, number: int) -> str:
-        """Describe a batch that is waited for, and who makes it; any thread may call this."""
+        """Describe the batch that a reader waits for, and which process makes it. Thread-safe."""
         return f"batch {number} of epoch {epoch} of the {self.name} data"
 
     @abstractmethod
@@ -115,7 +117,7 @@ class Source(ABC):
         """
 
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
-        """Ask for the data's length, and let the batches that are read next be made ahead.
+        """Ask for the data's length, and start to make the next batches ahead of their use.
 
         All processes call it as an epoch begins.
 
@@ -126,19 +128,19 @@ class Source(ABC):
             following: The epochs that are read after it.
 
         Raises:
-            DataError: The batches cannot be made, or the processes have other lengths.
+            DataError: The batches cannot be made, or the lengths of the processes differ.
             CheckpointError: The epoch is resumed, and had another length.
         """
 
     def close(self) -> None:
-        """End what makes batches ahead; reading again starts it anew."""
+        """End the workers that make batches ahead; reading again starts new ones."""
 
     @abstractmethod
     def count(self, position: int = 0) -> int | None:
         """Return the number of batches of an epoch from `position` on; None if unknown."""
 
     def number(self, position: int) -> int:
-        """Return the number in its epoch of the batch at a position, for error messages."""
+        """Return the number that the batch at a position has in its epoch, for error messages."""
         return position
 
     def start(self, epoch: int, number: int) -> int:
@@ -146,7 +148,7 @@ class Source(ABC):
         return number
 
     def description(self) -> dict[str, Any]:
-        """Return properties, by name, that must be equal in processes that read this together."""
+        """Return properties, by name, that must be equal in all processes that read this data together."""
         return {"kind": "an iterable"}
 
     def snapshot(self) -> dict[str, Any] | None:
@@ -154,11 +156,11 @@ class Source(ABC):
         return None
 
     def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Gather the state of all processes' data from this one's; all processes call it."""
+        """Gather the states that the processes' data have; all processes call it, each with its own."""
         return state
 
     def own_part(self, gathered: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return this process's value of a result of `gathered`."""
+        """Return this process's part of a result of `gathered`."""
         return gathered
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -175,10 +177,10 @@ class Source(ABC):
         return {"settings": {"its kind": self.description()["kind"]}, "length": None}
 
     def restore_order(self, before: dict[str, Any], position: int) -> None:
-        """Restore an `order_state`; warn if the order is another one.
+        """Restore an `order_state`; warn if the order has changed.
 
         Args:
-            before: The checkpoint's.
+            before: The checkpoint's `order_state`.
             position: The run's position in its epoch.
 
         Raises:
@@ -220,7 +222,7 @@ class Source(ABC):
         return self.raised(place, what)
 
     def raised(self, place: str, what: str) -> DataError:
-        """Return the error for a line of another error; the one of torch's collation lacks what to write."""
+        """Return a `DataError` with another error's text, and advice if torch's collation raised that."""
         if "default_collate: batch must contain" in what:
             what += (
                 ". Return mappings, tuples or tensors from the dataset, or give a function that makes a batch"

@@ -57,8 +57,8 @@ def already_split(data: Any) -> AlreadySplit:
     """Mark data as one process's own part, so that it is not divided again.
 
     Use it for data that is already divided by rank: shards of a stream (WebDataset's `split_by_node`), a
-    sampler that gives every rank its own indices, files of each machine. Parts may differ in length: an
-    epoch ends with the longest, and a rank without further batches takes part in the steps with weight zero.
+    sampler that gives every rank its own indices, files of each machine. Parts may differ in length: an epoch
+    ends with the longest part, and a rank without further batches takes part in the steps with weight zero.
 
     A checkpoint stores the number of batches that each process has used, and the state of each process's
     iterable if it has one. So resuming in the middle of an epoch needs the same number of processes. On one

@@ -39,10 +39,12 @@ class Ranks:
         rank: This process, from 0.
         size: The number of processes.
         group: Their process group; None with one process.
-        siblings: What `sibling` and `grouped` returned.
-        copies: The number of neighbouring processes that hold the same values; only the first one's count.
-        copy: This process's number among these neighbours.
-        order: The calls that all these processes make in one order. Each gathering compares them.
+        siblings: The objects that `sibling` and `grouped` returned.
+        copies: How many neighbouring processes hold the same values; only the first of them contributes
+            values.
+        copy: The number of this process among these neighbours, from 0.
+        order: The calls made so far, which must be the same on all these processes; each gathering compares
+            them.
     """
 
     rank: int = 0
@@ -78,7 +80,7 @@ class Ranks:
         return self.siblings[-1]
 
     def grouped(self, copies: int) -> Ranks:
-        """Return the same processes, where `copies` neighbours hold the same values and count as one.
+        """Return the same processes, where `copies` neighbours, which hold the same values, count as one.
 
         All of them still take part, so that every process gets the same result to the last bit.
         """
@@ -177,7 +179,7 @@ class Ranks:
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Take the largest value of each element over these ranks, in place, as `add` sums them."""
+        """Replace each element by its largest value over these ranks, in place and without a host sync."""
         if not self.alone:
             operation = torch.distributed.ReduceOp.MAX
             torch.distributed.all_reduce(tensor, operation, group=self._group_for(tensor))

@@ -169,8 +169,9 @@ class Engine:
             task: The task; its parameters are moved in place.
             training: Whether optimizers are needed.
             total_steps: The run's length for schedules, or None when it is not known.
-            max_grad_norm: Clipping for optimizers that set none.
-            max_grad_value: The limit of each gradient's element, for optimizers without a limit of the norm.
+            max_grad_norm: The limit of the gradient's norm, for optimizers that set none.
+            max_grad_value: Clip each element of the gradients to between minus this and this. It applies to
+                optimizers whose gradients are not clipped by norm.
             metrics: Declared metrics to update in training, or None.
             micro_batch: The largest number of samples that a training step runs at once, or "auto"; see
                 `MicroBatches`. None runs batches whole.
@@ -253,11 +254,12 @@ class Engine:
         self._choose_step()
 
     def freeze(self, names: Collection[str]) -> None:
-        """Freeze the parameters with these names from the next step on, and train all other ones that the
-        optimizers have. All ranks call it together, between steps.
+        """From the next step on, freeze the parameters with these names and train the optimizers' others.
+
+        All ranks call it together, between steps.
 
         Args:
-            names: Clean names.
+            names: The parameters' names, without the prefixes of wrappers.
         """
         self.strategy.reshard(self.model)
         trainable = {id(each) for each in self.trainable}
@@ -280,8 +282,8 @@ class Engine:
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Make one step: forward and backward of each micro-batch, then clip, step, zero and schedule.
 
-        The gradient is sum(weight x loss) / sum(weight) over the micro-batches, so that any split of a batch
-        gives the same step; see `weigh`.
+        The step minimises sum(weight x loss) / sum(weight) over the micro-batches, so that any split of a
+        batch gives the same step; see `weigh`.
         """
         self.streams.seed_step(self.progress.steps)
         if self.gate is not None:
@@ -427,7 +429,7 @@ class Engine:
             self.strategy.reshard(self.model)
 
     def checkpoint_layout(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
-        """Run the block with the task and its optimizers, which it yields, in the form of checkpoints."""
+        """Run the block with the task and the yielded optimizers in the form that checkpoints store."""
         self.strategy.reshard(self.model)
         optimizers = {name: each.optimizer for name, each in self.updaters.items()}
         return self.strategy.checkpoint_layout(optimizers, write)
@@ -505,12 +507,12 @@ class Engine:
         return EngineData(self.progress, feed, training, self.streams, self._window)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
-        """Add a micro-batch's gradient. Between two steps the gradient is sum(weight x loss) / sum(weight).
+        """Add a micro-batch's gradient. A step has the gradient of sum(weight x loss) / sum(weight).
 
         Args:
             loss: A scalar.
             weight: The number of samples or tokens that the loss is a mean over. None gives every backward
-                the same weight; with several ranks, its number of samples.
+                the same weight on one rank, and its number of samples on several ranks.
         """
         self._window.backward(self.strategy, loss, weight)
 

@@ -79,7 +79,7 @@ class MemoryWatch(TorchDispatchMode):
 
     A tensor counts from the first operation that takes or makes it until it is freed; the watch keeps none
     alive. Steps that an optimizer compiles run unwatched. torch's MemTracker (in
-    `torch.distributed._tools.mem_tracker`) cannot be used: it refuses a module that is called twice, and so
+    `torch.distributed._tools.mem_tracker`) cannot be used: it refuses a module that is called twice, as in
     gradient accumulation.
 
     Args:

@@ -71,7 +71,7 @@ class Media(ABC):
         _ = self.data
 
     def snapshot(self) -> Media:
-        """Return a copy that later changes of a tensor do not reach; it stays on the device."""
+        """Return a copy that does not change when a tensor changes later; it stays on the device."""
         kept = copy.copy(self)
         if isinstance(self._source, Tensor):
             kept._source = self._source.detach().clone()

@@ -389,9 +389,9 @@ def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = No
     """Make one pass over evaluation data. Every sample counts once; training's random streams do not move.
 
     Args:
-        feeds: The data by loader name; None for an only one.
-        sanity_batches: Only so many batches of each loader, for the short validation before training.
-            A reader of whole evaluations is left out.
+        feeds: The data by loader name, which is None if there is only one loader.
+        sanity_batches: The number of batches of each loader, for the short validation before training. A
+            reader of whole evaluations is left out.
 
     Returns:
         Weighted means of the step's values, and the declared metrics, by the names of the task's

@@ -68,12 +68,12 @@ class PreemptionConfig:
 
     @property
     def requeues(self) -> tuple[str, ...]:
-        """`requeue`, read."""
+        """The names of the signals in `requeue`."""
         return _named("requeue", self.requeue)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """`stop`, read."""
+        """The names of the signals in `stop`."""
         return _named("stop", self.stop)
 
     def seconds(self, received: signal.Signals) -> float | None:

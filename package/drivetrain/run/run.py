@@ -71,12 +71,12 @@ class Run(RunState):
         postponed: Why a callback has asked to stop before the fit's minimum, or None.
         stopping: The ranks' agreement to stop.
         exception: The error that ended the run, for `on_exception`.
-        validated: Whether the fit has made a validation that was due, possibly before a resume.
+        validated: Whether the fit has made a validation that was due; one before a resume counts.
         in_turn: False after a validation that was made only because the fit ends.
         failure: The error that the run raises once it has ended in order, or None.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
         save_errors: The files that could not be written, and the policy for them.
-        milestones: How many checkpoints it has saved, and passes over evaluation data and steps begun.
+        milestones: The number of checkpoints saved, of evaluation passes begun and of steps begun, added up.
         reports: How often `report_progress` was called.
         requests: The requests of this rank's hooks, "log", "validate", "save" or "end_epoch", each with its
             epoch.
@@ -84,16 +84,16 @@ class Run(RunState):
         epoch_begun: The epoch that has begun last; `progress.epoch` counts those that have ended.
         saves_now: Whether the savers of this step must save.
         is_over: Whether training is over, so that only the last log point, if there is something to log, and
-            `on_fit_end` follow. It is also True during the log point of a limit, which comes before the last
-            save.
-        unlogged: The state before the log point of a limit, from which a resume with a larger limit
-            continues; None before a limit is reached.
+            `on_fit_end` follow. It is also True during the last log point before the last save, if a limit
+            was reached.
+        unlogged: The state before that log point. A resume with a larger limit continues from it. None before
+            a limit is reached.
         evaluator: Makes the validations of a fit, and returns their values by name; a callback sets it in
             `on_fit_start`. None passes over the validation data once.
         loop: The steps of a fit that runs in the program's own loop; None for any other run.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
-        host_streams: The states of the host's generators that a checkpoint brought, or None.
-        by_time: Whether anything is due by time, so that all ranks must have the same.
+        host_streams: The states of the host's random generators from a checkpoint, or None.
+        by_time: Whether anything is due by time, so that all ranks must use the same clock.
         callbacks: All callbacks, in order.
         loggers: All loggers.
     """
@@ -160,7 +160,7 @@ class Run(RunState):
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the body of the program's own loop is running, or no loop is."""
+        """Whether the run waits for the program's own loop, whose body is running or was left."""
         return self.loop is not None and inspect.getgeneratorstate(self.loop) == inspect.GEN_SUSPENDED
 
     def end_if_asked(self) -> None:
@@ -179,8 +179,8 @@ class Run(RunState):
     def save(self) -> None:
         """Save a checkpoint at the end of this step, after all hooks but the savers'.
 
-        A single rank may ask for it. All then save after the same step, the first one that none of them has
-        ended, as for `stop`. That is this step if all ranks ask in it.
+        One rank may ask alone. All ranks then save after the same step, the first that no rank has ended, as
+        for `stop`. If all ranks ask in the same step, they save after that step.
 
         Raises:
             ConfigError: The fit saves nothing (`checkpoint=False`), or this run is no fit.
@@ -231,8 +231,8 @@ class Run(RunState):
     def end_epoch(self) -> None:
         """End the epoch with this step. One rank may ask alone, as for `save`.
 
-        The epoch counts as one of `max_epochs`. Schedules keep the length that was planned. If it ends before
-        all ranks have agreed, nothing more happens.
+        The epoch counts as one of `max_epochs`. Schedules keep the length that was planned. If the epoch ends
+        by itself before all ranks know of the request, the request has no effect.
 
         Raises:
             ConfigError: This run is no fit.
@@ -498,7 +498,7 @@ class Run(RunState):
         self.origin = perf_counter() - self.progress.seconds
 
     def sync_clock(self) -> None:
-        """Use rank 0's seconds on all ranks, which must find the same things due."""
+        """Use rank 0's seconds on all ranks, so that the same things are due on all of them."""
         ranks = self.engine.ranks
         if ranks.size > 1:
             self.progress.seconds = ranks.total([self.progress.seconds if ranks.rank == 0 else 0.0])[0]
@@ -508,7 +508,7 @@ class Run(RunState):
         return self.ledger.timed(kind)
 
     def stop_if_postponed(self) -> None:
-        """Stop for the reason that waits, if the minimum is reached."""
+        """Stop for the postponed reason, if the fit's minimum is reached."""
         if self.postponed is not None and not self.length.is_early(self.progress):
             reason, self.postponed = self.postponed, None
             self.stop_now(reason)

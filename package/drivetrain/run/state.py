@@ -37,7 +37,7 @@ class Evaluation:
     """The position of an evaluation or prediction.
 
     Attributes:
-        loader: The loader's name; None for an only one.
+        loader: The loader's name; None if there is only one.
         batch: The batch, from 0.
         batches: The number of batches; None when unknown.
         values: The result, by full name, once it has ended.

@@ -49,7 +49,7 @@ REFUSED: Mapping[str, str] = {
     "value_clipping": "it does not declare that the parameters' gradients are those of the step",
     "unfreezing": "it does not declare that the trained parameters may change between steps",
 }
-"""The features that a strategy may refuse, each with the reason of one that says nothing.
+"""The features that a strategy may refuse, each with the reason for a strategy that does not declare it.
 
 - exactness: The numbers are those of one process on the whole batch. The conformance suite prints the reason
   of a strategy that refuses this, and leaves out these comparisons.
@@ -144,14 +144,15 @@ class SharedSettings(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The memory that one process needs for a task during a step, for a plan.
+    """The part of a task that one process holds during a step, from which a plan computes memory.
 
     Attributes:
-        fractions: The part of a parameter's elements that a process keeps, of those that are divided.
-        divided: The divided parts: "parameters", "gradients" and "optimizer" (its state).
+        fractions: For each divided parameter, the share of its elements that a process keeps.
+        divided: What is divided over the processes: any of "parameters", "gradients" and "optimizer" (its
+            state).
         gathered: Bytes of weights and gradients that are whole for a while, such as those of a block in use.
-        offloaded: Those of the three that are kept in the host's memory.
-        forward_dtype: The dtype of the weights in a forward; None means that of the stored ones.
+        offloaded: Which of these three are kept in the host's memory.
+        forward_dtype: The dtype of the weights in a forward; None means the dtype in which they are stored.
         copies: Whether the weights are stored in `forward_dtype`, and the optimizer has float32 copies.
     """
 
@@ -302,7 +303,8 @@ class Strategy(ABC):
         """Run the block with the task's parameters and the yielded optimizers in the form of checkpoints:
         whole tensors, or `DTensor`s. All processes must enter it together.
 
-        An override puts new tensors in place, because a checkpoint may be written after the block.
+        An override gives the task new tensors instead of changing the old ones, because a checkpoint may be
+        written after the block.
 
         Args:
             optimizers: The optimizers of `prepare`.
@@ -338,8 +340,9 @@ class Strategy(ABC):
         """
 
     def reshard(self, model: nn.Module) -> None:
-        """Put the parameters that `prepare` left back into the model, if a forward has replaced them. Called
-        on all processes between steps.
+        """Restore the parameters that the model had after `prepare`, if a forward has replaced them.
+
+        Called on all processes between steps.
         """
 
     def retrain(self, model: nn.Module) -> nn.Module:

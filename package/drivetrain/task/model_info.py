@@ -30,12 +30,12 @@ class ModelInfo:
         collate: Makes a batch from a list of samples, for data given as a dataset; None is torch's own
             collation. `Trainer(collate=...)` takes precedence. Worker processes get a copy of it, so it
             should not hold the task.
-        assets: Files to store beside the weights, such as a processor and a configuration: what
-            `Trainer(assets=...)` takes, whose files replace those of the same names. They are made on rank 0
-            when a fit begins.
+        assets: Files to store beside the weights, such as a processor and a configuration, in the form that
+            `Trainer(assets=...)` takes. The Trainer's files replace those of the same names. They are made on
+            rank 0 when a fit begins.
         left_out: The names of the frozen parameters that checkpoints leave out by default. A name that is not
             a parameter's is refused. `CheckpointConfig(parameters=...)` takes precedence.
-        origin: Where the weights come from that training starts with, such as "name" and "revision".
+        origin: The origin of the weights that training starts with, such as "name" and "revision".
             Checkpoints record it, and the error of a resume with other frozen weights names both origins.
         export_format: The format in which other programs load the model, one of
             `drivetrain.checkpoint.formats.FORMATS`; empty for plain safetensors. Checkpoints name it, so that
@@ -45,9 +45,9 @@ class ModelInfo:
             address of the checkpoints; all weights by their names in a checkpoint, sharded ones as
             `DTensor`s; the files beside the weights by name, empty on ranks that do not write; and whether
             this rank writes. It returns the path of the file or folder, or None if it has written nothing.
-        reset_of: For a task on the meta device with modules of another library: takes a module, and returns
-            a function that gives its own parameters and buffers, not those of its children, their first
-            values; or None to use the module's `reset_parameters`.
+        reset_of: For a task on the meta device with modules of another library. It takes a module, and
+            returns a function that initialises the parameters and buffers of the module itself, without those
+            of its children. If it returns None, the module's `reset_parameters` is called.
     """
 
     block_classes: Collection[str] = ()

@@ -186,7 +186,7 @@ class TaskModule(nn.Module):
     def model_info(self) -> ModelInfo:
         """Return facts about the model for other parts of the library; called whenever one is needed.
 
-        Its blocks for sharding, its collation, the files beside its weights, and more: see `ModelInfo`.
+        They include its blocks for sharding, its collation and the files beside its weights: see `ModelInfo`.
         Default: no facts.
         """
         return ModelInfo()
@@ -262,8 +262,8 @@ class TaskModule(nn.Module):
 
         Raises:
             DataError: A parameter without a default has no column; lists the batch's columns. Or a sequence
-                has more than these items and the target, and `forward` has a parameter with a default. Or
-                the batch is a data class with a field of a parameter's name.
+                has more items than these and the target, and `forward` has a parameter with a default. Or the
+                batch is a data class with a field of a parameter's name.
         """
         kind = type(batch)
         forward = FORWARDS.get(type(self))
@@ -393,8 +393,8 @@ class TaskModule(nn.Module):
     def loss_weight(self, batch: Batch) -> float | Tensor:
         """Return the number of items that the loss is a mean over. Default: the number of samples; for an
         assigned `nn.CrossEntropyLoss` or `nn.NLLLoss`, the number of labels that it does not ignore, or the
-        sum of their class weights. The labels are what `metric_inputs` returns for the batch and None, as
-        there are no outputs yet.
+        sum of their class weights. The labels are found by `metric_inputs(None, batch)`, because there are no
+        outputs yet.
 
         A loss that averages over unmasked tokens returns their number here, so that any split of a batch
         gives the same gradient: sum(weight x loss) / sum(weight). The engine calls it on the host, before it

@@ -39,9 +39,9 @@ class LearningRateCurve:
         rates: The rate of each step.
         losses: The training loss of each step.
         smoothed: Its exponential mean, without the bias of the start.
-        suggestion: The rate at which the smoothed loss falls fastest, over the logarithm of the rate, before
-            its lowest value; None if the loss falls nowhere. That is the rule of Lightning's finder on a
-            smoothed curve. The range test is Smith's (Cyclical Learning Rates for Training Neural Networks,
+        suggestion: The rate at which the smoothed loss, as a function of the rate's logarithm, falls fastest
+            before its lowest value; None if the loss falls nowhere. That is the rule of Lightning's finder on
+            a smoothed curve. The range test is Smith's (Cyclical Learning Rates for Training Neural Networks,
             2017, section 3.3, arXiv:1506.01186).
     """
 

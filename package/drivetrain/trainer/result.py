@@ -103,7 +103,7 @@ class FitResult:
         `figure.savefig("curves.png")` writes it. "train/loss" and "validation/loss" share a plot.
 
         Args:
-            *names: Of the values, such as "train/loss"; without any, all of them.
+            *names: The names of the values, such as "train/loss"; without any, all values.
 
         Raises:
             ConfigError: There is no `history`, or no value has the name.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @by_name
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Trainer(RunSettings):
-    """The configuration of runs: validated when it is made, never changed. Every verb builds a new run.
+    """The configuration of runs: validated when it is made, never changed. Each `fit` builds a new run.
 
     Its arguments are in eight groups: length, where it runs, numbers, gradient, data, evaluation, records and
     safety. To train, give `max_epochs`, `max_steps` or `max_time`; every other argument has a default.
@@ -42,10 +42,10 @@ class Trainer(RunSettings):
             min_steps=1_000.
         dry_run: A trial fit. True ("batches") or a number fits one epoch with one batch, or that many
             batches, of each loader. It starts afresh and writes nothing: no checkpoints, logs, results or
-            predictions. Other verbs take the same number. "overfit" trains and validates on the first
-            `limit_train_batches` batches of the training data (1 if that is None) in every epoch, and saves
-            no checkpoints. Callbacks that need files are left out and named. Default: None. Example:
-            dry_run=True.
+            predictions. `validate`, `test` and `predict` take the same number of batches. "overfit" trains
+            and validates on the first `limit_train_batches` batches of the training data (1 if that is None)
+            in every epoch, and saves no checkpoints. Callbacks that need files are left out and named.
+            Default: None. Example: dry_run=True.
 
     Attributes: Where it runs
         strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
@@ -65,8 +65,8 @@ class Trainer(RunSettings):
             `Precision`; "auto" takes it from `accelerate launch` or an Accelerator, else "32". Default:
             "auto". Example: precision="bf16-mixed".
         seed: Seeds the order of the data and every random stream of a run. Default: 0. Example: seed=1.
-        data_seed: Seeds the order of the training data, and what loading it draws, separately from all other
-            random streams; None takes `seed`. Default: None. Example: data_seed=2.
+        data_seed: Seeds the order of the training data, and the random numbers that loading it draws,
+            separately from all other random streams; None takes `seed`. Default: None. Example: data_seed=2.
         deterministic: Insist on deterministic kernels while a run lasts. Default: False. Example:
             deterministic=True.
 
@@ -83,9 +83,10 @@ class Trainer(RunSettings):
             Example: micro_batch="auto".
 
     Attributes: Data
-        batch_size: For data given as a bare Dataset. With it, the items of an `IterableDataset` are samples,
-            and without it ready batches. Numbers by points of the run, as for `gradient_accumulation_steps`,
-            for training data with a length. Default: None. Example: batch_size=32.
+        batch_size: Samples in a micro-batch of each process, for data given as a bare Dataset. Without it,
+            the items of an `IterableDataset` are ready batches. Numbers by points of the run, as for
+            `gradient_accumulation_steps`, need training data with a length. Default: None. Example:
+            batch_size=32.
         num_workers: Worker processes for data given as a bare Dataset. Default: 0. Example: num_workers=4.
         collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
             takes torch's default. Default: None. Example: collate=pad.
@@ -152,7 +153,8 @@ class Trainer(RunSettings):
             continues with a warning. Default: "raise". Example: on_nonfinite="skip".
         on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to
             continue, say what was not saved, and try again when the next one is due. If the end of a run
-            cannot be saved, an error is raised with both. Default: "raise". Example: on_save_error="warn".
+            cannot be saved, an error is raised with either value. Default: "raise". Example:
+            on_save_error="warn".
         hang_timeout: The time without progress after which all processes are ended, with exit code 75:
             seconds, a timedelta, or a text such as "10 minutes". The stacks are printed, and the rank that is
             behind is named. None disables it. Compiling, saving and loading have an hour more. Default:
@@ -207,10 +209,10 @@ class Trainer(RunSettings):
         Raises:
             ConfigError: Arguments, task and data do not fit together.
             DataError: The data is empty, of an unknown kind, or raised; names the batch.
-            CheckpointError: A checkpoint cannot be read, fitted or written.
+            CheckpointError: A checkpoint cannot be read or written, or does not fit the task.
             NonFiniteError: A loss was NaN or infinite.
             Preempted: A signal has ended the run in order; the program ends with exit code 75.
-            KeyboardInterrupt: Likewise by Ctrl-C; once more ends it at once.
+            KeyboardInterrupt: Ctrl-C has ended the run in order; a second Ctrl-C ends it at once.
         """
         from drivetrain.trainer.verbs import fit
 

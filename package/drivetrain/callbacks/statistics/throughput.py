@@ -40,25 +40,25 @@ class Throughput(Callback):
     - ``samples_per_second``, ``tokens_per_second`` (if tokens are counted) and ``steps_per_second``: over
       the training time, which is the wall time without evaluation, saving and compiling;
     - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds`` and ``save_seconds``: the parts of the
-      wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has a value with ``_share`` for
-      ``_seconds``. "data" is the time that the host waits for data, while a GPU keeps working. "compute" is
-      the host's time too;
+      wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has its share of the wall time,
+      such as ``data_share``. "data" is the time that the host waits for data, while a GPU keeps working.
+      "compute" is the host's time too;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices, without those
       that activation checkpointing computes again;
-    - ``model_flops``: all of them since the run began, before a resume too;
+    - ``model_flops``: all such operations since the run began, including those before a resume;
     - ``model_flops_utilisation`` (MFU): the operations per second of one device over its peak, if the peak is
       known (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B);
-    - ``hardware_flops_per_second``, ``hardware_flops`` and ``hardware_flops_utilisation`` (HFU): the same
-      with what is computed again. There are none with `flops_per_sample`.
+    - ``hardware_flops_per_second``, ``hardware_flops`` and ``hardware_flops_utilisation`` (HFU): the same,
+      including operations that are computed again. There are none with `flops_per_sample`.
 
-    The first step of a fit is left out, because it warms up caches and allocators. A log point gets no
-    values if no step was made since the one before, as at an evaluation. Nothing here waits for the device.
+    The first step of a fit is left out, because it warms up caches and allocators. A log point gets no values
+    if no step was made since the previous log point, as in an evaluation. Nothing here waits for the device.
 
-    The operations are counted in the fit's first step, as torch runs it (`torch.utils.flop_counter`),
-    attention in full even if it is causal. Later steps have as many for each token as the first step, or for
-    each sample if no tokens are counted. Attention costs more in longer sequences, which is not counted. A
-    compiled task runs the first step uncompiled. A checkpoint stores the count, so that a resumed run does
-    not count again.
+    The operations are counted while torch runs the fit's first step (`torch.utils.flop_counter`). Attention
+    counts in full even if it is causal. Later steps are assumed to have as many operations for each token as
+    the first step, or for each sample if no tokens are counted. The higher cost of attention in longer
+    sequences is therefore not counted. A compiled task runs the first step uncompiled. A checkpoint stores
+    the count, so that a resumed run does not count again.
 
     Args:
         peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute
@@ -172,7 +172,7 @@ class Throughput(Callback):
         self._stop(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the operations and the tokens of a sample of the first step."""
+        """Return the operations and the tokens per sample in the first step."""
         return {"flops": None if self._counted is None else list(self._counted), "tokens": self._tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

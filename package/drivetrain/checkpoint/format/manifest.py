@@ -77,12 +77,13 @@ class Snapshot:
     """The content of a checkpoint, in memory.
 
     Attributes:
-        tensors: Group ("model", "optimizer", "state") to name to tensor; plain parameter names, any device.
-        objects: Name ("state", "hparams") to strict JSON, such as the result of `checkpoint.pack`.
+        tensors: The tensors of each group ("model", "optimizer", "state") by name, on any device. Parameters
+            have their plain names.
+        objects: Strict JSON by name ("state", "hparams"), such as the result of `checkpoint.pack`.
         progress: The counts of `Progress.to_json`.
         metrics: The latest logged metrics; NaN and infinity are allowed.
         task: The name of the task's class, for people; it is never imported.
-        plan: The division of the writing among the processes, once planned; see `saving.sharding`.
+        plan: Which process writes which part, once that is decided; see `saving.sharding`.
         assets: Files stored beside the weights: the content of each by its path in the folder `assets`, with
             "/" between the parts. Only the first process needs them. Loading reads none; see `copy_assets`.
     """
@@ -106,7 +107,7 @@ class Manifest:
 
     Attributes:
         files: The checkpoint's other files, except those with the hashes of pieces.
-        tensors: Group to name to the tensor's record.
+        tensors: The record of each tensor, by group and name.
         progress: As in the snapshot.
         metrics: As in the snapshot.
         saved_by: Versions and the task's name, as text.

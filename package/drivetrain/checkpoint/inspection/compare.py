@@ -28,11 +28,11 @@ class CheckpointDifference:
     """One tensor, number, text or setting that differs.
 
     Attributes:
-        section: The group of a tensor; of another value "progress", "metrics", "saved_by", "hparams",
+        section: For a tensor its group; for another value "progress", "metrics", "saved_by", "hparams",
             "optimizers", or the name of an object.
         name: The tensor's name, or the value's place in the section, with dots between the levels.
         kind: The kind of the difference.
-        first: The value in the first checkpoint, or None; see `readable`. Of a tensor it is its dtype and
+        first: The value in the first checkpoint, or None; see `readable`. A tensor is shown as its dtype and
             shape, such as "F32[2, 3]".
         second: The value in the second checkpoint, or None.
     """

@@ -65,7 +65,8 @@ class Listing:
 
     Attributes:
         directory: The listed directory; for a run directory, the one inside.
-        checkpoints: The checkpoints, newest last. Set-aside ones and others without an order come first.
+        checkpoints: The checkpoints, newest last. Checkpoints without an order, such as set-aside ones, come
+            first.
         trouble: What is wrong with the index, or "".
     """
 

@@ -33,7 +33,7 @@ class CheckpointConfig:
     A run may have several policies: `Trainer(checkpoint=[CheckpointConfig(...), ...])`. Policies that ask for
     a checkpoint at the same step share one, and it is deleted once none of them keeps it. Each has its own
     `every`, `keep_last`, `best`, `by` and `mode`; the other fields belong to the run, and must be equal in
-    all policies. Each must give `best`, the number that it keeps, or `by=None`. A save outside of any
+    all policies. Each policy must give `best`, the number that it keeps, or `by=None`. A save outside of any
     interval (at the end of the run, at a signal, by `run.save()`) is a resume point of the first policy.
 
     Attributes:
@@ -41,14 +41,15 @@ class CheckpointConfig:
             at the end.
         keep_last: The number of resume points to keep; None keeps all. The newest checkpoint is always kept
             until the next is committed.
-        best: The number of best checkpoints to keep; 0 disables them. None keeps one if the fit validates. A
-            number, or another `by`, is an error in a fit that cannot give the metric.
+        best: The number of best checkpoints to keep; 0 disables them. None keeps one if the fit validates.
+            Giving a number, or another `by`, is an error in a fit that cannot give the metric.
         by: The full name of the metric that ranks checkpoints; None disables them.
         mode: "min" if the smallest value is best, "max" if the largest. "auto" takes it from the metric's own
-            `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); a fit that
-            finds it in neither is refused. NaN is never best, and of equal values the earlier is better.
-        restore_best: Whether the task has the weights of the best checkpoint when the fit ends, and the
-            finished weights are those; not after an error or a signal. One policy of several may ask for it.
+            `higher_is_better`, else from a well-known name (a loss, an error, an accuracy, ...); if neither
+            says, the fit is refused. NaN is never best, and of equal values the earlier is better.
+        restore_best: Whether the end of a fit loads the weights of the best checkpoint into the task, so that
+            the finished weights are the best ones. An error or a signal ends the fit without that. Only one
+            of several policies may ask for it.
         asynchronous: Write in the background: training waits only for a copy of the state to the host's
             memory, and for the previous save if that has not ended. A write error is raised after the next
             step.
@@ -113,7 +114,7 @@ class CheckpointConfig:
 
     @property
     def interval_name(self) -> str | None:
-        """The interval as the index of checkpoints has it, such as "500 steps"."""
+        """The interval's name in the index of checkpoints, such as "500 steps"."""
         return None if self.every is None else str(self.every)
 
     @property

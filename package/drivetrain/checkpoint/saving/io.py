@@ -64,8 +64,8 @@ class CheckpointIO(Protocol):
         """Write and commit a new checkpoint; durable on return. Several processes save one together.
 
         Raises:
-            CheckpointError: The path exists, or the write failed; nothing is left behind. Only if the last
-                sync failed, or an answer was lost, may the checkpoint exist, and then it is complete.
+            CheckpointError: The path exists, or the write failed; nothing is left behind. If only the last
+                sync failed, or an answer was lost, the checkpoint may exist; it is then complete.
         """
         ...
 
@@ -78,8 +78,8 @@ class CheckpointIO(Protocol):
                 only with that group; all other objects are always read: ``("model",)`` gives the weights and
                 "hparams", but no "state".
             like: A function from the group, name and shape of a stored tensor to a `DTensor` with the
-                sharding of the result: each process then reads only its shard. If it returns None or a plain
-                tensor, or is None, the whole tensor is read.
+                sharding of the result: each process then reads only its shard. Without a function, or if it
+                returns None or a plain tensor, the whole tensor is read.
 
         Raises:
             DamagedCheckpointError: The checkpoint is missing or damaged.

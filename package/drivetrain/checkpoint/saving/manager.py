@@ -71,8 +71,8 @@ class CheckpointManager:
     The index file decides the order and the purpose of the checkpoints; the disk decides which of them exist.
     The first use reconciles the two, so a kill at any moment loses at most the checkpoint that was being
     saved. One job at a time may write to a directory. Each of its processes has a manager, and all call the
-    same methods in the same order. A directory that another job has locked raises; `lock` keeps other jobs
-    out until `release`.
+    same methods in the same order. Writing to a directory that another job has locked raises; `lock` keeps
+    other jobs out until `release`.
 
     Args:
         directory: The directory of the checkpoints and their index; created by the first save.
@@ -170,8 +170,8 @@ class CheckpointManager:
             The path and the content, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: The newest seems intact, but has a newer format, is not readable now, or is not
-                visible to every process. An older one is never loaded silently instead.
+            CheckpointError: The newest checkpoint seems intact, but has a newer format, is not readable now,
+                or is not visible to every process. An older one is never loaded silently instead.
         """
         self.wait()
         self._open()
@@ -223,10 +223,10 @@ class CheckpointManager:
             epoch: The number of epochs made.
             metrics: The latest metrics; the index stores those that rank checkpoints.
             snapshot_factory: Returns the content; called only if something is written.
-            resume: Save as a resume point: of the first policy, or of the intervals that are given as the
-                policies' `interval_name`; "" is the first policy.
-            best: Save as one of the best, if `should_keep` would return True: by each metric that ranks, or
-                by those given.
+            resume: Save as a resume point. True means a resume point of the first policy; names mean one of
+                each policy with that `interval_name`, where "" is the first policy.
+            best: Save as one of the best, if `should_keep` returns True. True tries each metric that ranks;
+                names try only those metrics.
 
         Raises:
             CheckpointError: The write failed, or the background write before it did. Earlier checkpoints and
@@ -279,12 +279,13 @@ class CheckpointManager:
         return SavedCheckpoint(self._path(entry.name), is_best)
 
     def prune(self, spared: str | None, values: Mapping[str, float]) -> None:
-        """Remove what no policy keeps and a killed job has not removed; for the start of a fit.
+        """Remove the checkpoints that a killed job has left and no policy keeps; called when a fit starts.
 
         Args:
-            spared: The path of a checkpoint that stays, because the fit goes on from it. It leaves a ranking
-                by a value that the fit does not have: only the end of an earlier, shorter fit made it.
-            values: The metrics that the fit goes on with.
+            spared: The path of the checkpoint that the fit resumes from, which is never removed. Its place in
+                a ranking is kept only if `values` has the value that ranked it: the end of an earlier,
+                shorter fit may have added a value that this fit does not have.
+            values: The metrics that the fit resumes with.
         """
         self._open()
         for place, each in enumerate(self._entries):

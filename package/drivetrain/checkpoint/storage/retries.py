@@ -57,14 +57,15 @@ _EREMOTEIO = getattr(errno, "EREMOTEIO", errno.EIO)
 class Retry:
     """The policy for repeating requests after transient failures.
 
-    Pauses double, and each is drawn from its upper half, so that a thousand processes that were told to slow
-    down do not return at once (https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
+    The limit of a pause doubles with each failure. The pause is a random time between half of its limit and
+    its limit, so that a thousand processes that were asked to slow down do not retry all at once
+    (https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
 
     Attributes:
-        tries: The largest number of requests, the first included.
-        pause: The longest first pause, in seconds.
-        longest: The longest pause, in seconds.
-        patience: Seconds after which no request is repeated.
+        tries: The largest number of requests, including the first one.
+        pause: The limit of the first pause, in seconds.
+        longest: The highest limit of a pause, in seconds.
+        patience: The seconds after which no request is repeated.
     """
 
     tries: int = 8
@@ -82,7 +83,7 @@ class Retry:
 
         Args:
             what: The action, such as "reading", for the log.
-            path: The path that it is done to.
+            path: The path that it acts on.
             request: Makes the request and returns its result.
 
         Raises:

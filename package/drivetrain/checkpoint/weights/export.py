@@ -42,17 +42,17 @@ def export_weights(
     libraries.
     Tied tensors are written under each of their names.
 
-    An earlier export to the same path is replaced, and no other file is. A single file on a disk is replaced
-    in one step. With several files, or in an object store, a kill leaves the old export, the new one, or
-    nothing loadable; the next export removes the remains.
+    An earlier export to the same path is replaced; no other file is. A single file on a disk is replaced in
+    one step. With several files, or in an object store, a kill leaves the old export, the new one, or nothing
+    loadable; the next export removes the remains.
 
     Args:
         tensors: The tensors by name, as in a state dict; any device and strides. `DTensor`s are gathered one
             at a time, and every process that holds a part must call this, with the same names in the same
-            order. Or a source that makes each when it is written.
+            order. Or a source that makes each tensor when it is written.
         path: The file, such as "model.safetensors"; also an address such as "s3://bucket/model.safetensors".
         dtype: The dtype for floating-point tensors: "float32", "bf16"... or a `torch.dtype`; None keeps each.
-            A source has chosen its own.
+            A source chooses its dtype itself.
         max_shard_size: The most bytes of tensors in a file: a number, or a text such as "5 GB".
         write: Whether this process writes. One of several processes does, and only that one raises on
             failure.
@@ -62,8 +62,8 @@ def export_weights(
         The paths of the files, the index last.
 
     Raises:
-        CheckpointError: The format or the dtype cannot store a tensor, a file cannot be written, or one that
-            drivetrain has not written is in the way.
+        CheckpointError: The format or the dtype cannot store a tensor, a file cannot be written, or a file
+            that drivetrain has not written is in the way.
         ConfigError: The dtype is unknown, or the size is invalid.
     """
     return write_weights(tensors, path, dtype, max_shard_size, write, files)

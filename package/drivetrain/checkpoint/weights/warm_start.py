@@ -104,8 +104,8 @@ def load_weights_into(
 ) -> LoadReport:
     """Copy weights from a source into a module, all or none.
 
-    A module on the meta device gets them when a strategy shards it; what fits is checked now. Each process
-    then reads the rows that it holds from safetensors files; other sources stay in memory until then.
+    A module on the meta device gets them when a strategy shards it; whether they fit is checked now. Each
+    process then reads the rows that it holds from safetensors files; other sources stay in memory until then.
 
     Floating-point numbers are converted to the module's dtype. One name of a tied parameter is enough. Names
     are compared without the parts that wrappers such as torch.compile add.

@@ -24,10 +24,11 @@ def combined(
     as training data is combined, with the defaults.
 
     Args:
-        sources: Datasets with a length, by name. One with a `collate_fn` makes its part of a batch by that.
+        sources: Datasets with a length, by name. A dataset's own `collate_fn`, if it has one, makes its part
+            of a batch.
         samples: How many samples of a source belong together, by name; 1 for those that are left out.
         until: When an epoch ends: "longest", when the source that lasts longest has given each sample;
-            "shortest", before the first source begins anew; or with the source of this name.
+            "shortest", before the first source begins anew; or the name of a source, when that source has.
 
     Returns:
         A dataset that is training data.

@@ -31,10 +31,10 @@ Record: TypeAlias = tuple[Place, Any]
 class EpochMetric:
     """A metric that calls a function once, with the outputs and targets of all samples.
 
-    It is for values that no metric can add up batch by batch, such as those of scikit-learn or evaluate. Each
-    sample counts once, on any number of ranks. In an evaluation the samples are in the order of the data set.
-    In training they are those of the log interval in the order of the steps, and within one step rank by
-    rank. The function is called on rank 0, and all ranks get its result, or raise its error.
+    Use it for values that no metric can add up batch by batch, such as those of scikit-learn or evaluate.
+    Each sample counts once, on any number of ranks. In an evaluation the samples are in the order of the data
+    set. In training they are the samples of the log interval, in the order of the steps and, within a step,
+    of the ranks. The function is called on rank 0, and all ranks get its result, or raise its error.
 
     In an evaluation each rank keeps the inputs of its batches on the host, and rank 0 gets all of them at the
     end. Training keeps the inputs of a log interval on the device, and in checkpoints.
@@ -45,9 +45,8 @@ class EpochMetric:
             function whose first parameter is `y_true`, as scikit-learn's are, gets the target first. One with
             parameters `predictions` and `references`, such as the `compute` of a metric of evaluate, gets
             them by name.
-        transform: Called with the inputs of each batch on the device, such as
-            `lambda outputs, target: (outputs.argmax(-1), target)`. Its result is kept instead of them, and
-            takes less memory.
+        transform: A function of a batch's inputs, called on the device, such as `lambda outputs, target:
+            (outputs.argmax(-1), target)`. Its result is kept instead of the inputs, to save memory.
         padding: The value that fills up shorter rows if batches differ in a dimension other than the first,
             such as -100 for token labels. None refuses such batches.
         tensors: Whether the function gets tensors on the host instead of arrays.

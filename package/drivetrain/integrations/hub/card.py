@@ -47,14 +47,14 @@ class CardData:
         tags: Tags, besides "drivetrain".
         base_model: The repository or repositories of the weights that training started from. None takes the
             name that the checkpoint or an adapter's `adapter_config.json` records, if it is one on the Hub.
-        datasets: The names of the data sets on the Hub. Empty: `Publish` takes that of a training set which
-            `datasets` has loaded from there.
+        datasets: The names of the data sets on the Hub. If there are none, `Publish` takes the name of the
+            training set, provided that the library `datasets` has loaded it from the Hub.
         language: The language or languages, such as "en".
         pipeline_tag: The task's name on the Hub, such as "text-classification". If a data set is given too,
             the Hub shows the values of validation as results.
         model_name: The title of the card; None takes the repository's name.
-        dataset_names: Names of the data sets for readers, in the order of `datasets`; those take the place of
-            missing ones.
+        dataset_names: Names of the data sets for readers, in the order of `datasets`. A missing name is taken
+            from there.
         dataset_args: The configurations of the data sets, such as "mrpc" of "glue", in the same order.
     """
 

@@ -27,11 +27,11 @@ class HubError(DrivetrainError):
     """The Hub could not be reached, or refused a request.
 
     Args:
-        what: What did not happen.
+        what: The action that failed.
         reason: Why; without secrets.
 
     Attributes:
-        reason: As given.
+        reason: The reason that was given.
     """
 
     def __init__(self, what: str, reason: str) -> None:

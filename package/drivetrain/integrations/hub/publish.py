@@ -52,7 +52,8 @@ class Publish(Callback):
     with "all". A failure is a warning, and the next save tries again.
 
     `fit(..., resume="hub")` resumes from the newest checkpoint of the repository or of the run directory,
-    whichever is newer, and begins anew if there is none. "checkpoint" and "all" upload what it needs.
+    whichever is newer, and begins anew if there is none. The checkpoint that it needs is uploaded with
+    `every="checkpoint"` or `every="all"`.
 
     No message and no file holds the token. Only rank 0 uploads.
 
@@ -187,7 +188,7 @@ class Publish(Callback):
             self._clean_up()
 
     def on_exception(self, run: Run) -> None:
-        """Wait for the uploads of a run that a signal has ended, and shortly for those of one that failed."""
+        """Wait for the uploads, but only shortly unless a signal has ended the run."""
         if not run.is_main:
             return
         if isinstance(run.exception, Preempted):

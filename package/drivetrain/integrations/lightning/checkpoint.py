@@ -21,8 +21,8 @@ class LoadedCheckpoint:
 
     Attributes:
         hparams: The hyper-parameters that are plain values: numbers, texts, lists and mappings of them.
-        left_out: What the file has beside, by name, each described in words: hyper-parameters that are
-            objects, and the position, the optimizers, the callbacks and all else.
+        left_out: The rest of the file, by name, each part described in words: hyper-parameters that are
+            objects, the position, the optimizers, the callbacks and everything else.
         weights: The report on the weights.
         averaged: Whether the loaded weights are averages, from a file that also has the module's own weights.
     """

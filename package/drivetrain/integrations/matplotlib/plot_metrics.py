@@ -36,8 +36,8 @@ class PlotMetrics(Callback):
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        ConfigError: When a Trainer is made: no logger takes figures; at the start of a fit: it has no
-            validation, or a name is unknown or that of a metric without a `plot`.
+        ConfigError: When a Trainer is made: no logger takes figures. At the start of a fit: the fit has no
+            validation, a name is unknown, or a metric has no `plot`.
     """
 
     def __init__(self, metrics: Sequence[str] | None = None) -> None:
@@ -52,7 +52,7 @@ class PlotMetrics(Callback):
         """Check that a logger takes figures.
 
         Raises:
-            ConfigError: None does.
+            ConfigError: No logger does.
         """
         if trainer.dry_run not in (None, "overfit"):  # a trial that writes nothing has no loggers
             return

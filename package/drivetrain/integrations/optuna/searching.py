@@ -91,9 +91,9 @@ def search(
     """Fit a task with many choices of its hyper-parameters, which Optuna makes, and return the best.
 
     The search is kept in the Trainer's `run_dir`: each trial's fit in a directory of its own, and the trials
-    in a storage. The same call goes on there after it was killed: the trial that was running resumes from
-    its checkpoint, and the trials are those of an uninterrupted search. Sampler and tasks are seeded by the
-    Trainer's `seed`.
+    in a storage. If a search was killed, the same call continues it there: the trial that was running resumes
+    from its checkpoint, and the trials are those of an uninterrupted search. Sampler and tasks are seeded by
+    the Trainer's `seed`.
 
     A trial that raises an error or has no finite objective is recorded as failed, and the search goes on.
     Without a launcher, a trial on several devices runs in forks of this process.
@@ -116,7 +116,7 @@ def search(
         storage: An address such as "sqlite:///search.db", the path of a journal, which several machines may
             share, or a storage of Optuna. None takes a journal in `run_dir`.
         sampler: "tpe", "random", "grid", "gp", "nsga2", or a function of a seed that returns a sampler of
-            Optuna. The random state of a sampler that is given itself is not stored.
+            Optuna. If you give a sampler object instead, its random state is not stored.
         pruner: "median", "halving", "hyperband", or a pruner of Optuna; None prunes nothing. It judges each
             value of the objective that a fit logs.
         parallel: The number of trials that run at a time, in processes of this machine.

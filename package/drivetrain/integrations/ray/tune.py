@@ -26,8 +26,8 @@ def trainable(
     """Return a function for `ray.tune.Tuner`, each of whose trials is a fit.
 
     A trial reports its values with a checkpoint whenever the metric has a new one. A trial that Ray starts
-    from a checkpoint, its own or another trial's, resumes from it with the optimizer's settings of its own
-    configuration.
+    from a checkpoint, its own or another trial's, resumes from it, with the optimizer settings of the trial's
+    own configuration.
 
     Args:
         make_task: Takes the configuration of a trial, and returns a task; or a pair of a task and a mapping

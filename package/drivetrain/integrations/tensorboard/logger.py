@@ -42,8 +42,8 @@ class TensorBoardLogger:
     All values of a log point go into one event, which is flushed when it is written.
 
     The first write of a new logger begins a new event file. An earlier run's files in the directory are moved
-    to ``earlier-1``, which TensorBoard shows as a separate run. After `load_state_dict` they stay, and
-    TensorBoard hides the values from after the state was taken.
+    to ``earlier-1``, which TensorBoard shows as a separate run. After `load_state_dict` these files stay, and
+    TensorBoard hides the values that are newer than the state.
 
     Args:
         directory: The event file's directory; made at the first write. Default: the run directory.

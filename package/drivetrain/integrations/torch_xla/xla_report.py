@@ -31,7 +31,7 @@ class XLAReport(Callback):
         text: The latest report of `torch_xla.debug.metrics`.
 
     Raises:
-        ConfigError: By the Trainer: the device is not of XLA.
+        ConfigError: When a Trainer is made: the device is not an XLA device.
     """
 
     def __init__(self, show: bool = True) -> None:

@@ -109,7 +109,7 @@ class Float8(Precision):
             module: A task, or any module.
 
         Returns:
-            By layer name, why the layer is left out; empty if it computes in float8.
+            The reason why each layer is left out, by the layer's name; empty if it computes in float8.
         """
         return {name: reason for name, _, reason in self._layers(module)}
 

@@ -143,8 +143,8 @@ class Tracker(ABC):
         extra: The extra of drivetrain that brings the package; also the logger's name.
         takes: The kinds of values beside numbers that it takes; see `drivetrain.loggers.Media`.
         advice: What a user can do if the tracker cannot be opened; the end of a message.
-        waits: Whether sending waits for a server, so that a thread of ours does it. Most trackers' packages
-            have a queue of their own.
+        waits: Whether sending waits for a server, so that drivetrain sends in a thread. Most trackers'
+            packages have a queue of their own.
         settles: The seconds after which a kill of this process can no longer lose what was sent.
         buffered: The number of log points whose values a kill can lose however long ago they were sent.
         patience: The seconds that the end of a run waits for a server that does not answer.
@@ -295,7 +295,7 @@ class Tracker(ABC):
             )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add values to the record of a step, with the full passes over the data; the step before is sent."""
+        """Add values and the number of epochs to the record of a step, and send the record before it."""
         self._add(step, with_epoch(metrics, self._run), {})
 
     def log_media(self, values: Mapping[str, Media], step: int) -> None:
@@ -318,7 +318,7 @@ class Tracker(ABC):
             self._wake.set()
 
     def log_checkpoint(self, address: str) -> None:
-        """Store a checkpoint that has just been saved, if all are stored."""
+        """Store a checkpoint that has just been saved, if `artifacts` is "all"."""
         if self.artifacts == "all":
             self._try_to_store(address, "checkpoint", ["latest"])
 

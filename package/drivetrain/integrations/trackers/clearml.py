@@ -35,13 +35,13 @@ class ClearMLLogger(Tracker):
     "train/loss" and "validation/loss" are two lines of the plot "loss".
 
     Args:
-        directory: Where the values go that could not be sent. Default: the run directory.
+        directory: The folder for values that could not be sent. Default: the run directory.
         project: The project; by default ClearML's own choice, the name of the repository.
         name: The task's name. Default: the name of the run directory.
         tags: Short labels.
         offline: Whether ClearML writes a session to its cache folder, for `Task.import_offline_session`, as
             `CLEARML_OFFLINE_MODE=1` does. The process stays offline afterwards.
-        reuse: Whether a new fit overwrites the last task of the same project and name, if it has no
+        reuse: Whether a new fit overwrites the last task of the same project and name, if that task has no
             artifacts.
         id: The id of a task to continue. A resumed fit has it from the checkpoint.
         artifacts: "all" stores each checkpoint and the finished weights as artifacts, "best" the best

@@ -245,10 +245,10 @@ class MLflowLogger(MLflowTracker):
     `mlflow.enable_system_metrics_logging()` adds measurements of the machine, which need psutil.
 
     Args:
-        directory: Where the values go that could not be sent. Default: the run directory.
+        directory: The folder for values that could not be sent. Default: the run directory.
         tracking_uri: The server's address, or that of a database. Default: MLflow's own choice, such as
             `MLFLOW_TRACKING_URI`.
-        experiment: The experiment's name; made if there is none. Default: `MLFLOW_EXPERIMENT_NAME`, or
+        experiment: The experiment's name. A missing experiment is made. Default: `MLFLOW_EXPERIMENT_NAME`, or
             "Default".
         run_name: The run's name. Default: the name of the run directory.
         nested: Whether the run is a child of the one that the program has opened.
@@ -256,8 +256,8 @@ class MLflowLogger(MLflowTracker):
         id: The id of a run to continue. A resumed fit has it from the checkpoint.
         artifacts: "all" stores each checkpoint and the finished weights as artifacts, "best" the best
             checkpoint and the finished weights.
-        register: A name in MLflow's registry: the finished task becomes a version of this model, with a
-            signature, which `mlflow.pytorch.load_model` loads. Default: none.
+        register: A name in MLflow's registry. The finished task becomes a version of this model, with a
+            signature; `mlflow.pytorch.load_model` loads it. Default: none.
 
     Raises:
         MissingDependencyError: mlflow is not installed.

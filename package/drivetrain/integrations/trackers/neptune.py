@@ -26,7 +26,7 @@ class NeptuneLogger(Tracker):
     1.x release of Neptune's package.
 
     Args:
-        directory: Where the values go that could not be sent. Default: the run directory.
+        directory: The folder for values that could not be sent. Default: the run directory.
         project: The project, as "workspace/name". Default: `NEPTUNE_PROJECT`.
         name: The run's name. Default: the name of the run directory.
         tags: Short labels.

@@ -23,7 +23,7 @@ class TrackioLogger(Tracker):
     the program has opened by `trackio.init` is used, and stays open afterwards.
 
     Args:
-        directory: Where the values go that could not be sent. Default: the run directory.
+        directory: The folder for values that could not be sent. Default: the run directory.
         project: The project.
         name: The run's name, by which a resumed fit finds it. Default: that of the run directory with a few
             random letters.

@@ -87,8 +87,8 @@ class MappedArguments:
     Attributes:
         trainer_options: Arguments of `drivetrain.Trainer`.
         task_options: Arguments of `TransformersTask`, without the model and the functions.
-        data_options: How the data is read: those of the Trainer's options, and those of a DataLoader that
-            `train_data` makes.
+        data_options: The options for reading the data. The Trainer takes some of them, and the DataLoader
+            that `train_data` makes takes the others.
         report: What became of each option that is not at its default.
         publish: The callback that uploads to the Hub, which `trainer_options` has too; None without one.
         eval_on_start: Whether to validate before the fit.
@@ -113,12 +113,13 @@ class MappedArguments:
     def train_data(self, dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
         """Return the training data to give to `fit`.
 
-        It is the dataset itself if the Trainer has all of the options, else a DataLoader with them.
+        It is the dataset itself if the Trainer has all of the options for reading data, else a DataLoader
+        with them.
 
         Args:
             dataset: The dataset.
-            collate: Makes a batch of samples; `task.collate_function()` by default of a dataset, and to be
-                given here for a DataLoader.
+            collate: Makes a batch of samples. A dataset uses `task.collate_function()` by default; a
+                DataLoader needs a function here.
         """
         if not self._needs_loader:
             return dataset

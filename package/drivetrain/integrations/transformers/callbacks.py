@@ -119,7 +119,7 @@ class CallbackAdapter(OwnCallback):
         args: What the callbacks get as `args`; None makes arguments that describe the run.
         state: The state to keep; None makes a new one.
         control: The control; None makes a new one.
-        log: Called with the values of a log point under transformers' names, instead of `log`.
+        log: Called with the values of a log point under transformers' names, instead of this object's `log`.
         pushes: Whether the program calls `call("on_push_begin")`.
 
     Attributes:
@@ -133,11 +133,11 @@ class CallbackAdapter(OwnCallback):
         train_metrics: The summary of a finished fit, such as "train_loss" and "train_runtime".
         follows_args: Whether the run's intervals are those of `args`, so that the control tells what is due.
         reports_evaluations: Whether evaluations are logged and their events called here, not by the program.
-        shown_path: Returns the path that the state has for that of a checkpoint.
+        shown_path: Takes the path of a checkpoint, and returns the path to put into the state.
         told: Names of values that the program has put in rows of its own since the last log point.
         objects: The objects that events get besides the arguments, the state and the control.
-        calls_by: A function that calls the given callbacks with an event, its name and its objects, instead
-            of this class; None leaves it to this class.
+        calls_by: A function that calls callbacks instead of this class: it gets the callbacks, the name of
+            the event, (args, state, control) and the event's objects. With None this class calls them.
 
     Raises:
         ConfigError: An object that is no callback of transformers, one that writes to an outside service, or
@@ -235,14 +235,14 @@ class CallbackAdapter(OwnCallback):
             self.call("on_init_end", **{**self.objects, "model": model, "processing_class": processing_class})
 
     def call(self, event: str, **objects: Any) -> TrainerControl:
-        """Call an event of all callbacks that have it; the control that one returns becomes the control.
+        """Call an event of all callbacks that have it; a control that a callback returns replaces it.
 
         Args:
             event: Its name.
             objects: What the callbacks get beside (args, state, control).
 
         Raises:
-            ConfigError: A callback returned something else than a control.
+            ConfigError: A callback returned something other than a control.
         """
         callbacks, calls = self._by_event[event], self.calls_by
         if calls is not None and callbacks:
@@ -273,7 +273,7 @@ class CallbackAdapter(OwnCallback):
         return self.control
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Note the values of a fit's evaluation that the program has reported; its log point follows."""
+        """Record the values of a fit's evaluation that the program has reported; its log point follows."""
         assert self._training is not None
         self._passes = ()
         self._note_best(self._training, metrics)
@@ -287,7 +287,7 @@ class CallbackAdapter(OwnCallback):
         return self.heed(run)
 
     def heed(self, run: Run) -> set[str]:
-        """Pass the control's requests since the last call to the run, and return them."""
+        """Pass to the run what the control has asked for since the last call, and return it."""
         now = self._flags()
         asked, self._heeded = set(now - self._heeded), now
         if not asked or run.train_feed is None or run.is_over:
@@ -308,7 +308,7 @@ class CallbackAdapter(OwnCallback):
         return frozenset(name for name in _FLAGS if getattr(self.control, name))
 
     def clear(self, *flags: str) -> None:
-        """Set flags of the control to False; what they have asked for is done, or is not due any more."""
+        """Set flags of the control to False: what they asked for is done, or no longer due."""
         for name in flags:
             setattr(self.control, name, False)
         self._heeded -= {*flags}
@@ -647,7 +647,7 @@ class CallbackAdapter(OwnCallback):
             validate(run)
 
     def note_checkpoint(self, run: Run) -> None:
-        """Note which checkpoint is the best, after a save."""
+        """Record which checkpoint is the best, after a save."""
         saver, state = saver_of(run), self.state
         best = state.best_model_checkpoint
         if saver is not None and rankings(saver.policies):
@@ -679,7 +679,7 @@ class CallbackAdapter(OwnCallback):
         self._event(run, "on_train_end")
 
     def on_exception(self, run: Run) -> None:
-        """Leave the optimizers without hooks."""
+        """Remove the hooks from the optimizers."""
         self._release()
 
     def _release(self) -> None:

@@ -36,10 +36,10 @@ def export_pretrained(
 ) -> list[str]:
     """Write a folder that transformers' `from_pretrained` loads, with the same weights bit for bit.
 
-    It has the weights as `model.safetensors`, in several files with an index above `max_shard_size`, under
-    the names that `save_pretrained` writes; `config.json`; the configuration of generation; and the
-    processor. Of a `PeftModel` it has the adapter alone, which `PeftModel.from_pretrained(base, folder)`
-    loads.
+    The folder has the weights under the names that `save_pretrained` writes: in `model.safetensors` or, above
+    `max_shard_size`, in several files with an index. It also has `config.json`, the configuration of
+    generation and the processor. For a `PeftModel` it has only the adapter, and
+    `PeftModel.from_pretrained(base, folder)` loads it.
 
     A checkpoint of any strategy is read by one process, tensor by tensor. A task in memory may be sharded:
     then all processes call this, and rank 0 writes.
@@ -47,7 +47,7 @@ def export_pretrained(
     Args:
         source: A task; or a checkpoint, or a run directory: its newest good checkpoint.
         folder: The folder; also an address such as "s3://bucket/model". Files of the same names are replaced
-            where drivetrain has written the weights there.
+            if drivetrain has written the weights in this folder.
         dtype: The dtype for floating-point tensors, such as "bf16"; None keeps each.
         max_shard_size: The most bytes of tensors in a file: a number, or a text such as "5 GB".
 

@@ -39,8 +39,8 @@ class TransformersOptimizer:
         learning_rate: The base learning rate.
         weight_decay: The weight decay.
         beta1: The first coefficient of the optimizers of Adam's kind.
-        beta2: Their second one.
-        eps: The number that they add to a denominator.
+        beta2: The second coefficient of these optimizers.
+        eps: The number that these optimizers add to a denominator.
         options: Further options: `optim_args` as a mapping, or as "name=value, name=value".
         schedule: A name of transformers' `SchedulerType`.
         schedule_options: Options of the schedule.

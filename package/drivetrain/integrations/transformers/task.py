@@ -110,14 +110,15 @@ class TransformersTask(TaskModule):
         model: The model, which is set to training mode, as transformers' Trainer does: call `eval()` on parts
             of it afterwards. Or its description in a checkpoint, for `from_checkpoint`.
         processing_class: The tokenizer, processor or image processor. Datasets are padded with it.
-        optimizer: An `OptimizerConfig`, a `TransformersOptimizer`, or what else `configure_optimizers` may
-            return. None: AdamW with lr=5e-5.
+        optimizer: An `OptimizerConfig`, a `TransformersOptimizer`, or anything else that
+            `configure_optimizers` may return. None: AdamW with lr=5e-5.
         compute_metrics: A function from an `EvalPrediction`, the outputs and labels of the whole set, to
             values by name. It runs on rank 0.
         compute_loss_func: A function of (outputs, labels, num_items_in_batch=...) that replaces the model's
             loss. It returns the sum over the items of the micro-batch, divided by their number.
         label_smoothing: The share of each target that is spread over all classes.
-        generate: True, options of `GenerationConfig`, or one: evaluation and prediction then generate.
+        generate: True, a `GenerationConfig` or a mapping of its options: evaluation and prediction then
+            generate.
         neftune_alpha: Add noise to the input embeddings in training; usually 5 to 15.
         preprocess_logits_for_metrics: A function of (logits, labels) that returns what to keep for
             `compute_metrics`, such as the argmax.
@@ -264,7 +265,7 @@ class TransformersTask(TaskModule):
     # Reading a batch.
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return the columns that the model takes, without a cache of keys and values, and with its loss."""
+        """Return the columns that the model takes, with options to compute its loss and to keep no cache."""
         columns = self.columns.of_forward(batch)
         for name, value in self._added_columns:
             if name not in columns:
@@ -512,7 +513,7 @@ class TransformersTask(TaskModule):
     def from_checkpoint(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
         """Rebuild a task: its model from the stored class and configuration, then its weights.
 
-        Functions and the processor are not stored; give those again that the task needs. Frozen weights that
+        Functions and the processor are not stored; give again those that the task needs. Frozen weights that
         the checkpoint leaves out, such as the base of an adapter, are loaded by their recorded name and
         revision, and compared. See `TaskModule.from_checkpoint` for arguments and errors.
         """

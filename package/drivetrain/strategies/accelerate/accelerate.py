@@ -107,10 +107,10 @@ class Accelerate(Replicated):
         return Support(True)
 
     def check_settings(self, asked: SharedSettings, precision: Precision) -> None:
-        """Check that accelerate has the Trainer's accumulation, or 1.
+        """Check that accelerate's accumulation is the Trainer's, or 1.
 
         Raises:
-            ConfigError: It has another one.
+            ConfigError: It is neither.
         """
         steps = self._asked.accumulation
         if steps not in (1, asked.gradient_accumulation_steps):

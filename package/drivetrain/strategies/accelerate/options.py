@@ -64,7 +64,7 @@ class AccelerateConfig:
     Attributes:
         config_file: A file of `accelerate config` for the Accelerator; its numbers of processes and machines
             are for the launcher.
-        options: Arguments of the `accelerate.Accelerator`, such as handlers of keywords.
+        options: Arguments of the `accelerate.Accelerator`, such as `kwargs_handlers`.
         timeout: Seconds that a collective may take; None uses torch's limit.
     """
 

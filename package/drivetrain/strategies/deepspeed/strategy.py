@@ -335,7 +335,7 @@ class DeepSpeed(Strategy):
         read_stored(module, task, self.device, self.device)
 
     def retrain(self, model: nn.Module) -> nn.Module:
-        """Expect gradients of the parameters that are trained now in the first step."""
+        """Expect, in the first step, gradients of the parameters that are trained now."""
         if self._used is not None:
             self._used.watch(self._engine.module.task)
         return model

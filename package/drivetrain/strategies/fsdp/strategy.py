@@ -207,7 +207,7 @@ class FSDP(Strategy):
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def retrain(self, model: nn.Module) -> nn.Module:
-        """Note the trained parameters; torch gives those that are gathered the flag of their shards."""
+        """Look up the trained parameters; torch copies each flag from a shard to the gathered parameter."""
         if self._has_run:
             renew_dtypes(model)
         self._parameters = [each for each in model.parameters() if each.requires_grad]
@@ -327,7 +327,7 @@ class FSDP(Strategy):
         return held_shards(task, self.config, precision, accumulates, shards)
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
-        """Reduce gradients only in the window's last micro-batch, unless the configuration says each."""
+        """Reduce gradients only in the window's last micro-batch, unless the configuration asks for each."""
         if self._has_buffers:
             broadcast_buffers(model, self.world_size)
         last = last or self.config.reduce_each_micro_batch

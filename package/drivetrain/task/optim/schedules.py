@@ -134,7 +134,7 @@ def cosine_with_restarts(
 
 
 def polynomial(warmup: int, total: int | None, *, power: float = 1.0, min_ratio: float = 0.0) -> Schedule:
-    """Return the rest of the run to the given power, from 1 to `min_ratio`; power 1 is `linear`."""
+    """Return a decay to `min_ratio`: the share of the run that is left, to a power; power 1 is `linear`."""
     exponent = number("power of the schedule 'polynomial'", power, above=0)
 
     def shape(done: int, length: int) -> float:
@@ -210,7 +210,7 @@ class PlateauSchedule:
         total: Not used.
         metric: The full name of an evaluation's value to watch; a callback may log it during the evaluation.
         mode: "min" when less is better, "max" when more is. "auto" takes it from the metric's own
-            `higher_is_better`, else from a well-known name; a fit that finds it in neither is refused.
+            `higher_is_better`, else from a well-known name; if neither says, the fit is refused.
         patience: Evaluations without improvement that are tolerated; the next one lowers the rate.
         factor: The factor that lowers the rate; between 0 and 1.
         threshold: The least difference from the best value that counts as an improvement.
@@ -277,8 +277,8 @@ class PlateauSchedule:
             metrics: The evaluation's metrics by their full names; the same on every rank.
 
         Raises:
-            ConfigError: The watched metric is missing; lists the metrics that are there. Or whether more of
-                it is better is unknown.
+            ConfigError: The watched metric is missing; lists the metrics that are there. Or it is unknown
+                whether a larger value is better.
         """
         if self._direction is None:
             self.resolve_direction(None)

@@ -45,7 +45,7 @@ class TorchSchedule:
             after each step, or with a metric after each validation.
         metric: The full name of the value that is passed to its `step`, such as "validation/loss". After a
             validation it is a value of that validation; after steps or epochs, the latest of its name.
-        required: Whether it is an error if the value was not logged; if not, that call is left out.
+        required: Whether it is an error if the value was not logged; otherwise that call is left out.
         mode: Whether less ("min") or more ("max") of the value is better, for a `ReduceLROnPlateau`, whose
             own mode must be the same. "auto" checks its mode, which torch sets to "min", against the metric's
             `higher_is_better` or its well-known name.
@@ -95,7 +95,7 @@ class TorchSchedule:
         return self.every.unit
 
     def made(self, optimizer: Optimizer) -> TorchSchedule:
-        """Return this schedule with its scheduler made, if it is a function of the optimizer.
+        """Return this schedule; if `scheduler` is a function of the optimizer, it is called first.
 
         Raises:
             ConfigError: There is no scheduler, one of another optimizer, or one whose state cannot be kept.
@@ -159,7 +159,7 @@ class TorchSchedule:
             )
 
     def resolve_direction(self, known: str | None) -> None:
-        """Check that a ReduceLROnPlateau lowers the rate when the value gets no better.
+        """Check that a ReduceLROnPlateau lowers the rate when the value stops improving.
 
         Args:
             known: The direction by the value's metric or name, "min" or "max"; None if unknown.
@@ -183,7 +183,7 @@ class TorchSchedule:
             )
 
     def report(self) -> None:
-        """Say that a scheduler follows steps, unless `every` says so."""
+        """Log that a scheduler follows steps, unless `every` says so."""
         if self.unit == "steps" and self.every is None and isinstance(self.scheduler, LRScheduler):
             name = type(self.scheduler).__name__
             _LOG.info(
@@ -208,7 +208,7 @@ class TorchSchedule:
             unit: What has just ended: "steps", "epochs" or "validations".
             number: Its number, from 1.
             metrics: The values by name; the same on all ranks.
-            step: Steps it with the value, or None; by default its own `step`.
+            step: A function that steps the scheduler, given the value or None; by default its own `step`.
 
         Raises:
             ConfigError: The value was not logged, and it is required.

@@ -56,9 +56,9 @@ def benchmark(
     hangs becomes a row with its reason, and the others go on. A turn times twenty blocks of steps, and the
     fastest block counts.
 
-    The length of a fit is the benchmark's. Checkpoints, loggers, the progress bar and validation are off,
+    The benchmark sets the length of each fit. Checkpoints, loggers, the progress bar and validation are off,
     unless `over` compares them. Early stopping, and schedules that follow a logged value, play no part. Call
-    it before this process uses a GPU.
+    `benchmark` before this process uses a GPU.
 
     Args:
         make_task: Makes the task: a function, or its class.

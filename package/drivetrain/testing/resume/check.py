@@ -144,8 +144,8 @@ def assert_resumable(
 
     Raises:
         AssertionError: The runs differ. The message names the first difference and its likely causes.
-        ConfigError: The numbers are inconsistent, the fit makes too few steps, or nothing has a name that
-            a pattern of `ignore` matches.
+        ConfigError: The numbers are inconsistent, the fit makes too few steps, or a pattern of `ignore`
+            matches no name.
         ProgramError: `make` or the fit fails.
     """
     count("world_size", world_size, at_least=1)

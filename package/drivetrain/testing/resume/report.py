@@ -142,7 +142,7 @@ def compare(
         ignore: Patterns of the names of values and weights that may differ, such as "history/*".
 
     Raises:
-        ConfigError: Nothing has a name that a pattern matches.
+        ConfigError: A pattern matches no name.
     """
     save_after, first = resumed[0].base, uninterrupted[0]
     assert save_after is not None

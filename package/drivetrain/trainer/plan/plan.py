@@ -58,9 +58,9 @@ class Plan:
         micro_batches_per_step: Micro-batches in a full window, at the start of the run.
         samples_per_step: Samples in a full window, of all processes, at the start of the run: the effective
             batch.
-        stages: Arguments whose number changes during the run, with its stages.
+        stages: Arguments whose number changes during the run, with the numbers by points of the run.
         last_window: Micro-batches and samples in an epoch's last window.
-        rates: By the names that a run logs them under; see `Run.learning_rates`.
+        rates: The learning rates, by the names that a run logs them under; see `Run.learning_rates`.
         validation: When it validates.
         logging: When it logs.
         saving: When it saves, by the first policy; the end of the run counts.
@@ -69,21 +69,21 @@ class Plan:
         processes: How many processes train together.
         parameters: The number of parameters.
         trainable: The number of those that are trained.
-        memory: Bytes that the first process holds, whose shards are the largest. Always there are
-            "parameters", "gradients" and "optimizer", its state. "gathered" are the weights that are whole
-            for a while, if weights are sharded. "activations" are those of one micro-batch that forward keeps
-            or backward recomputes. "temporary" is other memory at the peak: the model's outputs, such as
-            logits, and the gradients of activations. Tensors that a kernel or the optimizer's step needs for
-            a moment are not counted.
+        memory: Bytes that the first process holds; its shards are the largest. "parameters", "gradients" and
+            "optimizer" (its state) are always there. "gathered" are the weights that are whole for a while,
+            if weights are sharded. "activations" are what forward keeps for one micro-batch, or backward
+            recomputes. "temporary" is other memory at the peak: the model's outputs, such as logits, and the
+            gradients of activations. Tensors that a kernel or the optimizer's step needs for a moment are not
+            counted.
         warnings: Conflicts, each with what to do about it.
         also_saving: When it saves by the other policies.
         precision: The precision, with the dtypes that differ by strategy.
         offloaded: Parts of `memory` that are in the host's memory.
         memory_unknown: Why "activations" and "temporary" are not known, or "".
-        checkpoint: Bytes of the tensors of a checkpoint; None also if there is none.
-        tokens_per_step: Tokens in a full window of all processes, if the task counts them, by the first
-            sample.
-        tokens: Tokens in all, likewise.
+        checkpoint: Bytes of the tensors of a checkpoint; None if unknown, or if the fit saves none.
+        tokens_per_step: Tokens in a full window of all processes, if the task counts them; estimated from the
+            first sample.
+        tokens: Tokens in all, estimated in the same way.
     """
 
     task: str

@@ -177,7 +177,8 @@ class Trainer(TheirNames):
         train_dataset: The training data: samples by index, or an iterable of samples.
         eval_dataset: The evaluation data; several sets as a mapping.
         processing_class: The tokenizer, processor or image processor.
-        model_init: Makes the model, anew for each `train`; without parameters, or with one, which is None.
+        model_init: Makes a new model for each `train`. It takes no argument, or one: the trial of a search,
+            else None.
         compute_loss_func: See `TransformersTask`.
         compute_metrics: See `TransformersTask`.
         callbacks: transformers' callbacks or their classes, and callbacks of drivetrain.
@@ -474,7 +475,7 @@ class Trainer(TheirNames):
 
     @property
     def state(self) -> TrainerState:
-        """Where training is now, with `log_history`. Another one may be set before a verb."""
+        """Where training is now, with `log_history`. It may be replaced before `train` or `evaluate`."""
         return self._adapter.fresh_state()
 
     @state.setter
@@ -497,7 +498,7 @@ class Trainer(TheirNames):
 
     @property
     def model(self) -> Any:
-        """The model, which is trained in place. Another one may be set before a verb."""
+        """The model, which is trained in place. It may be replaced before `train` or `evaluate`."""
         return self._own_model
 
     @model.setter
@@ -509,7 +510,7 @@ class Trainer(TheirNames):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer of the last fit. Another one may be set before `train`, as if it were given."""
+        """The optimizer of the last fit. One that is set before `train` is used as if it were given."""
         return self._own_optimizer
 
     @optimizer.setter
@@ -576,7 +577,7 @@ class Trainer(TheirNames):
         return self.processing_class
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, or a class of one, for the next verb."""
+        """Add a callback, or a class of one, for the next `train`, `evaluate` or `predict`."""
         self.callback_handler.add_callback(callback)
         self._follow_callbacks()
 
