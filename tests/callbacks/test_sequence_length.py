@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
 from drivetrain.callbacks import SequenceLength
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.stages import ramp
+from drivetrain.core.int_schedule import ramp
 
 LENGTHS = {0: 3, 2: 5, 4: 9}
 

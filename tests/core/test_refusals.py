@@ -1,4 +1,4 @@
-"""Refused by `core`: intervals, stages, numbers and words, names in registries, counts of a checkpoint."""
+"""Refused by `core`: intervals, schedules, numbers and words, names in registries, counts of a checkpoint."""
 
 import math
 from datetime import timedelta
@@ -9,11 +9,11 @@ from tests.support.refusals import assert_refused
 from drivetrain import ConfigError
 from drivetrain.core.calendar import Calendar, Trigger
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.int_schedule import IntSchedule, ramp
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 from drivetrain.core.random_streams import host_state, load_host_state
 from drivetrain.core.registry import Registry
-from drivetrain.core.stages import Stages, ramp
 from drivetrain.core.validation import check_names, count, duration, flag, number, one_of
 
 COUNTED = Progress(7, 21, 84, 4_000_000_000_000, 2, 3, 9, 36, 1, 12.345678901234567)
@@ -28,7 +28,7 @@ def test_intervals_and_stages_that_are_refused() -> None:
         2.5: ("not a whole number of steps",),
         "0.5 tokens": ("not a whole number of tokens",),
     }
-    stages: dict[str, tuple[Any, str]] = {
+    schedules: dict[str, tuple[Any, str]] = {
         "empty": ({}, "empty mapping"),
         "start": ({"2 epochs": 4}, "no number for the start"),
         "units": ({0: 4, "2 epochs": 8, "100 steps": 2}, "different units"),
@@ -41,7 +41,7 @@ def test_intervals_and_stages_that_are_refused() -> None:
         "text and unit": (lambda: Every("3", "epochs"), "takes a number and a unit"),
         "length": (lambda: Trigger(Every("0.5 epochs"), None), "0.5 epochs needs data of known length"),
         "parts": (lambda: Trigger(Every("1.5 epochs"), Calendar(length=10)), "1.5 epochs needs whole epochs"),
-        **{name: (lambda it=it: Stages("steps", it), word) for name, (it, word) in stages.items()},
+        **{name: (lambda it=it: IntSchedule("steps", it), word) for name, (it, word) in schedules.items()},
         "ramp": (lambda: ramp(8, 30, over=10, by=4), "30 is not reached from 8 in steps of 4"),
     }
     assert_refused(ConfigError, cases)

@@ -1,4 +1,4 @@
-"""Values that are taken: numbers of every library, durations, numbers by stages of a run, counts of a run."""
+"""Values that are taken: numbers of every library, durations, schedules of numbers, counts of a run."""
 
 import json
 from dataclasses import fields
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tests.core.test_refusals import COUNTED
 
+from drivetrain.core.int_schedule import IntSchedule, number_or_schedule, ramp
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
-from drivetrain.core.stages import Stages, ramp, stages_or_number
 from drivetrain.core.validation import count, duration, flag, number, one_of
 
 
@@ -26,18 +26,18 @@ def test_numbers_words_and_durations_are_taken_from_every_library() -> None:
     assert [duration("hang_timeout", each) for each in durations] == [None, 2.0, 60.0, 120.0, 3600.0]
 
 
-def test_stages_are_written_as_intervals_and_each_holds_from_its_point_on() -> None:
-    stages = Stages("steps", {"8 epochs": 1, 0: 8, "4 epochs": 4})
-    assert (stages.unit, stages.first) == ("epochs", 8)
-    assert [stages.at(epoch) for epoch in (0, 3, 4, 7, 8, 100)] == [8, 8, 4, 4, 1, 1]
-    assert [stages.next_start(epoch) for epoch in (0, 3, 4, 8)] == [4, 4, 8, None]
+def test_a_schedule_is_written_as_intervals_and_each_number_holds_from_its_point_on() -> None:
+    schedule = IntSchedule("steps", {"8 epochs": 1, 0: 8, "4 epochs": 4})
+    assert (schedule.unit, schedule.first) == ("epochs", 8)
+    assert [schedule.at(epoch) for epoch in (0, 3, 4, 7, 8, 100)] == [8, 8, 4, 4, 1, 1]
+    assert [schedule.next_start(epoch) for epoch in (0, 3, 4, 8)] == [4, 4, 8, None]
     points: list[Any] = [(0, 10), ("0", "10 steps"), ("0 epochs", "10 steps"), (0, Every(10))]
     for start, point in points:
-        stages = Stages("steps", {start: 2, point: 4})
-        assert dict(stages) == {0: 2, "10 steps": 4}
-        assert Stages("steps", stages) == stages
-        assert str(stages) == "2, 4 from 10 steps on"
-    assert stages_or_number("steps", 3) == stages_or_number("steps", {0: 3}) == 3
+        schedule = IntSchedule("steps", {start: 2, point: 4})
+        assert dict(schedule) == {0: 2, "10 steps": 4}
+        assert IntSchedule("steps", schedule) == schedule
+        assert str(schedule) == "2, 4 from 10 steps on"
+    assert number_or_schedule("steps", 3) == number_or_schedule("steps", {0: 3}) == 3
 
 
 def test_a_ramp_has_the_points_of_megatron_and_deepspeed() -> None:
@@ -45,7 +45,7 @@ def test_a_ramp_has_the_points_of_megatron_and_deepspeed() -> None:
     points = {0: 32, "100 samples": 64, "200 samples": 96, "300 samples": 128}
     assert ramp(32, 128, over="300 samples", by=32) == points
     # DeepSpeed, fixed_linear: floor(step / total x (max - min) + min), rounded down to a multiple.
-    found = Stages("length", ramp(64, 512, over=1000, by=64))
+    found = IntSchedule("length", ramp(64, 512, over=1000, by=64))
     for step in range(1200):
         exact = min(step, 1000) * (512 - 64) // 1000 + 64
         assert found.at(step) == exact - exact % 64

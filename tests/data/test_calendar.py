@@ -7,9 +7,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from drivetrain.core.calendar import Calendar, RunLength, RunPosition
+from drivetrain.core.int_schedule import IntSchedule
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
-from drivetrain.core.stages import Stages
+
+CONSTANT = IntSchedule("n", 1)
 
 
 class Counted(NamedTuple):  # one window of a run that is counted one by one
@@ -47,21 +49,23 @@ def points() -> Any:
     unit = st.sampled_from(["steps", "epochs", "samples"])
     later = st.dictionaries(st.integers(1, 60), st.integers(1, 5), max_size=4)
     return st.builds(
-        lambda first, rest, unit: Stages("n", {0: first, **{f"{at} {unit}": n for at, n in rest.items()}}),
+        lambda first, later, unit: IntSchedule(
+            "n", {0: first} | {f"{at} {unit}": n for at, n in later.items()}
+        ),
         st.integers(1, 5),
         later,
         unit,
     )
 
 
-@example(Stages("n", 1), Stages("n", {0: 2, 1: 4}), 5, 1, None, True, 1)  # the rest fills no batch of 4
-@example(Stages("n", 1), Stages("n", {0: 4, 1: 1}), 6, 2, None, True, 1)  # a short round is the last
+@example(CONSTANT, IntSchedule("n", {0: 2, 1: 4}), 5, 1, None, True, 1)  # the rest fills no batch of 4
+@example(CONSTANT, IntSchedule("n", {0: 4, 1: 1}), 6, 2, None, True, 1)  # a short round is the last
 @given(
     batches=points(), sizes=points(), samples=st.integers(1, 40), shards=st.integers(1, 3),
     limit=st.none() | st.integers(1, 6), drop_last=st.booleans(), epochs=st.integers(1, 8),
 )  # fmt: skip
 def test_positions_and_lengths_are_those_of_a_run_counted_one_by_one(
-    batches: Stages, sizes: Stages, samples: int, shards: int, limit: Any, drop_last: bool, epochs: int
+    batches: Any, sizes: Any, samples: int, shards: int, limit: Any, drop_last: bool, epochs: int
 ) -> None:
     calendar = Calendar(batches, sizes, length=samples, shards=shards, limit=limit, drop_last=drop_last)
     walked = counted(epochs + 1, calendar, samples, shards, limit, drop_last)

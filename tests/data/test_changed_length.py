@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from drivetrain import Callback, CheckpointConfig, CheckpointError, DataError, already_split, rank
-from drivetrain.core.stages import Stages
+from drivetrain.core.int_schedule import IntSchedule
 from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.strategies.ddp import DDP
 
@@ -101,7 +101,8 @@ def test_the_length_of_the_data_is_asked_for_at_each_epoch_and_the_run_resumes_e
 def test_one_length_of_sequences_holds_for_data_of_any_length() -> None:
     data, lengths = Buffer(), []
     feed = Feed(as_source(data, "training", 1, batch_size=2), Transfer(torch.device("cpu")))
-    feed.cut(Stages("SequenceLength", 3), lambda batch, length: lengths.append(length) or batch, "cut")
+    schedule = IntSchedule("SequenceLength", 3)
+    feed.cut(schedule, lambda batch, length: lengths.append(length) or batch, "cut")
     for epoch, data.count in enumerate(SIZES):
         assert [window.last for window in feed.windows(epoch)][-1]
     assert lengths == [3] * (sum(SIZES) // 2)
@@ -126,7 +127,7 @@ def test_what_must_keep_its_length_is_refused(tmp_path: Path) -> None:
                 lambda: fit("bare", group_by_length=lambda sample: 1),
                 *("8 samples in epoch 1", "had 4", "group_by_length"),
             ),
-            "stages": (
+            "a schedule": (
                 lambda: fit("bare", gradient_accumulation_steps={0: 1, 3: 2}),
                 *("length 8 in epoch 1", "had 4", "Use one number"),
             ),

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import DataError
+from drivetrain.core.int_schedule import IntSchedule
 from drivetrain.core.progress import Progress
-from drivetrain.core.stages import Stages
 from drivetrain.data import Feed, Measure, Transfer, Window, as_source
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -189,7 +189,7 @@ def test_a_bare_iterable_dataset_gives_samples_with_a_batch_size_and_batches_wit
 
 
 def test_workers_that_make_the_next_epoch_ahead_make_its_sizes() -> None:
-    sizes = Stages("batch_size", {0: 1, "4 steps": 3, "12 steps": 2})
+    sizes = IntSchedule("batch_size", {0: 1, "4 steps": 3, "12 steps": 2})
 
     def windows(workers: int) -> list[tuple[list[list[int]], bool]]:
         progress, found = Progress(), []

@@ -144,7 +144,7 @@ def test_what_cannot_be_skipped_or_begun_is_refused(tmp_path: Path) -> None:
             "samples of a list": (asked("a list", skip="8 samples"), "'8 samples'", "Give steps or epochs"),
             "epochs of a stream": (asked("a stream", skip="1 epoch"), "'1 epoch'", "Give steps"),
             "a stream's end": (asked("a stream", skip=30), "ended after 10 of the 30", "within an epoch"),
-            "stages": (asked(skip="3 steps", gradient_accumulation_steps=sizes), "'3 steps'", "Give samples"),
+            "sizes": (asked(skip="3 steps", gradient_accumulation_steps=sizes), "'3 steps'", "Give samples"),
             "no step left": (asked(skip="30 steps"), "no step is left", "max_epochs=1", "a larger limit"),
         },
     )

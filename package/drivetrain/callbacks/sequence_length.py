@@ -10,7 +10,7 @@ from torch import Tensor
 from drivetrain.callbacks.base import Callback
 from drivetrain.core.containers import opened
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.stages import Stages
+from drivetrain.core.int_schedule import IntSchedule
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import by_name
 from drivetrain.run.settings import check_samples
@@ -55,7 +55,7 @@ class SequenceLength(Callback):
         *,
         fields: str | Sequence[str | int] | Mapping[Any, int | Sequence[int]] | None = None,
     ) -> None:
-        self.lengths = Stages("SequenceLength", lengths)
+        self.lengths = IntSchedule("SequenceLength", lengths)
         self.fields = None if fields is None else _checked(fields)
         self._found: Mapping[Any, Sequence[int]] | None = None
         self._is_first = True

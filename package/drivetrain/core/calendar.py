@@ -16,9 +16,9 @@ from itertools import chain, repeat, takewhile
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.int_schedule import IntSchedule
 from drivetrain.core.intervals import COUNTS, Every, exact
 from drivetrain.core.progress import Progress
-from drivetrain.core.stages import Stages
 
 _ENDLESS = 2**62
 
@@ -47,8 +47,8 @@ class Segment(NamedTuple):
     Attributes:
         start: The position before the first.
         end: The position after the last.
-        batches: The micro-batches of a window on each process, or their stages.
-        batch_size: The samples of a micro-batch on each process, or their stages; 1 if positions are rounds.
+        batches: The micro-batches of a window on each process, or a schedule of them.
+        batch_size: The samples of a micro-batch on each process, or a schedule; 1 if positions are rounds.
         length: The length of sequences.
     """
 
@@ -67,8 +67,8 @@ class Calendar:
     """The windows of a fit.
 
     Args:
-        batches: The micro-batches of a window on each process, or their stages.
-        batch_size: The samples of a micro-batch on each process, or their stages; 1 if positions are rounds.
+        batches: The micro-batches of a window on each process, or a schedule of them.
+        batch_size: The samples of a micro-batch on each process, or a schedule; 1 if positions are rounds.
         length: The samples of an epoch, or its rounds; None if it is unknown.
         counts_samples: Whether positions are samples, and not rounds of batches.
         shards: The number of processes that divide the samples.
@@ -93,9 +93,9 @@ class Calendar:
         drop_last: bool = False,
         exact: bool = True,
     ) -> None:
-        self.batches = Stages("gradient_accumulation_steps", batches)
-        self.batch_size = Stages("batch_size", batch_size)
-        self.lengths = Stages("lengths", 1)
+        self.batches = IntSchedule("gradient_accumulation_steps", batches)
+        self.batch_size = IntSchedule("batch_size", batch_size)
+        self.lengths = IntSchedule("lengths", 1)
         self.length = length
         self.counts_samples = counts_samples
         self._shards = shards if counts_samples else 1
@@ -221,11 +221,11 @@ class Calendar:
         while True:
             end = self._end_of(at)
             epochs = _ENDLESS
-            for stages in (self.batches, self.batch_size, self.lengths):
-                change = stages.next_start(_counted(stages, at))
-                if change is not None:
-                    left, each = change - _counted(stages, at), _counted(stages, end) - _counted(stages, at)
-                    epochs = min(epochs, left // each if each else _ENDLESS)
+            for schedule in (self.batches, self.batch_size, self.lengths):
+                done = _counted(schedule, at)
+                change, each = schedule.next_start(done), _counted(schedule, end) - done
+                if change is not None and each:
+                    epochs = min(epochs, (change - done) // each)
             epochs = max(1, epochs)
             yield at, end, epochs
             at = _repeated(at, end, epochs)
@@ -250,8 +250,8 @@ class Calendar:
             if left <= 0:
                 return
             windows = -(-left // batches)
-            for stages in (self.batches, self.batch_size, self.lengths):
-                windows = min(windows, _until_change(stages, at, batches * size * self._shards))
+            for schedule in (self.batches, self.batch_size, self.lengths):
+                windows = min(windows, _until_change(schedule, at, batches * size * self._shards))
             rounds = min(windows * batches, left)
             end = self._moved(at, windows, rounds, size, bounded)
             yield Segment(at, end, batches, size, length)
@@ -266,18 +266,18 @@ class Calendar:
         return left if self._limit is None else min(left, self._limit - at.rounds)
 
 
-def _counted(stages: Stages, at: RunPosition) -> int:
+def _counted(schedule: IntSchedule, at: RunPosition) -> int:
     """Return how many of a schedule's units are before a position."""
-    return {"steps": at.windows, "epochs": at.epoch, "samples": at.samples}[stages.unit]
+    return {"steps": at.windows, "epochs": at.epoch, "samples": at.samples}[schedule.unit]
 
 
-def _until_change(stages: Stages, at: RunPosition, samples: int) -> int:
+def _until_change(schedule: IntSchedule, at: RunPosition, samples: int) -> int:
     """Return the windows from a position to the next change in its epoch."""
-    done = _counted(stages, at)
-    change = stages.next_start(done)
-    if change is None or stages.unit == "epochs":
+    done = _counted(schedule, at)
+    change = schedule.next_start(done)
+    if change is None or schedule.unit == "epochs":
         return _ENDLESS
-    return change - done if stages.unit == "steps" else -(-(change - done) // samples)
+    return change - done if schedule.unit == "steps" else -(-(change - done) // samples)
 
 
 def _repeated(start: RunPosition, end: RunPosition, epochs: int) -> RunPosition:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.calendar import Calendar, RunPosition
 from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.int_schedule import IntSchedule, most
 from drivetrain.core.intervals import exact
 from drivetrain.core.messages import logger
 from drivetrain.core.progress import Progress
-from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, first_dimensions
 from drivetrain.data.counting import Measure, count_batch
@@ -193,9 +193,9 @@ class Feed:
         source: The batches.
         transfer: Moves them to the device.
         measure: Counts them.
-        accumulation: The number of micro-batches per window; `Stages` if it changes.
+        accumulation: The number of micro-batches per window; an `IntSchedule` if it changes.
         limit: The maximum number of micro-batches in an epoch, or the fraction of them; None for all.
-        batch_sizes: The `Stages` of the source's batch size; None if it does not change.
+        batch_sizes: The `IntSchedule` of the source's batch size; None if it does not change.
         progress: The run's progress, for what changes during it; None for a run at its start.
 
     Attributes:
@@ -206,7 +206,7 @@ class Feed:
         left_early: Whether the last epoch was left before its data ended.
 
     Raises:
-        ConfigError: The limit is a fraction and the data's length is unknown, or `Stages` are in samples and
+        ConfigError: The limit is a fraction and the data's length is unknown, or a schedule is in samples and
             the data's number of samples is unknown.
     """
 
@@ -217,7 +217,7 @@ class Feed:
         measure: Measure | None = None,
         accumulation: int | Mapping[Any, int] = 1,
         limit: float | None = None,
-        batch_sizes: Stages | None = None,
+        batch_sizes: IntSchedule | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.source = source
@@ -274,7 +274,7 @@ class Feed:
         """Call `compare` with the evidence of the first round, or with None if there is no batch."""
         self._compare, self.source.needs_evidence = compare, True
 
-    def _make_calendar(self, batches: Mapping[Any, int] | int, batch_sizes: Stages | int) -> Calendar:
+    def _make_calendar(self, batches: Mapping[Any, int] | int, batch_sizes: IntSchedule | int) -> Calendar:
         source = self.source
         return Calendar(
             batches,
@@ -287,7 +287,7 @@ class Feed:
             exact=source.exact,
         )
 
-    def cut(self, lengths: Stages, cut: Cut, name: str) -> None:
+    def cut(self, lengths: IntSchedule, cut: Cut, name: str) -> None:
         """Cut each batch by a function, before the batch is counted.
 
         Args:
@@ -401,8 +401,8 @@ class Feed:
         )
         if calendar.varies or len(calendar.lengths) > 1:
             raise DataError(
-                f"{what}, and the stages of a batch size, of gradient_accumulation_steps or of a sequence"
-                " length are planned for that. Use one number instead of stages, or data of one length"
+                f"{what}, and the schedule of a batch size, of gradient_accumulation_steps or of a sequence"
+                " length is planned for that. Use one number instead of a schedule, or data of one length"
             )
         self.calendar = self._make_calendar(calendar.batches, calendar.batch_size)
         self.calendar.lengths, self.calendar.begun = calendar.lengths, calendar.begun
@@ -581,10 +581,10 @@ class Feed:
         )
 
 
-def _check_unit(name: str, stages: Stages, calendar: Calendar) -> None:
-    if stages.unit == "samples" and not calendar.counts_samples:
+def _check_unit(name: str, schedule: IntSchedule, calendar: Calendar) -> None:
+    if schedule.unit == "samples" and not calendar.counts_samples:
         raise ConfigError(
-            f"{name}={stages!r} changes after samples, which needs training data that is a dataset with a"
+            f"{name}={schedule!r} changes after samples, which needs training data that is a dataset with a"
             " length, read without a batch sampler of your own. Give the points in steps or epochs"
         )
 

@@ -12,9 +12,9 @@ from drivetrain.checkpoint.saving.assets import checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.files import check_path
+from drivetrain.core.int_schedule import number_or_schedule
 from drivetrain.core.intervals import Every
 from drivetrain.core.registry import Registry
-from drivetrain.core.stages import stages_or_number
 from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
 from drivetrain.run.hooks import Hooks
 from drivetrain.strategies import Strategy
@@ -180,10 +180,10 @@ CHECKS: Mapping[str, Check] = {
     "seed": count,
     "data_seed": _optional(count),
     "deterministic": flag,
-    "gradient_accumulation_steps": _optional(stages_or_number),
+    "gradient_accumulation_steps": _optional(number_or_schedule),
     "max_grad_norm": _optional(_positive),
     "max_grad_value": _optional(_positive),
-    "batch_size": _optional(stages_or_number),
+    "batch_size": _optional(number_or_schedule),
     "num_workers": count,
     "collate": _optional(_collate),
     "group_by_length": _optional(_group_by_length),

@@ -13,8 +13,8 @@ from typing import Any
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import Assets
 from drivetrain.core.errors import ConfigError, without_secrets
+from drivetrain.core.int_schedule import IntSchedule, most
 from drivetrain.core.intervals import Every, Interval
-from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import check_no_class
 from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
@@ -117,7 +117,7 @@ class RunSettings:
         as_preemption(self.preemption)
         check_loggers(self.loggers)
         _check_together(self)
-        check_stages(self)
+        check_scheduled_numbers(self)
         strategy = self.select_strategy()
         check_compile(self.compile, strategy)
         _check_graphs(self)
@@ -178,29 +178,29 @@ def _check_value_clipping(max_grad_value: float | None, strategy: Strategy) -> N
         check_supported(strategy, "value_clipping", "max_grad_value", instead)
 
 
-def check_stages(settings: RunSettings) -> None:
+def check_scheduled_numbers(settings: RunSettings) -> None:
     """Check that the other arguments fit numbers that change during a run."""
-    for name, stages in stages_of(settings).items():
+    for name, schedule in scheduled_numbers(settings).items():
         if settings.group_by_length is not None:
             raise ConfigError(
-                f"group_by_length puts samples of similar lengths into the same step, and {name}={stages!r}"
+                f"group_by_length puts samples of similar lengths into the same step, and {name}={schedule!r}"
                 " changes how many a step has. Give one number, or"
                 " DataLoader(..., sampler=drivetrain.data.LengthGroupedSampler(lengths, group_size))"
             )
-        check_samples(settings, name, stages)
+        check_samples(settings, name, schedule)
 
 
-def stages_of(settings: RunSettings) -> dict[str, Stages]:
+def scheduled_numbers(settings: RunSettings) -> dict[str, IntSchedule]:
     """Return the numbers that change during a run, by argument."""
     given = {name: getattr(settings, name) for name in ("gradient_accumulation_steps", "batch_size")}
-    return {name: each for name, each in given.items() if isinstance(each, Stages)}
+    return {name: each for name, each in given.items() if isinstance(each, IntSchedule)}
 
 
-def check_samples(settings: RunSettings, name: str, stages: Stages) -> None:
-    """Check that the samples before each stage are known beforehand, if its points count them."""
-    if stages.unit == "samples" and settings.on_bad_batch == "skip":
+def check_samples(settings: RunSettings, name: str, schedule: IntSchedule) -> None:
+    """Check that the samples before each change are known beforehand, if its points count them."""
+    if schedule.unit == "samples" and settings.on_bad_batch == "skip":
         raise ConfigError(
-            f"{name}={stages!r} changes after samples, and on_bad_batch='skip' leaves some out. Give"
+            f"{name}={schedule!r} changes after samples, and on_bad_batch='skip' leaves some out. Give"
             " the points in steps or epochs, or use on_bad_batch='raise'"
         )
 

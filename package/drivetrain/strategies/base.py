@@ -131,8 +131,8 @@ class SharedSettings(NamedTuple):
     """Settings of a Trainer that a strategy's own configuration may contain too.
 
     Attributes:
-        batch_size: Samples in a micro-batch on each rank, or their stages; None if it is not known.
-        gradient_accumulation_steps: Micro-batches in a step on each rank, or their stages.
+        batch_size: Samples in a micro-batch on each rank, or a schedule of them; None if it is not known.
+        gradient_accumulation_steps: Micro-batches in a step on each rank, or a schedule of them.
         max_grad_norm: The norm that gradients are clipped to; None disables clipping.
         world_size: The number of processes.
     """

@@ -29,10 +29,10 @@ from drivetrain.checkpoint.weights.module_state import load_module_state
 from drivetrain.core.calendar import Calendar, RunLength, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import odd_kind
+from drivetrain.core.int_schedule import at_start
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
-from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.validation import duration
 from drivetrain.data import Feed, map_tensors

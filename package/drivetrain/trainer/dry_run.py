@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.int_schedule import at_start
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
-from drivetrain.core.stages import at_start
 from drivetrain.data import Feed, as_source
 from drivetrain.data.split_source import already_split
 from drivetrain.engine.engine import Engine

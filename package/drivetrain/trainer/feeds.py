@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.stages import Stages, at_start, most
+from drivetrain.core.int_schedule import IntSchedule, at_start, most
 from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
 from drivetrain.data.reading import is_dataset
 from drivetrain.engine.engine import Engine
@@ -107,10 +107,10 @@ def evaluation_feeds(
     return feeds
 
 
-def batch_sizes(settings: RunSettings, data: Any) -> Stages | None:
-    """Return the stages of the training data's batch size; None if it does not change."""
+def batch_sizes(settings: RunSettings, data: Any) -> IntSchedule | None:
+    """Return the schedule of the training data's batch size; None if it does not change."""
     sizes = settings.batch_size
-    if not isinstance(sizes, Stages):
+    if not isinstance(sizes, IntSchedule):
         return None
     if not is_dataset(data) or isinstance(data, IterableDataset):
         raise ConfigError(

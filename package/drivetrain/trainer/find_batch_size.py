@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.callbacks.memory_report import MemoryReport
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.int_schedule import at_start, most
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
-from drivetrain.core.stages import at_start, most
 from drivetrain.core.validation import byte_count, count
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.data_objects import pick_data

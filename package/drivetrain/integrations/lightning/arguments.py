@@ -329,8 +329,8 @@ def _step(given: _Given) -> dict[str, Any]:
     }
 
 
-def _accumulate(given: _Given, options: dict[str, Any], stages: dict[Any, int]) -> None:
-    """Set the stages of a GradientAccumulationScheduler."""
+def _accumulate(given: _Given, options: dict[str, Any], schedule: dict[Any, int]) -> None:
+    """Set the schedule of a GradientAccumulationScheduler."""
     if given["accumulate_grad_batches"] != 1:
         raise given.refuse(
             "accumulate_grad_batches",
@@ -343,7 +343,7 @@ def _accumulate(given: _Given, options: dict[str, Any], stages: dict[Any, int]) 
             "a number of batches is a changing number of steps with a GradientAccumulationScheduler. Give a"
             " part of an epoch, or dataclasses.replace(trainer, validate_every=...)",
         )
-    options["gradient_accumulation_steps"] = stages
+    options["gradient_accumulation_steps"] = schedule
 
 
 def _evaluation(given: _Given) -> dict[str, Any]:

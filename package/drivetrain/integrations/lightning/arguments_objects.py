@@ -53,7 +53,7 @@ class TakenCallbacks:
         callbacks: Callbacks of drivetrain.
         bridged: Callbacks of Lightning, whose hooks are called.
         max_time: The time of a `Timer`.
-        accumulation: The stages of a `GradientAccumulationScheduler`, or None.
+        accumulation: The schedule of a `GradientAccumulationScheduler`, or None.
     """
 
     checkpoint: bool | tuple[CheckpointConfig, ...] = True

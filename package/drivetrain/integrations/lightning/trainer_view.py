@@ -183,9 +183,9 @@ class TrainerView(ProcessPart):
         run = self._state.run
         if run is not None and run.train_feed is not None:
             feed, progress = run.train_feed, run.progress
-            stages, steps = feed.calendar.batches, progress.steps + progress.skipped
+            schedule, steps = feed.calendar.batches, progress.steps + progress.skipped
             done = {"steps": steps, "epochs": progress.epoch, "samples": progress.samples}
-            return stages.at(done[stages.unit])
+            return schedule.at(done[schedule.unit])
         return self._state.length.gradient_accumulation_steps or 1
 
     @property

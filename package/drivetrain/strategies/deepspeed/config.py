@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.stages import most
+from drivetrain.core.int_schedule import most
 from drivetrain.core.validation import by_name
 from drivetrain.strategies.base import SharedSettings
 from drivetrain.strategies.checks import check_options

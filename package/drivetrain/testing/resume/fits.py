@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
-from drivetrain.core.stages import most
+from drivetrain.core.int_schedule import most
 from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording
 
 if TYPE_CHECKING:

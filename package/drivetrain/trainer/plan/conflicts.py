@@ -15,8 +15,8 @@ from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.int_schedule import most
 from drivetrain.core.intervals import Every
-from drivetrain.core.stages import most
 from drivetrain.engine.updater import long_warmups
 from drivetrain.run.messages import as_given
 from drivetrain.run.metric_names import MetricNames

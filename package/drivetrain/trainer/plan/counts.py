@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from drivetrain.core.calendar import Calendar, RunLength, Trigger
+from drivetrain.core.int_schedule import at_start, most
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
-from drivetrain.core.stages import at_start, most
 from drivetrain.data import Feed, Shard, Transfer, as_source, batch_size
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule, measure_of

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from drivetrain.checkpoint.saving.config import chosen_policies
-from drivetrain.core.stages import at_start
+from drivetrain.core.int_schedule import at_start
 from drivetrain.core.types import Batch
 from drivetrain.data.split_source import AlreadySplit
 from drivetrain.engine.memory import as_memory

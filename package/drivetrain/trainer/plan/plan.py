@@ -13,11 +13,11 @@ from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.calendar import RunLength, Trigger
 from drivetrain.core.errors import shown
+from drivetrain.core.int_schedule import at_start
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.notebook.html import html_table, sparkline
-from drivetrain.core.stages import at_start
 from drivetrain.data import evaluation_sources
-from drivetrain.run.settings import RunSettings, stages_of
+from drivetrain.run.settings import RunSettings, scheduled_numbers
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.task.task import TaskModule, known_fit, overrides, train_loaded
@@ -58,7 +58,7 @@ class Plan:
         micro_batches_per_step: Micro-batches in a full window, at the start of the run.
         samples_per_step: Samples in a full window, of all processes, at the start of the run: the effective
             batch.
-        stages: Arguments whose number changes during the run, with the numbers by points of the run.
+        scheduled: Arguments whose number changes during the run, with the numbers by points of the run.
         last_window: Micro-batches and samples in an epoch's last window.
         rates: The learning rates, by the names that a run logs them under; see `Run.learning_rates`.
         validation: When it validates.
@@ -92,7 +92,7 @@ class Plan:
     unknown: str
     micro_batches_per_step: int
     samples_per_step: int | None
-    stages: dict[str, str]
+    scheduled: dict[str, str]
     last_window: tuple[int | None, int | None]
     rates: dict[str, Rate]
     validation: Firings
@@ -135,16 +135,16 @@ class Plan:
 
     def _rows(self) -> list[tuple[str, str]]:
         last, rest = self.last_window
-        first = ", at the start" if self.stages else ""
+        first = ", at the start" if self.scheduled else ""
         several = f", {self.processes} processes" if self.processes > 1 else ""
         rows = [
             ("steps", f"{_number(self.steps)} in all, {_number(self.steps_per_epoch)} per epoch"),
             ("", self.unknown),
             ("effective batch", f"{_number(self.samples_per_step)} samples per step{first}"),
             ("", f"in {self.micro_batches_per_step} batch(es) of the data per step"),
-            *((f"changes: {name}", stages) for name, stages in self.stages.items()),
+            *((f"changes: {name}", numbers) for name, numbers in self.scheduled.items()),
             ("tokens", self._token_text()),
-            ("last window", "" if self.stages else f"{_number(last)} batch(es), {_number(rest)} samples"),
+            ("last window", "" if self.scheduled else f"{_number(last)} batch(es), {_number(rest)} samples"),
             *((name, _rate_text(rate)) for name, rate in self.rates.items()),
             ("validates every", str(self.validation)),
             ("logs every", str(self.logging)),
@@ -236,7 +236,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             unknown=_why_unknown(epoch, length),
             micro_batches_per_step=at_start(settings.gradient_accumulation_steps),
             samples_per_step=epoch.window(0),
-            stages={name: str(each) for name, each in stages_of(settings).items()},
+            scheduled={name: str(each) for name, each in scheduled_numbers(settings).items()},
             last_window=epoch.last_window,
             rates=built.rates(length.steps),
             validation=validation,

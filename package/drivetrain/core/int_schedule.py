@@ -1,4 +1,4 @@
-"""Whole numbers by stages of a run, such as 8 at first and 4 from the fourth epoch on."""
+"""A whole number that changes at points of a run, such as 8 at first and 4 from the fourth epoch on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.validation import count
 
-__all__ = ["Stages", "ramp"]
+__all__ = ["IntSchedule", "ramp"]
 
 _UNITS = ("steps", "epochs", "samples")
 _START = re.compile(r"0\s*[a-z]*", re.IGNORECASE)
 _EXAMPLE = "{0: 8, '4 epochs': 4}"
 
 
-class Stages(dict[Any, int]):
-    """Whole numbers that change at points of a run; points are counted from its start.
+class IntSchedule(dict[Any, int]):
+    """A whole number that changes at points of a run; points are counted from its start.
 
     Args:
         spec: A number, or a mapping of points to numbers. A point is 0 for the start, or an interval such as
@@ -78,14 +78,14 @@ class Stages(dict[Any, int]):
         return hash((self.unit, *self._starts, *self._numbers))
 
 
-def stages_or_number(name: str, spec: object) -> Stages | int:
-    """Return a number as it is, and numbers by points as `Stages`, unless there is only one of them."""
-    stages = Stages(name, spec)
-    return stages if len(stages) > 1 else stages.first
+def number_or_schedule(name: str, spec: object) -> IntSchedule | int:
+    """Return a number as it is, and numbers by points as a `IntSchedule`, unless there is only one."""
+    schedule = IntSchedule(name, spec)
+    return schedule if len(schedule) > 1 else schedule.first
 
 
 def most(number: Mapping[Any, int] | int) -> int:
-    """Return the largest number of the stages, or the number."""
+    """Return the largest number of a schedule, or the number."""
     return max(number.values()) if isinstance(number, Mapping) else number
 
 
@@ -94,7 +94,7 @@ def at_start(number: Mapping[Any, int] | int) -> int: ...
 @overload
 def at_start(number: Mapping[Any, int] | int | None) -> int | None: ...
 def at_start(number: Mapping[Any, int] | int | None) -> int | None:
-    """Return the first number of the stages, or the number."""
+    """Return the first number of a schedule, or the number."""
     return number[0] if isinstance(number, Mapping) else number
 
 
