@@ -5,6 +5,7 @@ from drivetrain.data.batch import to_host as to_host
 from drivetrain.data.counting import Measure as Measure
 from drivetrain.data.feed import Feed as Feed
 from drivetrain.data.feed import Window as Window
+from drivetrain.data.orders.by_tokens import by_tokens as by_tokens
 from drivetrain.data.orders.combining import combined as combined
 from drivetrain.data.orders.length_grouped import LengthGroupedSampler as LengthGroupedSampler
 from drivetrain.data.orders.mixing import mixture as mixture

@@ -1,4 +1,4 @@
-"""Orders that put samples of similar lengths into the same step."""
+"""Orders that put samples of similar lengths into the same step, or batch by tokens."""
 
 from itertools import chain, pairwise
 from pathlib import Path
@@ -10,8 +10,8 @@ from tests.support.tasks import Regression, quiet
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from drivetrain import DataError, LambdaCallback
-from drivetrain.data import LengthGroupedSampler, Shard, as_source
+from drivetrain import ConfigError, DataError, LambdaCallback
+from drivetrain.data import LengthGroupedSampler, Shard, as_source, by_tokens
 from drivetrain.data.orders.length_grouped import lengths_of
 
 LENGTHS = torch.randint(1, 200, (403,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -116,3 +116,24 @@ def test_the_order_does_not_depend_on_how_a_step_is_divided_and_resumes(tmp_path
     halves: Any = {"batch_size": 8, "run_dir": tmp_path, "checkpoint": True}
     assert trained(max_steps=4, **halves) + trained(max_epochs=2, resume="auto", **halves) == whole
     assert sorted(chain(*whole[:7])) == sorted(map(float, LENGTHS[:50]))
+
+
+def test_batches_by_tokens_are_full_and_as_many_in_each_epoch() -> (
+    None
+):  # callbacks/test_tokens.py trains on them
+    first, second = ([*by_tokens(Columns(), 600, lengths="length")] for _ in range(2))
+    assert len(first) == len(second) == len(by_tokens(Rows(), 600, lengths=LENGTHS))
+    assert sorted(map(sorted, first)) != sorted(map(sorted, second)), "samples of one length change places"
+    for batches in (first, second):
+        assert sorted(chain(*batches)) == list(range(len(LENGTHS)))
+        padded = sorted(len(batch) * max(LENGTHS[each] for each in batch) for batch in batches)
+        assert 600 - max(LENGTHS) < padded[1] <= padded[-1] <= 600 < sum(padded) < 1.1 * sum(LENGTHS)
+    refused: Any = {
+        "tokens=": (0, LENGTHS),
+        "='ids'": (9, "ids"),
+        "of the 403": (9, [3]),
+        "199 to": (198, LENGTHS),
+    }
+    for words, (tokens, lengths) in refused.items():
+        with pytest.raises((ConfigError, DataError), match=words):
+            by_tokens(Rows(), tokens, lengths=lengths)

@@ -1,0 +1,53 @@
+"""Fits that are measured in tokens: killed, resumed, and on two ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import PADDING, NextToken, quiet
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from drivetrain import LambdaCallback, OptimizerConfig
+from drivetrain.data import by_tokens
+
+LENGTHS = torch.randint(2, 20, (61,), generator=torch.Generator().manual_seed(4)).tolist()
+TEXTS = [{"tokens": torch.arange(number, number + each) % 11} for number, each in enumerate(LENGTHS)]
+
+
+def pad(rows: list[Any]) -> dict[str, Any]:
+    return {"tokens": pad_sequence([each["tokens"] for each in rows], True, PADDING)}
+
+
+def trained(folder: Path, optimizer: Any = None, **options: Any) -> tuple[list[float], list[Any]]:
+    """Return the weights, and the texts of each step on this rank."""
+    steps: list[Any] = []
+
+    def note(run: Any) -> None:
+        parts = [each.batch["tokens"] for each in run.window.micro_batches if not each.is_placeholder]
+        steps.append([row.tolist() for part in parts for row in part])
+
+    task = NextToken(optimizer or OptimizerConfig("sgd", lr=0.5))
+    loader: Any = DataLoader(
+        TEXTS,  # type: ignore[arg-type]
+        batch_sampler=by_tokens(TEXTS, 40, lengths="tokens"),
+        collate_fn=pad,
+    )
+    trainer = {"max_epochs": 2, "checkpoint": True, "run_dir": folder, **options}
+    quiet(callbacks=[LambdaCallback(on_step_end=note)], **trainer).fit(task, loader, resume="auto")
+    return task.head.weight.flatten().tolist(), steps
+
+
+TWO: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+
+
+def test_batches_by_tokens_are_the_same_when_resumed_and_on_two_ranks(tmp_path: Path) -> None:
+    weights, steps = trained(tmp_path / "whole", gradient_accumulation_steps=2)
+    for name in ("one", "two"):
+        trained(tmp_path / name, gradient_accumulation_steps=2, max_steps=3)
+    assert trained(tmp_path / "one", gradient_accumulation_steps=2) == (weights, steps[3:])
+    (found, first), (_, second) = on_two_ranks(lambda: trained(tmp_path / "two", **TWO))
+    assert [a + b for a, b in zip(first, second, strict=True)] == steps[3:]
+    assert found == pytest.approx(weights, abs=1e-6)
