@@ -57,13 +57,13 @@ def mixture(
     """
     if not isinstance(sources, Mapping) or not sources:
         raise ConfigError('mixture() needs sources by name, such as {"web": web, "code": code}')
-    stages = _stages_of(weights, list(sources))
+    schedule = _weight_schedule(weights, list(sources))
     one_of("by", by, ("samples", "tokens"))
     one_of("until", until, ("first", "all", "forever"))
-    never = [name for index, name in enumerate(sources) if not stages[-1].weights[index]]
+    never = [name for index, name in enumerate(sources) if not schedule[-1].weights[index]]
     if never and until == "all":
         raise ConfigError(f'until="all" waits for each source, but {never[0]!r} has weight 0 in the end')
-    form = _Mixing(list(sources), stages, by, until, tokens)
+    form = _Mixing(list(sources), schedule, by, until, tokens)
     streams = [isinstance(each, IterableDataset) or not hasattr(each, "__len__") for each in sources.values()]
     if any(streams) and not all(streams):
         name = list(sources)[streams.index(False)]
@@ -75,7 +75,7 @@ def mixture(
 _ENDED = object()
 
 
-class _Stage(NamedTuple):
+class _WeightsFrom(NamedTuple):
     """Weights in whole numbers, and the point from which they hold."""
 
     start: int
@@ -86,7 +86,7 @@ class _Mixing(NamedTuple):
     """The arguments of `mixture`."""
 
     names: list[str]
-    stages: list[_Stage]
+    schedule: list[_WeightsFrom]
     by: str
     until: str
     tokens: str
@@ -100,14 +100,14 @@ class _Mixing(NamedTuple):
         return lengths_of(source, self.tokens, "mixture", argument="mixture(): tokens")
 
 
-def _stages_of(weights: Mapping[Any, Any], names: list[str]) -> list[_Stage]:
+def _weight_schedule(weights: Mapping[Any, Any], names: list[str]) -> list[_WeightsFrom]:
     by_point = all(isinstance(each, int) for each in weights) and weights
     points: Mapping[Any, Any] = weights if by_point else {0: weights}
     if not all(isinstance(each, Mapping) for each in points.values()):
         raise ConfigError(f"weights must be shares by name, or such shares by points, not {weights!r}")
     if min(points) != 0:
         raise ConfigError(f"weights by points begin at 0, not at {min(points)}")
-    return [_Stage(start, _whole(given, names)) for start, given in sorted(points.items())]
+    return [_WeightsFrom(start, _whole(given, names)) for start, given in sorted(points.items())]
 
 
 def _whole(weights: Mapping[str, Any], names: list[str]) -> list[int]:
@@ -131,19 +131,19 @@ class _Turns:
     Bennett and Zhang, "WF2Q: Worst-case Fair Weighted Fair Queueing", INFOCOM 1996.
     """
 
-    def __init__(self, stages: list[_Stage]) -> None:
-        self._stages = stages
-        count = len(stages[0].weights)
+    def __init__(self, schedule: list[_WeightsFrom]) -> None:
+        self._schedule = schedule
+        count = len(schedule[0].weights)
         self.drawn = [0] * count
         """The samples that each source has given."""
         self._total = 0
-        self._stage = 0
-        self._spent = [0] * count  # in this stage
+        self._index = 0  # of the current weights in the schedule
+        self._spent = [0] * count  # under the current weights
         self._last = [1] * count  # the size of each source's last sample
 
     def next(self) -> int:
         """Return the number of the source that gives the next sample."""
-        weights, spent = self._stages[self._stage].weights, self._spent
+        weights, spent = self._schedule[self._index].weights, self._spent
         given, whole = sum(spent), sum(weights)
         return min(
             (each for each, weight in enumerate(weights) if weight and spent[each] * whole <= given * weight),
@@ -156,13 +156,13 @@ class _Turns:
         self._spent[source] += size
         self._last[source] = max(1, size)
         self._total += size
-        while self._stage + 1 < len(self._stages) and self._stages[self._stage + 1].start <= self._total:
-            self._stage += 1
+        while self._index + 1 < len(self._schedule) and self._schedule[self._index + 1].start <= self._total:
+            self._index += 1
             self._spent = [0] * len(self._spent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next turns follow from."""
-        return copy.deepcopy({name: each for name, each in vars(self).items() if name != "_stages"})
+        return copy.deepcopy({name: each for name, each in vars(self).items() if name != "_schedule"})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned."""
@@ -207,7 +207,7 @@ class Mixture(ConcatDataset[Any], OrderedByItself):
         """Return what the order depends on beside the seed."""
         form = self.form
         shares = ", ".join(
-            f"from {each.start}: {' to '.join(map(str, each.weights))}" for each in form.stages
+            f"from {each.start}: {' to '.join(map(str, each.weights))}" for each in form.schedule
         )
         return f"a mixture by {form.by} until {form.until!r}, with shares {shares}"
 
@@ -229,7 +229,7 @@ class EndlessSampler(Sampler[int]):
         self._passes = Passes([len(each) for each in data.datasets], seed)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[int]:
-        turns = _Turns(self._data.form.stages)
+        turns = _Turns(self._data.form.schedule)
         while True:
             yield self._index(turns)[1]
 
@@ -247,7 +247,7 @@ class MixtureSampler(EndlessSampler):
     def __init__(self, data: Mixture, seed: int) -> None:
         super().__init__(data, seed)
         self._epoch = 0
-        self._starts: list[dict[str, Any]] = [_Turns(data.form.stages).state_dict()]  # of each epoch
+        self._starts: list[dict[str, Any]] = [_Turns(data.form.schedule).state_dict()]  # of each epoch
         self._counts: list[int] = []  # the samples of each epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -265,7 +265,7 @@ class MixtureSampler(EndlessSampler):
         return self._drawn(self._epoch)
 
     def _drawn(self, epoch: int) -> Iterator[int]:
-        turns = _Turns(self._data.form.stages)
+        turns = _Turns(self._data.form.schedule)
         turns.load_state_dict(self._starts[epoch])
         left = [len(each) for each in self._data.datasets]  # type: ignore[arg-type]
         waits_for, count = len(left) if self._data.form.until == "all" else 1, 0
@@ -285,7 +285,7 @@ class MixtureStream(IterableDataset[Any]):
     def __init__(self, sources: list[Iterable[Any]], form: _Mixing) -> None:
         self._sources = sources
         self._form = form
-        self._turns = _Turns(form.stages)
+        self._turns = _Turns(form.schedule)
         self.collate_fn = _collate_of(sources)
         self._passes = [0] * len(sources)
         self._iterators: dict[int, Iterator[Any]] = {}
