@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.watched import Watched
+from drivetrain.callbacks.monitored_metric import MonitoredMetric
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager
 from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format.asset_files import ASSETS
@@ -74,8 +74,8 @@ class CheckpointSaver(Callback):
         self.weights: str | None = None
         self.manager = manager
         self.root = root
-        self._watched = {
-            by: Watched(
+        self._monitored = {
+            by: MonitoredMetric(
                 by,
                 "CheckpointConfig ranks checkpoints by",
                 "With by=None none is kept as the best",
@@ -90,8 +90,8 @@ class CheckpointSaver(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Remove what a kill has left, start the save intervals at the run's progress, and make assets."""
-        for watched in self._watched.values():
-            watched.begin(run)
+        for monitored in self._monitored.values():
+            monitored.begin(run)
         self.policies = self.manager.policies = tuple(
             each.with_direction(None if each.by is None else run.names.direction(each.by))
             for each in self.policies
@@ -166,7 +166,7 @@ class CheckpointSaver(Callback):
 
     def _best_by(self, run: Run) -> list[str]:
         """Return the metrics that rank and have a new value among the best."""
-        fresh = [by for by, watched in self._watched.items() if watched.has_new_value(run)]
+        fresh = [by for by, monitored in self._monitored.items() if monitored.has_new_value(run)]
         return [by for by in fresh if self.manager.should_keep(run.metrics, by)]
 
     def _save(self, run: Run, resume: Sequence[str], best: Sequence[str]) -> None:
@@ -229,8 +229,8 @@ class CheckpointSaver(Callback):
             self._save(run, (), best)  # by the last log point, which comes after the saves
         with run.timed("save"):
             self.wait_for_save(run)
-        for watched in self._watched.values():
-            watched.end(run)
+        for monitored in self._monitored.values():
+            monitored.end(run)
         if run.nonfinite.diverged is not None:
             return
         if run.failure is None:

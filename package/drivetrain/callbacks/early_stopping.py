@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.watched import Watched
+from drivetrain.callbacks.monitored_metric import MonitoredMetric
 from drivetrain.core.direction import MODES, direction_of, improves, resolved_direction
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import by_name, count, flag, number, one_of
@@ -83,7 +83,7 @@ class EarlyStopping(Callback):
         self.stop_at = stop_at
         self.best: float | None = None
         self.without_improvement = 0
-        self._watched = Watched(metric, "early stopping watches", required=strict)
+        self._monitored = MonitoredMetric(metric, "early stopping monitors", required=strict)
         self._loaded = False
         self._direction = mode if mode != "auto" else direction_of(metric)
         self._check_limits()
@@ -105,7 +105,7 @@ class EarlyStopping(Callback):
         Raises:
             ConfigError: The fit cannot give the metric, or it is unknown whether a larger value is better.
         """
-        self._watched.begin(run)
+        self._monitored.begin(run)
         known, argument = run.names.direction(self.metric), f"EarlyStopping({self.metric!r}, mode={{}})"
         self._direction = resolved_direction(self.mode, known, self.metric, argument)
         self._check_limits()
@@ -117,7 +117,7 @@ class EarlyStopping(Callback):
 
     def on_log(self, run: Run) -> None:
         """Judge the metric if this log point has it."""
-        if run.in_turn and self._watched.has_new_value(run) and self._judge(run, run.metrics[self.metric]):
+        if run.in_turn and self._monitored.has_new_value(run) and self._judge(run, run.metrics[self.metric]):
             run.log_now()  # what is left is in the checkpoint: a resume of a stopped run logs nothing again
 
     def _judge(self, run: Run, value: float) -> bool:
@@ -150,7 +150,7 @@ class EarlyStopping(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         """Check that the metric was logged."""
-        self._watched.end(run)
+        self._monitored.end(run)
         self._finish()
 
     def on_exception(self, run: Run) -> None:

@@ -59,7 +59,7 @@ class LossSpike(Callback):
 
     Args:
         action: "skip" or "stop".
-        metric: The name of the returned value to watch.
+        metric: The name of the returned value to monitor.
         threshold: The number of deviations that makes a spike; above 0.
         window: The number of losses to compare with; at least 10.
         max_in_a_row: With "skip", the number of steps in a row that may be skipped; one more ends the run

@@ -146,7 +146,7 @@ class Updater:
         timed = self.torch_schedule
         return self.schedule is not None or (timed is not None and timed.unit == "steps")
 
-    def watched(self) -> tuple[str, str] | None:
+    def monitored_metric(self) -> tuple[str, str] | None:
         """Return the name of the value that the schedule depends on, and what its steps follow:
         "validations", "epochs" or "steps"; None if it needs none.
         """
@@ -158,7 +158,7 @@ class Updater:
         return timed.metric, timed.unit
 
     def resolve_direction(self, direction: Callable[[str], str | None]) -> None:
-        """Let a schedule that watches a value take over whether less or more of it is better."""
+        """Let a schedule that monitors a value take over whether less or more of it is better."""
         timed = self.torch_schedule
         if isinstance(self.schedule, PlateauSchedule):
             self.schedule.resolve_direction(direction(self.schedule.metric))
@@ -446,7 +446,7 @@ def _checked(made: Any, factory: Callable[..., Any]) -> tuple[Optimizer, TorchSc
         scheduler = TorchSchedule(scheduler)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
-            "a ReduceLROnPlateau needs the name of the value that it watches: return (optimizer,"
+            "a ReduceLROnPlateau needs the name of the value that it monitors: return (optimizer,"
             " TorchSchedule(scheduler, metric='validation/loss')), or use"
             " OptimizerConfig(schedule='reduce_on_plateau', schedule_options={...})"
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from drivetrain import callbacks as built_in
-from drivetrain.callbacks.watched import Watched
+from drivetrain.callbacks.monitored_metric import MonitoredMetric
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import (
     FrozenParameters,
@@ -336,7 +336,7 @@ def _fit_run(
         on_save_error=settings.on_save_error,
         frozen=frozen,
     )
-    _check_watched(settings, run)
+    _check_monitored_metrics(settings, run)
     _connect(settings, run)
     return run, saver, start
 
@@ -375,7 +375,7 @@ def _connect(settings: RunSettings, run: Run) -> None:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
 
 
-def _check_watched(settings: RunSettings, run: Run) -> None:
+def _check_monitored_metrics(settings: RunSettings, run: Run) -> None:
     """Check that the values that schedules depend on can come, and warn if validations come too late."""
     by_epoch = "One by epochs may follow training: TorchSchedule(..., every='1 epoch', metric='train/loss')"
     names = run.names
@@ -383,12 +383,12 @@ def _check_watched(settings: RunSettings, run: Run) -> None:
         isinstance(each, built_in.EarlyStopping) and names.stage_of(each.metric) == "validation"
         for each in settings.callbacks
     )
-    for name, unit in filter(None, (each.watched() for each in run.engine.updaters.values())):
+    for name, unit in filter(None, (each.monitored_metric() for each in run.engine.updaters.values())):
         if unit == "validations":
             follows = True
-            Watched(name, "a schedule watches", by_epoch, of_validations=True).begin(run)
+            MonitoredMetric(name, "a schedule monitors", by_epoch, of_validations=True).begin(run)
         elif names.stage_of(name) is not None:
-            Watched(name, "a schedule watches").begin(run)
+            MonitoredMetric(name, "a schedule monitors").begin(run)
     late = _validates_late(settings, run.length) if follows and run.evaluation_feeds else None
     if late is not None and run.is_main and settings.dry_run is None:
         _LOG.warning(

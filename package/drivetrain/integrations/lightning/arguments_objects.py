@@ -407,8 +407,8 @@ def warn_of_default_mode(given: Any, monitor: str | None) -> None:
     """
     if given.mode == "min" and monitor is not None and direction_of(monitor) == "max":
         _LOG.warning(
-            f"{type(given).__name__} watches {monitor!r} with mode='min', which is the default, and takes the"
-            " lowest value for the best. Give it mode='max' unless that is meant"
+            f"{type(given).__name__} monitors {monitor!r} with mode='min', which is the default, and takes"
+            " the lowest value for the best. Give it mode='max' unless that is meant"
         )
 
 

@@ -226,7 +226,7 @@ def _config(given: Any, monitor: str | None, name: str, automatic: bool) -> Sche
         config.monitor = config.monitor or monitor
         if config.monitor is None and automatic:
             raise ConfigError(
-                f"{name}: a ReduceLROnPlateau needs the name of the logged value that it watches:"
+                f"{name}: a ReduceLROnPlateau needs the name of the logged value that it monitors:"
                 " {'scheduler': ..., 'monitor': 'val_loss'}"
             )
     if config.interval not in ("step", "epoch"):

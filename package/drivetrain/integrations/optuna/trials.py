@@ -17,7 +17,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.watched import Watched
+from drivetrain.callbacks.monitored_metric import MonitoredMetric
 from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches
@@ -143,7 +143,7 @@ class TrialReport(Callback):
     def __init__(
         self, objectives: tuple[str, ...], judge: Callable[[float | None, int], bool] | None, prunes: bool
     ) -> None:
-        self._watched = [Watched(each, "the search optimises") for each in objectives]
+        self._monitored = [MonitoredMetric(each, "the search optimises") for each in objectives]
         self._judge = judge
         self._prunes = prunes
         self.mistake: Exception | None = None
@@ -153,7 +153,7 @@ class TrialReport(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Check that the fit can give the objectives, and prune a resumed trial that was to be pruned."""
         try:
-            for each in self._watched:
+            for each in self._monitored:
                 each.begin(run)
         except ConfigError as error:
             self.mistake = error
@@ -164,7 +164,7 @@ class TrialReport(Callback):
     def on_log(self, run: Run) -> None:
         """Report the objective if this log point has it."""
         before = run.failure
-        for each in self._watched:
+        for each in self._monitored:
             if each.has_new_value(run) and self._prunes:
                 self._decide(run, run.metrics[each.name])
         self.mistake = self.mistake if run.failure is before else run.failure
@@ -175,7 +175,7 @@ class TrialReport(Callback):
         if self.nonfinite is not None:
             return
         before = run.failure
-        for each in self._watched:
+        for each in self._monitored:
             each.end(run)
         self.mistake = self.mistake if run.failure is before else run.failure
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.watched import Watched
+from drivetrain.callbacks.monitored_metric import MonitoredMetric
 from drivetrain.core.errors import ConfigError, MissingDependencyError
 from drivetrain.core.registry import is_installed
 
@@ -34,7 +34,7 @@ class RayReport(Callback):
     def __init__(self, metric: str = "validation/loss") -> None:
         if not is_installed("ray"):
             raise MissingDependencyError("ray", "ray", "RayReport")
-        self._watched = Watched(metric, "RayReport reports")
+        self._monitored = MonitoredMetric(metric, "RayReport reports")
         self._values: Mapping[str, float] | None = None
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
@@ -49,11 +49,11 @@ class RayReport(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Check that the fit can give the metric."""
         self._values = None
-        self._watched.begin(run)
+        self._monitored.begin(run)
 
     def on_log(self, run: Run) -> None:
         """Ask for a save in this step if the metric has a new value."""
-        if self._watched.has_new_value(run):
+        if self._monitored.has_new_value(run):
             self._values = {
                 **run.metrics,
                 "steps": float(run.progress.steps),
@@ -69,7 +69,7 @@ class RayReport(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         """Check that the metric has come."""
-        self._watched.end(run)
+        self._monitored.end(run)
 
 
 def _report(values: Mapping[str, float], path: str | None) -> None:

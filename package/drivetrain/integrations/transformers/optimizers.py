@@ -45,7 +45,7 @@ class TransformersOptimizer:
         schedule: A name of transformers' `SchedulerType`.
         schedule_options: Options of the schedule.
         warmup_steps: Steps of the warm-up; below 1, their share of all.
-        metric: What "reduce_lr_on_plateau" watches.
+        metric: What "reduce_lr_on_plateau" monitors.
         mode: "min" if less of it is better, "max" if more is; "auto" as in `PlateauSchedule`.
 
     Raises:

@@ -90,7 +90,7 @@ def plateau_options(lr: float, options: Mapping[str, Any], metric: str, mode: st
     Args:
         lr: The base learning rate.
         options: `lr_scheduler_kwargs`.
-        metric: The metric that the schedule watches.
+        metric: The metric that the schedule monitors.
         mode: The mode, if the options have none.
 
     Raises:

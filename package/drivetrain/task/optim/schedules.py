@@ -208,7 +208,7 @@ class PlateauSchedule:
     Args:
         warmup: Steps of the linear warm-up, which multiplies the rate.
         total: Not used.
-        metric: The full name of an evaluation's value to watch; a callback may log it during the evaluation.
+        metric: The full name of an evaluation's value to monitor; a callback may log it in the evaluation.
         mode: "min" when less is better, "max" when more is. "auto" takes it from the metric's own
             `higher_is_better`, else from a well-known name; if neither says, the fit is refused.
         patience: Evaluations without improvement that are tolerated; the next one lowers the rate.
@@ -277,14 +277,14 @@ class PlateauSchedule:
             metrics: The evaluation's metrics by their full names; the same on every rank.
 
         Raises:
-            ConfigError: The watched metric is missing; lists the metrics that are there. Or it is unknown
+            ConfigError: The monitored metric is missing; lists the metrics that are there. Or it is unknown
                 whether a larger value is better.
         """
         if self._direction is None:
             self.resolve_direction(None)
         if self.metric not in metrics:
             raise ConfigError(
-                f"the schedule 'reduce_on_plateau' watches {self.metric!r}, which this evaluation did not "
+                f"the schedule 'reduce_on_plateau' monitors {self.metric!r}, which this evaluation did not "
                 f"give. {nearest(self.metric, metrics)} Choose one with schedule_options={{'metric': ...}}"
             )
         value = float(metrics[self.metric])

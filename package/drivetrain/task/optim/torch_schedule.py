@@ -76,7 +76,7 @@ class TorchSchedule:
         is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
         if is_plateau and self.metric is None:
             raise ConfigError(
-                "a ReduceLROnPlateau needs the name of the value that it watches:"
+                "a ReduceLROnPlateau needs the name of the value that it monitors:"
                 " TorchSchedule(scheduler, metric='validation/loss')"
             )
         of_torch = isinstance(kind, type) and kind.__module__ == LRScheduler.__module__
@@ -177,7 +177,7 @@ class TorchSchedule:
                 else f"whether more of {metric!r} is better is unknown"
             )
             raise ConfigError(
-                f"a ReduceLROnPlateau(mode='min'), which is torch's default, watches {metric!r}, and {more}."
+                f"a ReduceLROnPlateau(mode='min'), which is torch's default, monitors {metric!r}, and {more}."
                 " Give the scheduler mode='max'; or, if less is better,"
                 f" TorchSchedule(..., metric={metric!r}, mode='min')"
             )
@@ -220,8 +220,8 @@ class TorchSchedule:
             if self.metric not in metrics:
                 if self.required:
                     raise ConfigError(
-                        f"the schedule {type(self.scheduler).__name__} watches {self.metric!r}, which was not"
-                        f" logged. {nearest(self.metric, metrics).replace('Allowed:', 'Logged:')}"
+                        f"the schedule {type(self.scheduler).__name__} monitors {self.metric!r}, which was"
+                        f" not logged. {nearest(self.metric, metrics).replace('Allowed:', 'Logged:')}"
                     )
                 return
             value = metrics[self.metric]

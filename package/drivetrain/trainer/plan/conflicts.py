@@ -108,15 +108,15 @@ def validation_conflicts(
     default: Any = type(settings).__dataclass_fields__["validate_every"].default  # was not asked for
     if settings.validate_every is not None and every(settings.validate_every) != Every(default):
         yield f"validate_every={settings.validate_every} was asked for, but there is no validation. {fix}"
-    watched = [
+    monitored = [
         *(("early stopping", each.metric) for each in settings.callbacks if isinstance(each, EarlyStopping)),
         *(("CheckpointConfig", by) for by in rankings(chosen_policies(settings.checkpoint))),
     ]
     names = MetricNames(task)
-    for who, name in watched:
+    for who, name in monitored:
         if name is not None and names.stage_of(name) == "validation":
             yield f"{who} decides by {name!r}, which never comes, for there is no validation. {fix}"
-    if any("validations" in (each.watched() or ()) for each in built.updaters.values()):
+    if any("validations" in (each.monitored_metric() or ()) for each in built.updaters.values()):
         yield f"a schedule that follows the validations never acts, for there is no validation. {fix}"
 
 

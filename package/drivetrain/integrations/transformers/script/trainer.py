@@ -1089,7 +1089,7 @@ class Trainer(TheirNames):
         return made, self._scheduled()
 
     def _scheduled(self) -> Any:
-        """Return the scheduler; a ReduceLROnPlateau watches `metric_for_best_model`, or the loss.
+        """Return the scheduler; a ReduceLROnPlateau monitors `metric_for_best_model`, or the loss.
 
         An AdafactorSchedule shows the rates of the optimizer, which it needs gradients for. So it is called
         as soon as the optimizer has stepped, and not by the engine.

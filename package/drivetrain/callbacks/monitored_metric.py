@@ -1,4 +1,4 @@
-"""The logged value that a callback depends on."""
+"""The metric that a callback or a schedule monitors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from drivetrain.run.run import Run
 
 
-class Watched:
-    """A value that a callback depends on, under its logged name.
+class MonitoredMetric:
+    """A metric that a callback or a schedule depends on, under its logged name.
 
     A validation value comes with each validation, any other value with the log points. A log interval longer
     than an epoch becomes one epoch, so that a training value comes at least once per epoch. The log interval
@@ -27,7 +27,7 @@ class Watched:
 
     Args:
         name: The full name, such as "validation/loss" or "train/loss".
-        who: The subject and verb of an error message, such as "early stopping watches".
+        who: The subject and verb of an error message, such as "early stopping monitors".
         otherwise: A sentence that ends an error message.
         required: Whether a missing value is an error.
         of_validations: Whether only a validation may give the value.
