@@ -64,7 +64,8 @@ class WithLoss(Language):  # for an own loop: the loss is in the forward, which 
 def batches(count: int = 40, device: str = "cpu") -> list[dict[str, Tensor]]:
     tokens = torch.randint(11, (count, 2, 8), generator=torch.Generator().manual_seed(0)).to(device)
     mask = torch.ones(2, 8, device=device)  # NonFiniteDetector checks batches of floating-point numbers alone
-    return [{"input_ids": each, "labels": each, "mask": mask} for each in tokens]
+    source = torch.arange(2, device=device)
+    return [{"input_ids": each, "labels": each, "mask": mask, "source": source} for each in tokens]
 
 
 class Row(NamedTuple):
@@ -127,6 +128,7 @@ WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "EarlyStopping": lambda: callbacks.EarlyStopping("train/loss", patience=99),
     "LossSpike": lambda: callbacks.LossSpike("stop", window=10, threshold=1e6),
     "NonFiniteDetector": callbacks.NonFiniteDetector,
+    "MixtureMonitor": lambda: callbacks.MixtureMonitor({"a": (), "b": ()}, lambda each, _: each.sum((1, 2))),
     "MemoryReport": lambda: callbacks.MemoryReport(show=False),
     "ModelSummary": lambda: callbacks.ModelSummary(),
     "Throughput": callbacks.Throughput,

@@ -48,6 +48,7 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _ON_THE_HOST = (
     f"{_PACKAGE}data/feed.py",  # counts batches before they are moved
     f"{_PACKAGE}distributed/ranks.py",  # exchanges numbers of the host
+    f"{_PACKAGE}callbacks/mixture_monitor.py:_numbers",  # reads batches before they are moved
     f"{_PACKAGE}core/devices.py",  # copies from pinned memory, which nothing waits for
     f"{_PACKAGE}engine/skip.py:_finite_on_cpu",  # runs on CPUs alone
     f"{_TORCH}optim/optimizer.py:_get_value",  # torch's optimizers that are not fused count on the host

@@ -8,6 +8,7 @@ from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallbac
 from drivetrain.callbacks.learning_rate import LearningRateMonitor as LearningRateMonitor
 from drivetrain.callbacks.loss_spike import LossSpike as LossSpike
 from drivetrain.callbacks.memory_report import MemoryReport as MemoryReport
+from drivetrain.callbacks.mixture_monitor import MixtureMonitor as MixtureMonitor
 from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector as NonFiniteDetector
 from drivetrain.callbacks.profile import Profile as Profile
 from drivetrain.callbacks.progress.progress_bar import ProgressBar as ProgressBar

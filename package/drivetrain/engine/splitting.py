@@ -64,7 +64,7 @@ class MicroBatches:
         self.spec = spec
         self.searches = spec == AUTO
         self.size: int | None = None if isinstance(spec, str) else int(spec)
-        self.begun_again: list[Callable[[], None]] = []
+        self.begun_again: list[Callable[[], object]] = []
         self._engine = engine
         self._weigh = measure_of(engine.task).weight
         self._ranks = engine.ranks
