@@ -15,7 +15,7 @@ import pytest
 from tests.cli.conftest import PROGRAMS
 from tests.support.forked import run_forked
 
-from drivetrain.distributed.failure.silence import activity
+from drivetrain.distributed.failure.heartbeat import activity
 
 # The launcher is forked; torchrun and each rank are new interpreters, of three seconds each.
 pytestmark = pytest.mark.real

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed import interfaces, secret, sockets
-from drivetrain.distributed.failure.silence import is_of_job
+from drivetrain.distributed.failure.heartbeat import is_of_job
 from drivetrain.distributed.launch import meeting
 from drivetrain.distributed.launch.meeting import Meeting
 

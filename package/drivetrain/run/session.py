@@ -320,7 +320,7 @@ def _status(run: Run) -> Status:
 def _watchdog(timeout: float, run: Run) -> Watchdog:
     main = threading.get_ident()
 
-    def heartbeat() -> tuple[object, ...]:
+    def progress() -> tuple[object, ...]:
         return (
             *_signs(),
             run.stage,
@@ -332,4 +332,4 @@ def _watchdog(timeout: float, run: Run) -> Watchdog:
     def phase() -> Phase:
         return Phase.OUTSIDE if run.is_suspended else phase_of_thread(main)[0]
 
-    return Watchdog(timeout, heartbeat, lambda: _where(run), run.run_dir, phase)
+    return Watchdog(timeout, progress, lambda: _where(run), run.run_dir, phase)

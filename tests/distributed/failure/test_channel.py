@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import HashStore
 
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure.channel import FailureChannel, Status
+from drivetrain.distributed.failure.heartbeat import Heartbeat, machine
 from drivetrain.distributed.failure.messages import TIMING, Cause
-from drivetrain.distributed.failure.silence import Silence, machine
 
 pytestmark = [
     pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo"),
@@ -82,7 +82,7 @@ def test_all_ranks_end_and_the_last_line_names_the_first_cause() -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-# One call that never gives the interpreter to another thread, for longer than a rank may be silent.
+# One call that never gives the interpreter to another thread, for longer than a rank may send no heartbeat.
 BUSY = "next(filter((time.monotonic() + 3).__lt__, iter(time.monotonic, None)))"
 DDP = """
 from drivetrain.distributed.group import uncompared
@@ -102,8 +102,8 @@ def test_an_end_without_a_failure_is_silent() -> None:
         "rank 1 last": {"last": LAST},
         "rank 0 last": {"last": "rank or until(lambda: channel._monitor._peers[1].state == 'left')"},
         "pause": {"act": "until(lambda: beats > 12)", "who": [1], "hang_timeout": 600.0, "after": unwritten},
-        "rank 0 computes": {"who": [0], "act": BUSY, "silence": 0.1},
-        "rank 1 computes": {"who": [1], "act": BUSY, "silence": 0.1},
+        "rank 0 computes": {"who": [0], "act": BUSY, "heartbeat": 0.1},
+        "rank 1 computes": {"who": [1], "act": BUSY, "heartbeat": 0.1},
         "torch's debug mode": {"join": DDP, "variables": DEBUG},
         "Ctrl-C": {"act": taken, "interrupt": signal.SIGINT, "whole_group": True},
     }
@@ -211,7 +211,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def together(store: HashStore, act, world_size: int = 2, **options: object) -> list[object]:
     """Ranks as threads of this process, which the channel never ends: what each found."""
     found: list[object] = [None] * world_size
-    patient = replace(TIMING.scaled(100), silence=5.0)
+    patient = replace(TIMING.scaled(100), heartbeat=5.0)
 
     def as_rank(rank: int) -> None:
         try:
@@ -249,7 +249,7 @@ def test_a_channel_outlives_a_look_that_fails(alone: None, capfd: pytest.Capture
     def broken() -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    class Failing(Silence):
+    class Failing(Heartbeat):
         def tick(self) -> str | None:
             looked.set()
             return broken() and None
@@ -262,7 +262,7 @@ def test_a_channel_outlives_a_look_that_fails(alone: None, capfd: pytest.Capture
         return "heard"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drivetrain.distributed.failure.channel.Silence", Failing)
+        patch.setattr("drivetrain.distributed.failure.channel.Heartbeat", Failing)
         first, second = together(HashStore(), act, status=Status(lambda: str(broken()), broken, broken))
     assert isinstance(second, ValueError)
     assert isinstance(first, RankFailure)

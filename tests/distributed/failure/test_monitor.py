@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from tests.support.messages import warned
 
+from drivetrain.distributed.failure.heartbeat import PATIENCE, machine
 from drivetrain.distributed.failure.messages import TIMING, Cause, Line, connect
 from drivetrain.distributed.failure.monitor import Monitor
 from drivetrain.distributed.failure.place import Phase
-from drivetrain.distributed.failure.silence import PATIENCE, machine
 
 TICK = 0.01
-TIMES = replace(TIMING, silence=5 * TICK, joining=3 * TICK, aside=4 * TICK, late=10 * TICK, opaque=10 * TICK)
+TIMES = replace(
+    TIMING, heartbeat=5 * TICK, joining=3 * TICK, aside=4 * TICK, late=10 * TICK, opaque=10 * TICK
+)
 LIMIT = 5 * TICK
 STATE = {"where": "", "progress": None, "signs": None, "phase": Phase.WORKS, "place": "", "passed": -1}
 

@@ -17,7 +17,7 @@ from drivetrain.distributed.failure.messages import TIMING
 from drivetrain.distributed.launch.programs import ensure_ranks
 
 options = {"act": "", "who": [0, 1], "skips": [], "join": "", "last": "", "after": "", "hang_timeout": None}
-options |= {"silence": 1.0, **json.loads(sys.argv[1])}
+options |= {"heartbeat": 1.0, **json.loads(sys.argv[1])}
 rank = ensure_ranks(2).rank
 done = beats = 0
 
@@ -69,7 +69,7 @@ with FailureChannel(
     rank,
     2,
     # What ends in time on a quiet machine must also do so on one that is ten times slower.
-    timing=replace(TIMING.scaled(3), silence=options["silence"]),
+    timing=replace(TIMING.scaled(3), heartbeat=options["heartbeat"]),
     status=Status(describe, lambda: done),
     hang_timeout=options["hang_timeout"],
     directory=Path.cwd() / "run",

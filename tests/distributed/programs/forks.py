@@ -15,7 +15,7 @@ from drivetrain.distributed.failure.messages import TIMING
 from drivetrain.distributed.group import disband, join
 from drivetrain.distributed.launch.forks import fork_ranks
 
-PATIENT = replace(TIMING.scaled(3), silence=1.0)
+PATIENT = replace(TIMING.scaled(3), heartbeat=1.0)
 
 
 def rank():

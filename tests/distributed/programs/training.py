@@ -17,7 +17,7 @@ from drivetrain.distributed.failure import messages
 
 options = {"strategy": "ddp", "devices": 2, "workers": 0, "hang_timeout": None, **json.loads(sys.argv[1])}
 who = options.get("who", [options["devices"] - 1])
-messages.TIMING = replace(messages.TIMING.scaled(3), silence=1.0)
+messages.TIMING = replace(messages.TIMING.scaled(3), heartbeat=1.0)
 
 
 def act(here):

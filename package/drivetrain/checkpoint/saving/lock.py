@@ -30,7 +30,7 @@ from drivetrain.checkpoint.storage.filesystem import (
 )
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
 from drivetrain.core.types import Json
-from drivetrain.distributed.failure.silence import is_gone, machine
+from drivetrain.distributed.failure.heartbeat import is_gone, machine
 from drivetrain.distributed.launch.process_start import process_started
 
 LOCK = "lock.json"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.call_order import CallOrder
 from drivetrain.distributed.failure import messages as failure_wire
+from drivetrain.distributed.failure.heartbeat import DIED, Heartbeat, machine
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
 from drivetrain.distributed.failure.messages import (
     TOKEN_BYTES,
@@ -39,7 +40,6 @@ from drivetrain.distributed.failure.place import (
     place_of_error,
     place_of_thread,
 )
-from drivetrain.distributed.failure.silence import DIED, Silence, machine
 from drivetrain.distributed.failure.stack_files import StackFiles, now
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
 from drivetrain.distributed.interfaces import own_address
@@ -80,7 +80,7 @@ class FailureChannel:
     """A context manager around the ranks' common work, entered by all of them.
 
     Every rank has a connection to rank 0, outside the training and without collectives. A rank that raises
-    reports its error, one that dies breaks its connection, and one that is stopped falls silent. Rank 0
+    reports its error, one that dies breaks its connection, and one that is stopped sends no heartbeat. Rank 0
     decides which failure was the first: an error that only reports a lost connection or a timeout waits two
     seconds for a better one. The rank that failed first ends with its own error, and rank 0 with a
     `RankFailure` that names it in the last lines of the program. The other ranks end silently with exit code
@@ -145,7 +145,7 @@ class FailureChannel:
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
         self._selector: selectors.BaseSelector
         self._wakeup: Wakeup
-        self._rank_0: Silence
+        self._rank_0: Heartbeat
         self._rank_0_where = ""
 
     def __enter__(self) -> FailureChannel:
@@ -192,7 +192,7 @@ class FailureChannel:
             store.set(key, signed(key, json.dumps(offer)))
         else:
             offer = json.loads(verified(key, store.get(key).decode()))
-        self._rank_0 = Silence(offer["machine"], offer["pid"], self._timing.silence)
+        self._rank_0 = Heartbeat(offer["machine"], offer["pid"], self._timing.heartbeat)
         me = {"rank": self.rank, "machine": machine(), "pid": os.getpid()}
         self._stacks.open(offer["began"])
         hello = {**me, **self._state()}
@@ -202,7 +202,7 @@ class FailureChannel:
             self._selector = self._monitor.selector
             return line
         connection = connect(
-            self.rank, offer if token is None else {**offer, "token": token}, address, self._timing.silence
+            self.rank, offer if token is None else {**offer, "token": token}, address, self._timing.heartbeat
         )
         connection.send(kind="hello", **hello)
         self._selector = selectors.DefaultSelector()
@@ -378,7 +378,7 @@ class FailureChannel:
             if self._try(lambda: self._hear(line)):
                 return
             if time.monotonic() >= following:
-                following = time.monotonic() + self._timing.silence / 5
+                following = time.monotonic() + self._timing.heartbeat / 5
                 if self._try(self._beat):
                     return
 
@@ -427,7 +427,7 @@ class FailureChannel:
 
     def _take(self, line: Line | LocalLine, message: dict[str, Any]) -> bool:
         """Handle a message of rank 0; returns whether the channel is over."""
-        self._rank_0.end()
+        self._rank_0.beat()
         match message["kind"]:
             case "end":
                 line.close()  # so the monitor knows that this was read

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from drivetrain.core.errors import RankFailure, StrategyError, shown
-from drivetrain.distributed.failure.silence import machine
+from drivetrain.distributed.failure.heartbeat import machine
 from drivetrain.distributed.sockets import closed_in_forks
 
 TOKEN_BYTES = 32
@@ -68,8 +68,8 @@ class Timing:
     """The times of the failure channel, in seconds; tests scale them.
 
     Attributes:
-        silence: Silence after which a rank that is known to be stopped or gone counts as lost; twelve
-            times as long for one that is idle or cannot be observed.
+        heartbeat: The time without a heartbeat after which a rank that is known to be stopped or gone counts
+            as lost; twelve times as long for one that is idle or cannot be observed.
         joining: How long a connection may take to authenticate itself and to say which rank it is.
         aside: How long an error that is probably a consequence waits for its cause.
         deciding: How long a failing rank waits to learn whether its failure was the first: more than `aside`.
@@ -83,7 +83,7 @@ class Timing:
             show no progress until they are done.
     """
 
-    silence: float = 5.0
+    heartbeat: float = 5.0
     joining: float = 5.0
     aside: float = 2.0
     deciding: float = 3.0

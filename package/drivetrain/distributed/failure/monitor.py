@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.messages import logger
+from drivetrain.distributed.failure.heartbeat import ABOVE, DIED, PATIENCE, Heartbeat
 from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, LocalLine, Timing, at
 from drivetrain.distributed.failure.place import Phase
-from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence
 from drivetrain.distributed.failure.watchdog import ProgressTimeout
 from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started, wait_for
@@ -47,14 +47,14 @@ class _Newcomer:
 
 @dataclass
 class _Peer:
-    """The state of a rank: its connection, its silence, and its last beat.
+    """The state of a rank: its connection, its heartbeat, and what its last beat says.
 
     `signs` is the progress in its last beat, `phase` and `place` how it counts and where it waits.
     """
 
     rank: int
     line: Line | LocalLine
-    silence: Silence
+    heartbeat: Heartbeat
     where: str = ""
     progress: int | None = None
     signs: Any = None
@@ -93,7 +93,7 @@ class Monitor:
         self._world_size = world_size
         self._timing = timing
         self._clock = clock
-        self._tick = timing.silence / 5
+        self._tick = timing.heartbeat / 5
         self._following = clock() + self._tick
         self.limit(hang_timeout)
         self._server = closed_in_forks(listen(host))
@@ -176,7 +176,7 @@ class Monitor:
             return
         except OSError:
             # The connection failed before it was accepted (accept(2) lists the reasons), or no descriptor is
-            # free. Then the server stays ready, and the oldest silent connection makes room.
+            # free. Then the server stays ready, and the oldest that has not said its rank makes room.
             self._drop_oldest()
             time.sleep(0.02)
             return
@@ -214,7 +214,7 @@ class Monitor:
             self._drop(newcomer)
         else:
             newcomer.has_token = True
-            newcomer.line.socket.settimeout(self._timing.silence)
+            newcomer.line.socket.settimeout(self._timing.heartbeat)
 
     def _hear(self, source: _Newcomer | _Peer) -> None:
         trouble: Exception | None = None
@@ -244,8 +244,8 @@ class Monitor:
         rank = int(hello["rank"])
         if not 0 <= rank < self._world_size or rank in self._peers:
             raise ValueError(f"rank {rank} is connected already, or is none of {self._world_size}")
-        silence = Silence(hello["machine"], int(hello["pid"]), self._timing.silence)
-        peer = self._peers[rank] = _Peer(rank, line, silence, str(hello["where"]))
+        heartbeat = Heartbeat(hello["machine"], int(hello["pid"]), self._timing.heartbeat)
+        peer = self._peers[rank] = _Peer(rank, line, heartbeat, str(hello["where"]))
         line.send(**self._beat())
         if self._poll.is_open:
             line.send(kind="hold", round=self._poll.round)
@@ -254,7 +254,7 @@ class Monitor:
         return peer
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
-        peer.silence.end()
+        peer.heartbeat.beat()
         peer.where, peer.place = str(message["where"]), str(message["place"])
         peer.phase = Phase(message["phase"])
         signs = (message["progress"], message["signs"])
@@ -300,9 +300,9 @@ class Monitor:
     def _lost_of(self, here: list[_Peer]) -> Cause | None:
         """Return the loss of a rank that does not answer, or does not read."""
         for each in here:
-            lost = each.silence.tick() if each.rank else None
+            lost = each.heartbeat.tick() if each.rank else None
             if isinstance(each.line.broken, TimeoutError):
-                lost = f"it did not read for {self._timing.silence:g} s what rank 0 sent"
+                lost = f"it did not read for {self._timing.heartbeat:g} s what rank 0 sent"
             if lost is not None:
                 return Cause("lost", each.rank, each.where, lost)
         return None
@@ -314,7 +314,7 @@ class Monitor:
         if ended:
             return Cause("lost", ended[0], "", _death(ended[0]))
         if missing and self._ticks >= 5 * PATIENCE:
-            text = f"it has not joined the failure channel within {PATIENCE * self._timing.silence:g} s"
+            text = f"it has not joined the failure channel within {PATIENCE * self._timing.heartbeat:g} s"
             return Cause("lost", missing[0], "", text)
         return None
 
@@ -376,7 +376,7 @@ class Monitor:
     def _decide(self, cause: Cause) -> None:
         lost = self._peers.get(cause.rank)
         if cause.kind == "lost" and lost is not None and lost.state == "here":
-            lost.silence.end_process()
+            lost.heartbeat.end_process()
             lost.state = "gone"
         self.cause = cause
         self._broadcast(kind="cause", cause=cause.to_json())

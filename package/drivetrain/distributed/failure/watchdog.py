@@ -63,7 +63,7 @@ class ProgressTimeout:
 
 
 class Watchdog:
-    """Kills the process when `heartbeat` returns the same value for longer than `timeout`.
+    """Kills the process when `progress` returns the same value for longer than `timeout`.
 
     A thread asks a few times per timeout, so the step itself pays nothing. On expiry the stacks of all
     threads go to standard error and to `hang-stacks.txt` in `directory`, and the process exits with
@@ -74,13 +74,13 @@ class Watchdog:
     def __init__(
         self,
         timeout: float,
-        heartbeat: Callable[[], Hashable],
+        progress: Callable[[], Hashable],
         describe: Callable[[], str],
         directory: Path | None = None,
         phase: Callable[[], Phase] = lambda: Phase.WORKS,
     ) -> None:
         self._timeout = timeout
-        self._heartbeat = heartbeat
+        self._progress = progress
         self._describe = describe
         self._directory = directory
         self._phase = phase
@@ -90,7 +90,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         tick = self._timeout / 10
-        self._last = self._heartbeat()
+        self._last = self._progress()
         self._thread = Periodic(lambda: self._watch(tick), tick, "drivetrain-watchdog")
         return self
 
@@ -104,7 +104,7 @@ class Watchdog:
 
     def _is_hang(self, seconds: float) -> bool:
         """Look again after so many seconds; returns whether the time without progress is over the limit."""
-        last, self._last = self._last, self._heartbeat()
+        last, self._last = self._last, self._progress()
         if self._last != last:
             self._limit.end()
             return False

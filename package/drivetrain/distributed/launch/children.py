@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.distributed.failure.silence import is_gone
+from drivetrain.distributed.failure.heartbeat import is_gone
 from drivetrain.distributed.interfaces import loopback_variables
 from drivetrain.distributed.threads import Periodic
 

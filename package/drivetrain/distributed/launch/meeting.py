@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from drivetrain.core.errors import StrategyError, shown
 from drivetrain.core.messages import logger
-from drivetrain.distributed.failure.silence import is_gone
+from drivetrain.distributed.failure.heartbeat import is_gone
 from drivetrain.distributed.interfaces import (
     GLOO,
     check_loopback,

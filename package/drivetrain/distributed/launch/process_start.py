@@ -7,7 +7,7 @@ import sys
 import time
 from time import perf_counter
 
-from drivetrain.distributed.failure.silence import stat_of
+from drivetrain.distributed.failure.heartbeat import stat_of
 
 _IMPORTED = perf_counter()
 

@@ -1,4 +1,4 @@
-"""A silent process is waited for while it computes; one that is stopped, gone or idle has failed."""
+"""A process that sends nothing is waited for while it computes; one that is stopped or idle has failed."""
 
 import os
 import signal
@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from drivetrain.distributed.failure import silence as module
-from drivetrain.distributed.failure.silence import PATIENCE, Activity, Silence, activity, machine
+from drivetrain.distributed.failure import heartbeat as module
+from drivetrain.distributed.failure.heartbeat import PATIENCE, Activity, Heartbeat, activity, machine
 
 pytestmark = pytest.mark.skipif(machine() is None, reason="needs Linux, where processes can be seen")
 LIMIT = 5 * PATIENCE
 
 
-def ticks(silence: Silence, number: int) -> list[str | None]:
-    return [silence.tick() for _ in range(number)]
+def ticks(heartbeat: Heartbeat, number: int) -> list[str | None]:
+    return [heartbeat.tick() for _ in range(number)]
 
 
 @pytest.fixture
-def near(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Silence]:  # of a process of this machine
-    def make(seen: Callable[[int], Activity], timeout: float = 1.0) -> Silence:
-        silence = Silence(machine(), 1, timeout)
-        monkeypatch.setattr(module, "activity", lambda pid: seen(silence.ticks))
-        return silence
+def near(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Heartbeat]:  # of a process of this machine
+    def make(seen: Callable[[int], Activity], timeout: float = 1.0) -> Heartbeat:
+        heartbeat = Heartbeat(machine(), 1, timeout)
+        monkeypatch.setattr(module, "activity", lambda pid: seen(heartbeat.ticks))
+        return heartbeat
 
     return make
 
 
-def test_a_process_that_computes_is_waited_for_however_long_it_is_silent(near: Any) -> None:
+def test_a_process_that_computes_is_waited_for_however_long_it_has_no_heartbeat(near: Any) -> None:
     for seen in (
         lambda tick: Activity("R", 0.0),
         lambda tick: Activity("S", 0.01 * tick),  # a thread computes while the main one sleeps
@@ -40,12 +40,12 @@ def test_a_process_that_computes_is_waited_for_however_long_it_is_silent(near: A
 
 
 def test_one_that_does_nothing_or_cannot_be_seen_has_failed_after_twelve_timeouts(near: Any) -> None:
-    for silence, told in (
+    for heartbeat, told in (
         (near(lambda tick: Activity("S", 0.002 * tick)), "it has not answered for 12 s, and is idle"),
         (near(lambda tick: Activity("", 0.0)), "it has not answered for 12 s, and is idle"),
-        (Silence("another machine", 1, 1.0), "it has not answered for 12 s"),
+        (Heartbeat("another machine", 1, 1.0), "it has not answered for 12 s"),
     ):
-        assert ticks(silence, LIMIT) == [None] * (LIMIT - 1) + [told]
+        assert ticks(heartbeat, LIMIT) == [None] * (LIMIT - 1) + [told]
 
 
 def test_one_that_is_stopped_or_gone_has_failed_after_one_timeout(near: Any) -> None:
@@ -56,11 +56,11 @@ def test_one_that_is_stopped_or_gone_has_failed_after_one_timeout(near: Any) -> 
     assert "it was killed" in str(found[4])
 
 
-def test_a_message_ends_a_silence() -> None:
-    silence = Silence("another machine", 1, 1.0)
-    ticks(silence, LIMIT - 1)
-    silence.end()
-    assert (silence.ticks, ticks(silence, LIMIT - 1)) == (0, [None] * (LIMIT - 1))
+def test_a_message_is_a_beat() -> None:
+    heartbeat = Heartbeat("another machine", 1, 1.0)
+    ticks(heartbeat, LIMIT - 1)
+    heartbeat.beat()
+    assert (heartbeat.ticks, ticks(heartbeat, LIMIT - 1)) == (0, [None] * (LIMIT - 1))
 
 
 @pytest.mark.real("stops and kills a process")
@@ -76,9 +76,9 @@ def test_activity_tells_what_a_process_does() -> None:
         until("R", used=0.1)
         process.send_signal(signal.SIGSTOP)
         until("T")
-        Silence("another machine", process.pid, 1.0).end_process()
+        Heartbeat("another machine", process.pid, 1.0).end_process()
         assert process.poll() is None, "it is another process of that number"
-        Silence(machine(), process.pid, 1.0).end_process()
+        Heartbeat(machine(), process.pid, 1.0).end_process()
         assert process.wait(60) == -signal.SIGKILL
         assert activity(process.pid).state == "gone"
     with subprocess.Popen(["sleep", "600"]) as process:

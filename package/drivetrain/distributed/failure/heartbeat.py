@@ -1,4 +1,4 @@
-"""Whether a silent process is still worth waiting for."""
+"""Whether a process that sends no heartbeat is still worth waiting for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PATIENCE = 12
-"""Timeouts that a process may be silent while it is idle or cannot be observed."""
+"""Timeouts that a process may take to answer while it is idle or cannot be observed."""
 
 ABOVE = "its own messages are above"
 """A note that a process may have written more to standard error."""
@@ -19,7 +19,7 @@ DIED = f"it was killed, perhaps for lack of memory, or ended by os._exit, or abo
 """Possible deaths of a process that another one started."""
 
 _LOOKED_AT = 3
-"""Ticks of silence after which the process is observed."""
+"""Ticks without a heartbeat after which the process is observed."""
 
 _BUSY = 0.03
 """The share of a core that an idle process may use."""
@@ -36,16 +36,16 @@ class Activity(NamedTuple):
     used: float
 
 
-class Silence:
-    """The silence of another process, counted in fifths of a timeout, and whether it has failed.
+class Heartbeat:
+    """The time since another process has sent something, in fifths of a timeout, and whether it has failed.
 
     A process that is stopped or gone has failed after one timeout. While a call holds the interpreter, as
     one of a library that computes or reads a large file, none of its threads can send anything. So a running
     process that can be observed, which takes Linux and the same machine, may take as long as it needs. An
     idle process, or one that cannot be observed, has `PATIENCE` timeouts.
 
-    Time is counted in calls of `tick`, not by the clock: while this process is itself suspended, no other
-    counts as silent.
+    Time is counted in calls of `tick`, not by the clock: while this process is itself suspended, it
+    misses no other's heartbeat.
 
     Attributes:
         ticks: Ticks since the process last sent something.
@@ -60,13 +60,13 @@ class Silence:
         self._busy = 0
         self._used: float | None = None
 
-    def end(self) -> None:
+    def beat(self) -> None:
         """Reset the time: the process has sent something."""
         self.ticks = self._busy = 0
         self._used = None
 
     def tick(self) -> str | None:
-        """Count a fifth of a timeout in silence; returns how the process has failed, None if it has not."""
+        """Count a fifth of a timeout without a heartbeat; returns how the process has failed, or None."""
         self.ticks += 1
         if self.ticks < _LOOKED_AT:
             return None
