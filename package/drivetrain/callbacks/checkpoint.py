@@ -24,7 +24,7 @@ from drivetrain.core.calendar import Trigger
 from drivetrain.core.errors import NonFiniteError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
-from drivetrain.distributed.failure.named_places import named_place, register_opaque
+from drivetrain.distributed.failure.named_locations import named_location, register_opaque
 from drivetrain.engine.own_loop_checkpoint import optimizer_state
 from drivetrain.run.checkpoint import restore_weights, snapshot_to_save
 from drivetrain.run.save_errors import AGAIN, OVER, newest
@@ -140,7 +140,7 @@ class CheckpointSaver(Callback):
             committed = self.manager.wait()
         self._note_committed(run, committed)
 
-    @named_place("in a save")
+    @named_location("in a save")
     def on_save(self, run: Run) -> None:
         """Save if an interval ends here, a metric is among the best, or the run is about to end."""
         if not self._is_checked and run.result is not None:  # the first step of this program

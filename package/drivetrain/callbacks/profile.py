@@ -19,7 +19,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import make_directory
 from drivetrain.core.messages import columns, logger
 from drivetrain.core.validation import by_name, check_names, count, flag, local_path, one_of
-from drivetrain.distributed.failure.named_places import register_opaque
+from drivetrain.distributed.failure.named_locations import register_opaque
 from drivetrain.run.clock import Clock
 from drivetrain.run.phases import timing_parts
 from drivetrain.run.settings import has_run_dir

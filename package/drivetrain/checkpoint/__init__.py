@@ -6,7 +6,7 @@ programs' files) and `inspection/` (listings, descriptions and comparisons for p
 """
 
 from drivetrain.core.lazy import exports
-from drivetrain.distributed.failure.named_places import register_opaque
+from drivetrain.distributed.failure.named_locations import register_opaque
 
 register_opaque(__file__)
 

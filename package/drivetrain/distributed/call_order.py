@@ -55,9 +55,9 @@ class CallOrder:
         """Return how many calls were made before the last ones, and the names of the last ones."""
         return self._made - len(self._recent), [*self._recent]
 
-    def after(self, place: str) -> str:
-        """Return the place of a rank with the number and the name of its last call, if it has made any."""
-        return f"{place} (call {self._made}: {self._recent[-1]})" if self._recent else place
+    def after(self, location: str) -> str:
+        """Return the location of a rank with the number and the name of its last call, if it has made any."""
+        return f"{location} (call {self._made}: {self._recent[-1]})" if self._recent else location
 
     def listed(self) -> str:
         """Return the last calls as lines of text."""

@@ -26,7 +26,7 @@ from drivetrain.data import Feed, GlobalCounts, MicroBatch, Shard, Transfer, as_
 from drivetrain.data.consistency import check_data
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.lifetime import ProgramChannel
-from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.distributed.failure.named_locations import named_location
 from drivetrain.distributed.launch.programs import join_job
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine.generator_step import advance, generator_step
@@ -278,7 +278,7 @@ class Engine:
         for updater in self.updaters.values():
             updater.set_rate(self.progress.steps)
 
-    @named_place("in the step")
+    @named_location("in the step")
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Make one step: forward and backward of each micro-batch, then clip, step, zero and schedule.
 
@@ -300,7 +300,7 @@ class Engine:
         result.step_values = [*values, *dropped]
         return result
 
-    @named_place("in the forward")
+    @named_location("in the forward")
     def accumulate(self, weighted_batches: Weighted) -> tuple[list[Row], list[Any]]:
         """Run forward and backward of each micro-batch.
 
@@ -439,7 +439,7 @@ class Engine:
         if not self._alone:
             broadcast_buffers(self.task, self.strategy.world_size)
 
-    @named_place("in the forward")
+    @named_location("in the forward")
     def evaluation_step(self, micro_batch: MicroBatch, number: int) -> StepValues:
         """Run one evaluation batch, the `number`-th of its loader; inside `evaluating`."""
         self.streams.seed_evaluation(number)

@@ -19,7 +19,7 @@ from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import host_state
 from drivetrain.core.types import Json, Stateful
 from drivetrain.data.resumption import Resumption
-from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.distributed.failure.named_locations import named_location
 from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
 from drivetrain.run.run import Run
@@ -125,7 +125,7 @@ def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
     return snapshot
 
 
-@named_place("as it takes over a checkpoint")
+@named_location("as it takes over a checkpoint")
 def restore(
     run: Run, snapshot: Snapshot, address: str, settings_of: str | None = None, how: Resumption = GO_ON
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.synonyms import foreign, help_with, warn_of_common_hooks
-from drivetrain.distributed.failure.named_places import register_hooks
+from drivetrain.distributed.failure.named_locations import register_hooks
 
 HOOKS = (
     "on_fit_start",

@@ -21,7 +21,7 @@ from drivetrain.core.random_streams import load_host_state, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.types import Batch, CheckpointLogger, Logger
 from drivetrain.data import Feed
-from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.distributed.failure.named_locations import named_location
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics, joined
 from drivetrain.engine.updater import check_trained
@@ -378,7 +378,7 @@ class Run(RunState):
 
     # Log points.
 
-    @named_place("at a log point")
+    @named_location("at a log point")
     def log_training(self) -> None:
         """Log the training: means since the last log point, declared metrics, and the callbacks' values.
 
@@ -419,7 +419,7 @@ class Run(RunState):
             counts["bad_batches"] = float(self.progress.bad_batches)
         return counts
 
-    @named_place("at a log point")
+    @named_location("at a log point")
     def log_point(self, values: Mapping[str, float], agreed: bool = False) -> None:
         """Publish values: to `metrics`, to the callbacks, then to the loggers.
 

@@ -1,4 +1,4 @@
-"""The one place that catches everything: the frame around a run, however it ends."""
+"""The only function that catches everything: the frame around a run, however it ends."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from drivetrain.data.reading import AS_DATASET
 from drivetrain.data.workers.ends import note_on
 from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.last_words import record, write_now
+from drivetrain.distributed.failure.location import Phase, error_location, hook_location, phase_of_thread
 from drivetrain.distributed.failure.messages import Cause, summary
-from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_hook
 from drivetrain.distributed.failure.watchdog import Watchdog
 from drivetrain.engine.memory_advice import memory_advice
 from drivetrain.engine.weighting import StepResult
@@ -126,9 +126,9 @@ def _tell(
         if isinstance(error, SystemExit) and not error.code:
             error.code = 1  # the others have failed for it
     elif not is_agreed and run.engine.ranks.size == 1:
-        place, doing = _place(run), place_of_error(error)
-        place = place if doing in place else f"{place}, {doing}"
-        record(Cause.of_error(0, place, error, _besides(settings, run, error)).failure())
+        location, doing = _location(run), error_location(error)
+        location = location if doing in location else f"{location}, {doing}"
+        record(Cause.of_error(0, location, error, _besides(settings, run, error)).failure())
     _report(settings, run, error)
     if is_agreed:
         _end_together(settings, run, closing)
@@ -141,8 +141,8 @@ def _besides(settings: RunSettings, run: Run, error: BaseException) -> str:
     It does not check the storage: one that does not answer would keep the other ranks waiting.
     """
     if not isinstance(error, StorageError) or run.last_checkpoint is None:
-        place = _in_task(run.task, error)
-        return place[:1].upper() + place[1:]
+        location = _in_task(run.task, error)
+        return location[:1].upper() + location[1:]
     return f"The last checkpoint that is whole is {as_given(settings, run.last_checkpoint)}"
 
 
@@ -190,8 +190,8 @@ def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
     run.exception = error
     run.ledger.end_training()
     is_group = isinstance(error, BaseExceptionGroup)
-    places = (summary(error) if is_group else "", _in_task(run.task, error), _where(run))
-    error.add_note(note := shown(f"drivetrain: {', '.join(filter(None, places))}"))
+    locations = (summary(error) if is_group else "", _in_task(run.task, error), _where(run))
+    error.add_note(note := shown(f"drivetrain: {', '.join(filter(None, locations))}"))
     if is_group:
         atexit.register(_end_with, note, id(error))
     for words, hint in _HINTS.items():
@@ -220,12 +220,12 @@ def _in_task(task: TaskModule, error: BaseException) -> str:
     if first is None:
         return ""
     batch = first.f_locals.get(first.f_code.co_varnames[1])
-    place = f"in {type(task).__name__}.{calls[-1].f_code.co_name}, with the batch {described(batch)}"
+    location = f"in {type(task).__name__}.{calls[-1].f_code.co_name}, with the batch {described(batch)}"
     if isinstance(batch, Tensor):
-        return f"{place} (a tensor alone; if the data is inputs x and targets y, {AS_DATASET})"
+        return f"{location} (a tensor alone; if the data is inputs x and targets y, {AS_DATASET})"
     entries = () if (container := opened(batch)) is None else container.entries
     is_list = any(isinstance(each, list) and each and isinstance(each[0], (int, float)) for each in entries)
-    return f"{place} (a list of numbers is no tensor: torch.tensor makes one)" if is_list else place
+    return f"{location} (a list of numbers is no tensor: torch.tensor makes one)" if is_list else location
 
 
 def _end_with(note: str, group: int) -> None:
@@ -237,26 +237,26 @@ def _end_with(note: str, group: int) -> None:
 def _where(run: Run) -> str:
     progress = run.progress
     more = f", epoch {progress.epoch}, position {progress.position}" if run.stage == "train" else ""
-    return f"{_place(run)}{more}, rank {run.engine.strategy.rank}"
+    return f"{_location(run)}{more}, rank {run.engine.strategy.rank}"
 
 
 def _what_helps(run: Run) -> str:
-    """Return a note for an out-of-memory error: the place, the sizes, and advice."""
+    """Return a note for an out-of-memory error: the location, the sizes, and advice."""
     splitter = run.engine.splitter
     batches = run.window.micro_batches if run.stage == "train" and run.window is not None else ()
     sizes = f" with batches of {', '.join(str(each.samples) for each in batches)} samples" if batches else ""
     if sizes and splitter is not None and splitter.size is not None:
         sizes += f", {splitter.size} at once"
-    place = f"rank {run.engine.strategy.rank} ran out of memory {_place(run)}{sizes}"
+    what = f"rank {run.engine.strategy.rank} ran out of memory {_location(run)}{sizes}"
     spec = None if splitter is None else splitter.spec
-    return f"{place}; {memory_advice(spec, training=run.stage == 'train')}"
+    return f"{what}; {memory_advice(spec, training=run.stage == 'train')}"
 
 
-def _place(run: Run) -> str:
+def _location(run: Run) -> str:
     """Return where a run is: its progress, the batch it waits for, and the current hook."""
     feeds = [feed for _, feed in run.evaluation_feeds] + ([run.train_feed] if run.train_feed else [])
     waiting = next((text for each in feeds if (text := each.waiting()) is not None), None)
-    hook = "" if run.hook is None else place_of_hook(run.hook)
+    hook = "" if run.hook is None else hook_location(run.hook)
     return ", ".join(filter(None, (_stage(run), waiting and f"waiting for {waiting}", hook)))
 
 
@@ -264,9 +264,9 @@ def _stage(run: Run) -> str:
     after = f"after step {run.progress.steps}"
     if run.stage == "train":
         return f"in training, {after}"
-    place = run.evaluation
-    loader = f" of loader {place.loader!r}" if place.loader else ""
-    return f"in {run.stage}, batch {place.batch}{loader}, {after}"
+    evaluation = run.evaluation
+    loader = f" of loader {evaluation.loader!r}" if evaluation.loader else ""
+    return f"in {run.stage}, batch {evaluation.batch}{loader}, {after}"
 
 
 def _call_on_exception(run: Run) -> None:
@@ -314,7 +314,7 @@ def _status(run: Run) -> Status:
         made = run.progress.micro_batches + run.milestones
         return made * 1_000_000 + run.evaluation.batch if run.milestones else None
 
-    return Status(lambda: _place(run), progress, _signs, lambda: run.is_suspended)
+    return Status(lambda: _location(run), progress, _signs, lambda: run.is_suspended)
 
 
 def _watchdog(timeout: float, run: Run) -> Watchdog:
@@ -326,7 +326,7 @@ def _watchdog(timeout: float, run: Run) -> Watchdog:
             run.stage,
             run.evaluation.loader,
             run.last_checkpoint,
-            _place(run),
+            _location(run),
         )
 
     def phase() -> Phase:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import StrategyError
 from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import check_names
-from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.distributed.failure.named_locations import named_location
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.tensors import held_here
 from drivetrain.strategies.loss_scale import LossScale
@@ -26,7 +26,7 @@ from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import clip_grad_norm
 from drivetrain.task.task import StepModule
 
-_PLACES = {
+_LOCATIONS = {
     "backward": "in the backward",
     "clip_grad_norm": "as it clips the gradient",
     "optimizer_step": "in the optimizer's step",
@@ -210,9 +210,9 @@ class Strategy(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         check_names(f"{cls.__name__}.refusals", cls.refusals, REFUSED)
-        for name, words in _PLACES.items():
+        for name, words in _LOCATIONS.items():
             if name in vars(cls):
-                named_place(words)(inspect.unwrap(vars(cls)[name]))
+                named_location(words)(inspect.unwrap(vars(cls)[name]))
 
     def __str__(self) -> str:
         """Return the name in a plan, which may include a choice among the options, such as ZeRO's stage."""
@@ -359,7 +359,7 @@ class Strategy(ABC):
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Prepare for a micro-batch; only the window's last one needs to synchronise gradients."""
 
-    @named_place(_PLACES["backward"])
+    @named_location(_LOCATIONS["backward"])
     def backward(
         self, loss: Tensor, factor: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
@@ -404,12 +404,12 @@ class Strategy(ABC):
         if self._scale is not None:
             self._scale.unscale(optimizer)
 
-    @named_place(_PLACES["clip_grad_norm"])
+    @named_location(_LOCATIONS["clip_grad_norm"])
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded, unscaled gradient, and return that norm (0-d)."""
         return clip_grad_norm(parameters, max_norm, self._sparse)
 
-    @named_place(_PLACES["optimizer_step"])
+    @named_location(_LOCATIONS["optimizer_step"])
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Make the step. Return False if all processes skipped it because a scaled gradient overflowed.
 

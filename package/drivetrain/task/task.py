@@ -20,7 +20,7 @@ from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.types import Batch, StepOutput
 from drivetrain.core.validation import check_names, check_no_class
 from drivetrain.data.batch import batch_size, described
-from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.distributed.failure.named_locations import named_location
 from drivetrain.task.assigned_loss import check_assigned_loss, counts_labels, is_sum, total_of_labels
 from drivetrain.task.forward import FORWARDS, call_forward, read_forward
 from drivetrain.task.hparams import construct, parameters_of, record_arguments
@@ -643,7 +643,7 @@ class StepModule(nn.Module):
             for module, training in modes:
                 module.training = training
 
-    @named_place("in the forward")
+    @named_location("in the forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.context is None:
             return self.step(*args, **kwargs)

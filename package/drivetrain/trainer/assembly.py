@@ -39,7 +39,7 @@ from drivetrain.data import Feed, map_tensors
 from drivetrain.data.consistency import check_data
 from drivetrain.data.reading import check_evaluation_size, check_settings_used
 from drivetrain.distributed.failure.channel import FailureChannel, Status
-from drivetrain.distributed.failure.place import place_of_thread
+from drivetrain.distributed.failure.location import thread_location
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
@@ -139,7 +139,7 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
     try:
         with ExitStack() as after_error:
             if ranks.size > 1:
-                signs = partial(place_of_thread, threading.get_ident())
+                signs = partial(thread_location, threading.get_ident())
                 status = Status(lambda: "in the set-up of the run", signs=signs)
                 channel = FailureChannel(ranks.rank, ranks.size, status=status, order=ranks.order)
                 engine.channel = after_error.enter_context(channel)

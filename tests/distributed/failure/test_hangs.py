@@ -16,7 +16,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.checkpoint.saving.background import Background
 from drivetrain.checkpoint.storage import filesystem
-from drivetrain.distributed.failure.place import Phase, called_in_thread, phase_of_thread
+from drivetrain.distributed.failure.location import Phase, called_in_thread, phase_of_thread
 from drivetrain.run import session
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")

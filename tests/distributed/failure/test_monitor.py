@@ -12,16 +12,16 @@ import pytest
 from tests.support.messages import warned
 
 from drivetrain.distributed.failure.heartbeat import PATIENCE, machine
+from drivetrain.distributed.failure.location import Phase
 from drivetrain.distributed.failure.messages import TIMING, Cause, Line, connect
 from drivetrain.distributed.failure.monitor import Monitor
-from drivetrain.distributed.failure.place import Phase
 
 TICK = 0.01
 TIMES = replace(
     TIMING, heartbeat=5 * TICK, joining=3 * TICK, aside=4 * TICK, late=10 * TICK, opaque=10 * TICK
 )
 LIMIT = 5 * TICK
-STATE = {"where": "", "progress": None, "signs": None, "phase": Phase.WORKS, "place": "", "passed": -1}
+STATE = {"where": "", "progress": None, "signs": None, "phase": Phase.WORKS, "collective": "", "passed": -1}
 
 
 def hello(rank: int) -> dict[str, Any]:
@@ -215,8 +215,8 @@ def test_a_consequence_without_a_cause_is_reported_after_a_while() -> None:
             job.tick(2)
             told = str(job.monitor.cause)
             if left:
-                place = "last heard of at step 6: it had ended when rank 0, at step 7, waited for it"
-                assert told.startswith(f"rank 1 failed first, {place}")
+                location = "last heard of at step 6: it had ended when rank 0, at step 7, waited for it"
+                assert told.startswith(f"rank 1 failed first, {location}")
             else:
                 assert told.startswith("rank 0 failed first, at step 7: RuntimeError: gloo")
 
@@ -234,7 +234,7 @@ def test_where_rank_0_is_reaches_the_others_at_once(job: Job) -> None:
     assert job.hears(1, "beat")["where"] == "in training, after step 0"
 
 
-WAITS = {"phase": Phase.WAITS, "place": "barrier (train.py:9)"}
+WAITS = {"phase": Phase.WAITS, "collective": "barrier (train.py:9)"}
 HOOK = {"progress": 7, "where": "in training, after step 3, in on_step_end of Acts"}
 BACKWARD = {"progress": 7, "where": "in training, after step 3, in the backward", **WAITS}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.distributed.running import run_all
 
-from drivetrain.distributed.failure.place import Phase
+from drivetrain.distributed.failure.location import Phase
 from drivetrain.distributed.failure.watchdog import EXIT_HANG, Watchdog
 
 
@@ -26,7 +26,7 @@ def test_a_process_that_hangs_is_ended_with_its_stacks_and_a_code_of_its_own() -
         cause = "drivetrain: no progress for 0.3 seconds (step 7, epoch 1); exit code 75"
         assert found[kind].errors[-1] == cause
     undescribed = "\n".join(found["no description"].errors)
-    assert "at an unknown place: ZeroDivisionError: division by zero" in undescribed
+    assert "at an unknown location: ZeroDivisionError: division by zero" in undescribed
     assert "stuck_in_a_collective" in undescribed
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.core.errors import CheckpointError
-from drivetrain.distributed.failure.named_places import waits_for_thread
+from drivetrain.distributed.failure.named_locations import waits_for_thread
 
 _THREAD = "drivetrain-checkpoint"
 

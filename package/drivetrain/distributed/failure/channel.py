@@ -22,6 +22,13 @@ from drivetrain.distributed.call_order import CallOrder
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.heartbeat import DIED, Heartbeat, machine
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
+from drivetrain.distributed.failure.location import (
+    Phase,
+    called_in_thread,
+    error_location,
+    phase_of_thread,
+    thread_location,
+)
 from drivetrain.distributed.failure.messages import (
     TOKEN_BYTES,
     Cause,
@@ -32,13 +39,6 @@ from drivetrain.distributed.failure.messages import (
     connect,
     is_voluntary,
     own_hosts,
-)
-from drivetrain.distributed.failure.place import (
-    Phase,
-    called_in_thread,
-    phase_of_thread,
-    place_of_error,
-    place_of_thread,
 )
 from drivetrain.distributed.failure.stack_files import StackFiles, now
 from drivetrain.distributed.failure.watchdog import EXIT_HANG
@@ -64,7 +64,7 @@ class Status:
 
     Attributes:
         describe: Says how far this rank is, such as "step 17" or "in training, after step 17".
-        progress: Returns a number that grows with every step and is the same on all ranks at the same place;
+        progress: Returns a number that grows with every step and is the same on all ranks at the same point;
             None before the first step.
         signs: Other signs of progress: returns any JSON value that changes with it.
         is_outside: Returns whether this rank is in the body of the program's own loop.
@@ -242,7 +242,7 @@ class FailureChannel:
         self._reported = error
         if self._decided.is_set():
             return
-        cause = Cause.of_error(self.rank, self._place(place_of_error(error)), error, besides)
+        cause = Cause.of_error(self.rank, self._location(error_location(error)), error, besides)
         self._line.send(kind="cause", cause=cause.to_json(), **self._state())
         self._wakeup.send()
         self._decided.wait(self._timing.deciding)
@@ -466,8 +466,8 @@ class FailureChannel:
 
     def _fail(self, cause: Cause) -> None:
         """Handle the first failure, on this rank or another, in the channel's thread."""
-        where = self._where(None if self._reported is None else place_of_error(self._reported))
-        # A lost rank's last message is some time old; a rank that never connected has no place to report.
+        where = self._where(None if self._reported is None else error_location(self._reported))
+        # A lost rank's last message is some time old; a rank that never connected has no location to report.
         if cause.kind == "lost" and (cause.where or cause.rank == 0):
             cause = replace(cause, what=f"{cause.what}; rank {self.rank} was {at(where)}")
         self._cause = cause
@@ -539,27 +539,27 @@ class FailureChannel:
         return (is_rank_0_lost and self.rank == 1) or os.environ.get("LOCAL_RANK") == "0"
 
     def _state(self) -> dict[str, Any]:
-        progress, signs, phase, place, doing = None, None, Phase.WORKS, "", ""
+        progress, signs, phase, collective, doing = None, None, Phase.WORKS, "", ""
         status = self._status
         with contextlib.suppress(Exception):  # a rank that says too little is better than a silent one
             progress = status.progress()
             signs = [status.signs(), status.describe()]
             if self._is_still((progress, signs)):
-                phase, place = phase_of_thread(self._main)
-                doing = place_of_thread(self._main) or ("" if progress else called_in_thread(self._main))
+                phase, collective = phase_of_thread(self._main)
+                doing = thread_location(self._main) or ("" if progress else called_in_thread(self._main))
             if status.is_outside():
-                phase, place = Phase.OUTSIDE, ""
+                phase, collective = Phase.OUTSIDE, ""
         return {
             "where": self._where(doing),
             "progress": progress,
             "signs": signs,
             "phase": phase,
-            "place": place,
+            "collective": collective,
             "passed": self.stopping.passed,
         }
 
     def _is_still(self, signs: Any) -> bool:
-        """Return whether there was no progress for so long that the frames may be read; see `place`."""
+        """Return whether there was no progress for so long that the frames may be read; see `location`."""
         now = time.monotonic()
         if signs != self._seen:
             self._seen, self._still_since = signs, now
@@ -568,12 +568,12 @@ class FailureChannel:
 
     def _where(self, doing: str | None = None) -> str:
         """Return where this rank is, with its last call, for those who wonder why it waits or has gone."""
-        return self._order.after(self._place(doing))
+        return self._order.after(self._location(doing))
 
-    def _place(self, doing: str | None) -> str:
+    def _location(self, doing: str | None) -> str:
         try:
             described = self._status.describe()
-            doing = place_of_thread(self._main) if doing is None else doing
+            doing = thread_location(self._main) if doing is None else doing
             return described if doing in described else f"{described}, {doing}" if described else doing
         except Exception as error:  # the run's own failure matters more
-            return f"at an unknown place ({type(error).__name__}: {error})"
+            return f"at an unknown location ({type(error).__name__}: {error})"

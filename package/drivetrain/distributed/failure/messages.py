@@ -104,7 +104,7 @@ TIMING = Timing()
 
 
 def at(where: str) -> str:
-    """Return a place with its preposition: "step 17" becomes "at step 17", "in training" stays."""
+    """Return a location with its preposition: "step 17" becomes "at step 17", "in training" stays."""
     return where if where.startswith(("at ", "in ", "after ", "before ")) else f"at {where}"
 
 
@@ -141,8 +141,8 @@ class Cause:
         if self.kind == "hang":
             return self.what
         heard = "last heard of " if self.kind == "lost" else ""
-        place = f", {heard}{at(self.where)}" if self.where else ""
-        return f"rank {self.rank} failed first{place}: {self.what}"
+        location = f", {heard}{at(self.where)}" if self.where else ""
+        return f"rank {self.rank} failed first{location}: {self.what}"
 
     @classmethod
     def of_error(cls, rank: int, where: str, error: BaseException, besides: str = "") -> Cause:

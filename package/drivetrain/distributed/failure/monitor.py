@@ -15,8 +15,8 @@ from typing import Any
 
 from drivetrain.core.messages import logger
 from drivetrain.distributed.failure.heartbeat import ABOVE, DIED, PATIENCE, Heartbeat
+from drivetrain.distributed.failure.location import Phase
 from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, LocalLine, Timing, at
-from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.watchdog import ProgressTimeout
 from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started, wait_for
@@ -26,7 +26,7 @@ from drivetrain.distributed.stopping import Poll
 _LOG = logger(__name__)
 
 _TOLD = 2
-"""Ticks without progress after which every rank has reported its place."""
+"""Ticks without progress after which every rank has reported its location."""
 
 _WAITING = 64
 """Connections that may wait to authenticate themselves, in addition to one for each rank."""
@@ -49,7 +49,7 @@ class _Newcomer:
 class _Peer:
     """The state of a rank: its connection, its heartbeat, and what its last beat says.
 
-    `signs` is the progress in its last beat, `phase` and `place` how it counts and where it waits.
+    `signs` is the progress in its last beat, `phase` how it counts, `collective` the one that it waits in.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class _Peer:
     progress: int | None = None
     signs: Any = None
     phase: Phase = Phase.WORKS
-    place: str = ""
+    collective: str = ""
     state: str = "here"  # then "left" after a goodbye, or "gone"
 
 
@@ -255,7 +255,7 @@ class Monitor:
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         peer.heartbeat.beat()
-        peer.where, peer.place = str(message["where"]), str(message["place"])
+        peer.where, peer.collective = str(message["where"]), str(message["collective"])
         peer.phase = Phase(message["phase"])
         signs = (message["progress"], message["signs"])
         if signs != peer.signs:
@@ -333,9 +333,9 @@ class Monitor:
         """Say until the first step, before which progress is None, which ranks the others wait for."""
         behind = self._late_ranks(here)
         if behind and any(each.progress is None for each in here):
-            others = _places([each for each in self._sorted() if each not in behind])
+            others = _locations([each for each in self._sorted() if each not in behind])
             seconds = self._still * self._tick
-            _LOG.warning(f"no progress for {seconds:g} s; {_places(behind, are_behind=True)}; {others}")
+            _LOG.warning(f"no progress for {seconds:g} s; {_locations(behind, are_behind=True)}; {others}")
             for each in behind[:_SHOWN]:
                 each.line.send(kind="stacks")
 
@@ -358,9 +358,9 @@ class Monitor:
         begin = f"no progress for {self._hang_timeout:g} s"
         if not behind:
             stuck = tuple(range(min(self._world_size, _SHOWN)))
-            return Cause("hang", 0, "", f"{begin}; {_places(self._sorted())}", stuck=stuck)
+            return Cause("hang", 0, "", f"{begin}; {_locations(self._sorted())}", stuck=stuck)
         others = [each for each in self._sorted() if each not in behind]
-        what = f"{begin}; {_places(behind, are_behind=True)}; {_places(others)}"
+        what = f"{begin}; {_locations(behind, are_behind=True)}; {_locations(others)}"
         stuck = tuple(each.rank for each in behind if each.state == "here") or (here[0].rank,)
         return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck[:_SHOWN])
 
@@ -395,25 +395,25 @@ def _named(ranks: list[int]) -> str:
     return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _places(peers: list[_Peer], are_behind: bool = False) -> str:
+def _locations(peers: list[_Peer], are_behind: bool = False) -> str:
     """List where ranks are: "rank 1 is behind, at step 7", "rank 0 waits in barrier (train.py:9), ..."."""
-    places: dict[tuple[str, str, str], list[int]] = {}
+    locations: dict[tuple[str, str, str], list[int]] = {}
     for each in peers:
         waits = each.phase == Phase.WAITS and each.state == "here"
-        place = at(each.where or "its step")
-        place = f"in {each.place}, {place}" if waits else place
+        location = at(each.where or "its step")
+        location = f"in {each.collective}, {location}" if waits else location
         if each.state == "left":
-            one, several, place = "has ended", "have ended", f", {place}"
+            one, several, location = "has ended", "have ended", f", {location}"
         elif are_behind:
-            one, several, place = "is behind", "are behind", f", {place}"
+            one, several, location = "is behind", "are behind", f", {location}"
         else:
-            one, several, place = *(("waits", "wait") if waits else ("is", "are")), f" {place}"
-        places.setdefault((one, several, place), []).append(each.rank)
+            one, several, location = *(("waits", "wait") if waits else ("is", "are")), f" {location}"
+        locations.setdefault((one, several, location), []).append(each.rank)
     listed = [
-        f"{_named(ranks)} {several if len(ranks) > 1 else one}{place}"
-        for (one, several, place), ranks in list(places.items())[:_SHOWN]
+        f"{_named(ranks)} {several if len(ranks) > 1 else one}{location}"
+        for (one, several, location), ranks in list(locations.items())[:_SHOWN]
     ]
-    more = [f"{len(places) - _SHOWN} other places"] if len(places) > _SHOWN else []
+    more = [f"{len(locations) - _SHOWN} other locations"] if len(locations) > _SHOWN else []
     return "; ".join([*listed, *more])
 
 

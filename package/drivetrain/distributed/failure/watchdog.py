@@ -13,7 +13,7 @@ from pathlib import Path
 from drivetrain.core.errors import RankFailure
 from drivetrain.distributed.failure import messages as failure_wire
 from drivetrain.distributed.failure.last_words import end_workers, record, write_now
-from drivetrain.distributed.failure.place import Phase
+from drivetrain.distributed.failure.location import Phase
 from drivetrain.distributed.failure.stack_files import write_stacks
 from drivetrain.distributed.threads import Periodic
 
@@ -134,4 +134,4 @@ class Watchdog:
         try:
             return self._describe()
         except Exception as error:  # the process must exit all the same
-            return f"at an unknown place: {type(error).__name__}: {error}"
+            return f"at an unknown location: {type(error).__name__}: {error}"

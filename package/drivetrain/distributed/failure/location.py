@@ -1,4 +1,4 @@
-"""The place of a thread of a run, in a few words, read from its stack frames.
+"""The location of a thread of a run, in a few words, read from its stack frames.
 
 CPython 3.11 may crash when one thread reads the frames of another that is running. So frames are read only
 after a run has shown no progress for long, or has failed.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.distributed.failure import named_places
+from drivetrain.distributed.failure import named_locations
 from drivetrain.distributed.failure.messages import is_collective
 
 _PACKAGE = os.path.join(Path(__file__).parents[2], "")
@@ -60,8 +60,8 @@ class Phase(StrEnum):
     OUTSIDE = "outside"
 
 
-def place_of_thread(thread: int) -> str:
-    """Return a thread's place now: "in the forward", "in on_step_end of MyCallback", "in a save".
+def thread_location(thread: int) -> str:
+    """Return a thread's location now: "in the forward", "in on_step_end of MyCallback", "in a save".
 
     Empty if the thread is in no named function.
     """
@@ -83,13 +83,13 @@ def phase_of_thread(thread: int) -> tuple[Phase, str]:
     """Return a thread's phase and, if it waits, the collective, such as "barrier (train.py:12)"."""
     threads = sys._current_frames()
     stack = list(_outward(threads.get(thread)))
-    awaited = {named_places.waits[each.f_code] for each in stack if each.f_code in named_places.waits}
+    awaited = {named_locations.waits[each.f_code] for each in stack if each.f_code in named_locations.waits}
     if awaited:
         others = (each.ident for each in threading.enumerate() if each.name in awaited)
         stack = next((list(_outward(threads.get(each))) for each in others if each in threads), stack)
     if stack and is_collective(stack[0]):
         return Phase.WAITS, _collective(stack)
-    opaque = (*named_places.opaque, _XLA, *_DEBUGGERS)
+    opaque = (*named_locations.opaque, _XLA, *_DEBUGGERS)
     if any(each.f_code.co_filename.startswith(opaque) for each in stack):
         return Phase.OPAQUE, ""
     # On a GPU, torch compiles the backward in a thread of its own.
@@ -116,31 +116,31 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def place_of_error(error: BaseException) -> str:
-    """Return the place where an error was raised; empty if it is in no named function."""
+def error_location(error: BaseException) -> str:
+    """Return where an error was raised; empty if that is in no named function."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return _innermost(reversed(codes))
 
 
 def _innermost(codes: Iterable[CodeType]) -> str:
     """Return the innermost hook if there is one, else the innermost function that has a name."""
-    place = ""
+    location = ""
     for code in codes:
-        if code.co_name in named_places.hooks:
+        if code.co_name in named_locations.hooks:
             return _hook(code)
-        place = place or named_places.names.get(code, "")
-    return place
+        location = location or named_locations.names.get(code, "")
+    return location
 
 
-def place_of_hook(hook: Any) -> str:
+def hook_location(hook: Any) -> str:
     """Return where a run is while it calls a callback's hook: "in on_step_end of MyCallback"."""
     hook = inspect.unwrap(hook)
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
-    return "" if code is None or code.co_name not in named_places.hooks else _hook(code)
+    return "" if code is None or code.co_name not in named_locations.hooks else _hook(code)
 
 
 def _hook(code: CodeType) -> str:
-    if code in named_places.names:
-        return named_places.names[code]
+    if code in named_locations.names:
+        return named_locations.names[code]
     owner = code.co_qualname.split(".")[-2:-1]
     return f"in {code.co_name} of {owner[0]}" if owner and owner[0] != "<locals>" else f"in {code.co_name}"

@@ -1,4 +1,4 @@
-"""Names that the layers above give their functions, for reports of where a rank is; `place` reads them."""
+"""Names that the layers above give their functions, for reports of where a rank is; `location` reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ opaque: list[str] = []
 """Files, and folders with a separator at the end, whose code shows no progress until it is done."""
 
 
-def named_place(words: str) -> Callable[[F], F]:
+def named_location(words: str) -> Callable[[F], F]:
     """Decorate a function with the words for a rank that is in it, such as "in the backward"."""
     return lambda function: _mark(names, function, words)
 

@@ -1,4 +1,4 @@
-"""A run's place is read from its stack frames: the hook, or the part of the step."""
+"""A run's location is read from its stack frames: the hook, or the part of the step."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import nn
 
 from drivetrain import Callback
-from drivetrain.distributed.failure.place import place_of_error
+from drivetrain.distributed.failure.location import error_location
 
 
 def fail(*_: Any, **options: Any) -> Any:
@@ -22,18 +22,18 @@ class BrokenBackward(torch.autograd.Function):
 
 
 class Fails(Regression):  # in its loss, in a validation, in the backward or in the step
-    def __init__(self, place: str) -> None:
+    def __init__(self, part: str) -> None:
         super().__init__()
-        self.place = place
+        self.part = part
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        if self.place == ("loss" if self.training else "validation"):
+        if self.part == ("loss" if self.training else "validation"):
             fail()
         found = super().loss(outputs, batch)
-        return BrokenBackward.apply(found) if self.place == "backward" else found
+        return BrokenBackward.apply(found) if self.part == "backward" else found
 
     def configure_optimizers(self) -> Any:
-        stubborn = type("Stubborn", (torch.optim.SGD,), {"step": fail} if self.place == "optimizer" else {})
+        stubborn = type("Stubborn", (torch.optim.SGD,), {"step": fail} if self.part == "optimizer" else {})
         return lambda parameters: stubborn(parameters, lr=0.1)
 
 
@@ -53,7 +53,7 @@ class Hooked(Callback):
 
 
 def test_an_error_is_placed(tmp_path: Path) -> None:
-    places = {
+    parts = {
         "loss": "in the forward",
         "validation": "in the forward",
         "backward": "in the backward",
@@ -62,12 +62,12 @@ def test_an_error_is_placed(tmp_path: Path) -> None:
         "saved": "in on_checkpoint_saved of Hooked",
     }
     found = {}
-    for place in places:
-        trainer = quiet(max_epochs=1, callbacks=[Hooked(place)], run_dir=tmp_path / place, checkpoint=True)
+    for part in parts:
+        trainer = quiet(max_epochs=1, callbacks=[Hooked(part)], run_dir=tmp_path / part, checkpoint=True)
         with pytest.raises(ArithmeticError) as caught:
-            trainer.fit(Fails(place), pairs(8), pairs(8))
-        found[place] = place_of_error(caught.value)
-    assert found == places
+            trainer.fit(Fails(part), pairs(8), pairs(8))
+        found[part] = error_location(caught.value)
+    assert found == parts
     with pytest.raises(TypeError) as other:
         nn.Linear(1, 1)(None)
-    assert place_of_error(other.value) == ""
+    assert error_location(other.value) == ""
