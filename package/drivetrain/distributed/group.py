@@ -64,7 +64,7 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
     """Join the process group of the job that the environment describes, or use the one that exists already.
 
     A group that is formed here stays for later runs, until the program ends or `disband` is called: another
-    group in the same place would find the first one's leftovers in the store.
+    group at the same address would find the first one's leftovers in the store.
 
     Args:
         timeout: How long a collective may take; None uses torch's limit, which is 10 minutes on GPUs and 30

@@ -56,9 +56,9 @@ def own_address(host: str) -> str | None:
     systems: that says nothing about the other machines.
     """
     with suppress(OSError, UnicodeError):
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as line:
-            line.connect(place)  # sends nothing
+            line.connect(address)  # sends nothing
             found = str(line.getsockname()[0])
         return None if is_loopback(found) and not _is_literal(host) else found
     return None

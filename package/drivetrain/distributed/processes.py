@@ -25,7 +25,7 @@ _NO_LIMIT = timedelta(days=365)
 
 def rank() -> int:
     """Return this process's rank in its job; 0 if the job has one process."""
-    return (_place() or (0, 1))[0]
+    return (_rank_and_size() or (0, 1))[0]
 
 
 def local_rank() -> int:
@@ -40,15 +40,15 @@ def world_size() -> int:
     A program without a launcher is one process until a Trainer or an Engine starts the others.
     """
     global _asked_alone
-    if (place := _place()) is not None:
-        return place[1]
+    if (found := _rank_and_size()) is not None:
+        return found[1]
     caller = sys._getframe(1)
     if _asked_alone is None and not caller.f_globals.get("__name__", "").startswith("drivetrain."):
         _asked_alone = f"world_size() at {os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
     return 1
 
 
-def _place() -> tuple[int, int] | None:
+def _rank_and_size() -> tuple[int, int] | None:
     """Return rank and world size; None if the program has one process so far."""
     if is_grouped():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -60,7 +60,7 @@ def asked_alone() -> str | None:
     """Return where a program of one process first called `world_size`, which other processes may know later;
     None if nowhere.
     """
-    return _asked_alone if _place() is None else None
+    return _asked_alone if _rank_and_size() is None else None
 
 
 def is_grouped() -> bool:

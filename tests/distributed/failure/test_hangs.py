@@ -92,12 +92,12 @@ def test_every_batch_of_an_evaluation_and_every_report_is_progress() -> None:
 
 def test_before_the_first_step_the_user_s_function_is_the_place_and_a_rank_has_no_progress() -> None:
     main = threading.get_ident()
-    places: list[str] = []
+    locations: list[str] = []
     progress: list[Any] = []
 
     class Hangs(Regression):
         def configure_optimizers(self) -> Any:
-            places.append(seen(lambda: called_in_thread(main)))
+            locations.append(seen(lambda: called_in_thread(main)))
             return super().configure_optimizers()
 
     def note(run: Any) -> None:
@@ -105,7 +105,7 @@ def test_before_the_first_step_the_user_s_function_is_the_place_and_a_rank_has_n
 
     noting = LambdaCallback(on_fit_start=note, on_step_end=note)
     quiet(max_steps=1, callbacks=[noting]).fit(Hangs(), pairs())
-    assert places[0] == "in configure_optimizers of Hangs"
+    assert locations[0] == "in configure_optimizers of Hangs"
     assert progress[0] is None
     assert progress[1] is not None
 

@@ -29,7 +29,7 @@ MVAPICH = {key.replace("OMPI_COMM", "MV2_COMM"): value for key, value in OPENMPI
 
 
 def test_a_launcher_is_known_by_its_variables() -> None:
-    for variables, launcher, *place in (
+    for variables, launcher, *fields in (
         (TORCHRUN, "torchrun", 3, 4, 1, 2, "node0", 29500),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun", 0, 1, 0, 1),
         (SLURM, "slurm", 5, 8, 1, 4, "gpu07", 15_000 + (4711 * 31) % 15_000),
@@ -40,7 +40,7 @@ def test_a_launcher_is_known_by_its_variables() -> None:
         (MVAPICH, "mvapich", 2, 3, 2, 3, "10.0.0.1", 1234),
     ):
         found = detect(variables)
-        expected = ProcessEnvironment(launcher, *place)  # type: ignore[arg-type]
+        expected = ProcessEnvironment(launcher, *fields)  # type: ignore[arg-type]
         assert found == replace(expected, one_machine=launcher in ("openmpi", "mpich", "mvapich"))
     assert [getattr(detect(each), "num_nodes", None) for each in (TORCHRUN, OPENMPI)] == [2, 1]
 

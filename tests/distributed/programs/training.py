@@ -1,4 +1,4 @@
-"""A training on several ranks, of which the ranks `who` run `act` at the place `where`."""
+"""A training on several ranks, of which the ranks `who` run `act` at the location `where`."""
 
 import json
 import os

@@ -71,7 +71,7 @@ class ProcessEnvironment:
 
 
 def detect(environment: Mapping[str, str]) -> ProcessEnvironment | None:
-    """Return this process's place among those that a launcher started; None if it was started alone.
+    """Return this process's rank and the job's address from a launcher's variables; None without a launcher.
 
     torchrun's variables take precedence: `accelerate launch`, `deepspeed` and `drivetrain launch` set them
     too, even inside a batch system's job.
@@ -141,7 +141,7 @@ def _mpich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
         number("PMI_SIZE"),
         number("MPI_LOCALRANKID", default=number("PMI_RANK")),
         local_size,
-        *_meeting_place("mpich", environment, local_size == number("PMI_SIZE")),
+        *_master_address("mpich", environment, local_size == number("PMI_SIZE")),
         one_machine="MPI_LOCALNRANKS" in environment and local_size == number("PMI_SIZE"),
     )
 
@@ -160,12 +160,12 @@ def _mpi(launcher: str, prefix: str, environment: Mapping[str, str]) -> ProcessE
         world_size,
         number(f"{prefix}LOCAL_RANK"),
         local_size,
-        *_meeting_place(launcher, environment, local_size == world_size),
+        *_master_address(launcher, environment, local_size == world_size),
         one_machine=local_size == world_size,
     )
 
 
-def _meeting_place(
+def _master_address(
     launcher: str, environment: Mapping[str, str], one_machine: bool
 ) -> tuple[str | None, int | None]:
     """Return the address and port of MASTER_ADDR and MASTER_PORT, as MPI's launchers set neither.

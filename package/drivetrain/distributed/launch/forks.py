@@ -17,7 +17,7 @@ from drivetrain.distributed.group import disband
 from drivetrain.distributed.launch.calls import Call, first_cause, wait_for_calls
 from drivetrain.distributed.launch.children import end_all, environment_of, started
 from drivetrain.distributed.launch.environment import detect
-from drivetrain.distributed.launch.meeting import private_place, remove_place
+from drivetrain.distributed.launch.meeting import make_store_folder, remove_store_folder
 from drivetrain.distributed.sockets import reserved_port
 
 T = TypeVar("T")
@@ -49,9 +49,9 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
     _check(world_size)
     calls: list[Call] = []
     with reserved_port() as port:
-        place = private_place(port)
+        variables = make_store_folder(port)
         try:
-            with _changed({**environment_of(0, world_size, port, threads=1), **place}):
+            with _changed({**environment_of(0, world_size, port, threads=1), **variables}):
                 for rank in range(1, world_size):
                     own = environment_of(rank, world_size, port, threads=1)
                     call = Call(partial(_as_other_rank, function, own), rank, method="fork")
@@ -62,7 +62,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
             for each in calls:
                 each.close()
                 started.pop(each.child.rank, None)
-            remove_place(place)
+            remove_store_folder(variables)
 
 
 def _check(world_size: int) -> None:

@@ -86,8 +86,8 @@ class _Numbered(RendezvousHandler):
         if self._store is None:
             self._store = here.store(timedelta(seconds=join_timeout()))
             here.wait(self._store)
-        place = RendezvousStoreInfo(here.address, here.port)
-        return RendezvousInfo(self._store, here.number, here.size, place)
+        address = RendezvousStoreInfo(here.address, here.port)
+        return RendezvousInfo(self._store, here.number, here.size, address)
 
     def is_closed(self) -> bool:
         """Return False: there is one meeting for each attempt."""

@@ -78,7 +78,7 @@ _READ = 2 * _PAUSES[1]
 """Seconds that a process keeps its store before it ends, so that the others can read the reason."""
 
 
-def private_place(port: int) -> dict[str, str]:
+def make_store_folder(port: int) -> dict[str, str]:
     """Make a folder for the store of a job on this machine; return the variables that lead its ranks there.
 
     Args:
@@ -95,7 +95,7 @@ def private_place(port: int) -> dict[str, str]:
     return {STORE: os.path.join(folder, f"store-{port}"), SECRET: new_secret()}
 
 
-def remove_place(variables: dict[str, str]) -> None:
+def remove_store_folder(variables: dict[str, str]) -> None:
     shutil.rmtree(os.path.dirname(variables[STORE]), ignore_errors=True)
 
 
@@ -124,7 +124,7 @@ def _store_on(line: socket.socket, timeout: timedelta) -> TCPStore:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place where the processes of a job meet, as one of them sees it.
+    """The address where the processes of a job meet, as one of them sees it.
 
     Attributes:
         variable: The option or variable that has the address, for messages.
@@ -173,7 +173,7 @@ class Meeting:
         if isinstance(found, RuntimeError):
             reason = str(found).partition("\n")[0]
             raise StrategyError(
-                f"{self._place()} is no store of torch's: {reason}. Another program may have the port. Give a"
+                f"{self._where()} is no store of torch's: {reason}. Another program may have the port. Give a"
                 f" free port of {self.each} 0's machine, the same for all"
             ) from found
         found.set_timeout(timeout)
@@ -202,7 +202,7 @@ class Meeting:
                 missing = [each for each, key in enumerate(keys) if not store.check([key])]
                 more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
                 whom = f"{self.each} {', '.join(map(str, missing[:_SHOWN]))}{more} of {self.size}"
-            patience.wait(f"{whom} to come to {self._place()}", self._advice())
+            patience.wait(f"{whom} to come to {self._where()}", self._advice())
 
     def _claim(self, store: Store) -> None:
         """Check that no other process has this one's number.
@@ -256,7 +256,7 @@ class Meeting:
         """Return whether the processes meet in a file."""
         return os.environ.get(STORE, "").endswith(f"-{self.port}")
 
-    def _place(self) -> str:
+    def _where(self) -> str:
         return "this machine" if self._is_private() else f"{self.address}:{self.port}"
 
     def _choose_interface(self) -> None:
@@ -277,7 +277,7 @@ class Meeting:
         except OSError as error:
             self._check_address()
             raise StrategyError(
-                f"the process group could not be formed: {self.each} 0 cannot listen on {self._place()}"
+                f"the process group could not be formed: {self.each} 0 cannot listen on {self._where()}"
                 f" ({error}). Set MASTER_PORT to a free port, the same for all"
             ) from error
         return _store_on(line, timeout)
@@ -290,7 +290,7 @@ class Meeting:
                 with socket.create_connection((host, self.port), _TRY) as line:
                     return str(line.getpeername()[0])
             except OSError as error:
-                whom = f"{self.each} 0 of {self.size} at {self._place()} ({error})"
+                whom = f"{self.each} 0 of {self.size} at {self._where()} ({error})"
                 patience.wait(whom, self._advice())
 
 

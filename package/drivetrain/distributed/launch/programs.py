@@ -33,8 +33,8 @@ from drivetrain.distributed.launch.meeting import (
     HOSTED,
     STORE,
     loopback_store,
-    private_place,
-    remove_place,
+    make_store_folder,
+    remove_store_folder,
 )
 from drivetrain.distributed.threads import Periodic
 
@@ -148,10 +148,10 @@ def _start(world_size: int) -> ProcessEnvironment:
     port = store.port
     command = [sys.executable, *sys.orig_argv[1:]]
     children: list[Child] = []
-    place = {**private_place(port), HOSTED: str(True)}
+    variables = {**make_store_folder(port), HOSTED: str(True)}
     try:
         for rank in range(1, world_size):
-            own = {**environment_of(rank, world_size, port, threads), **place, PARENT: str(os.getpid())}
+            own = {**environment_of(rank, world_size, port, threads), **variables, PARENT: str(os.getpid())}
             # Only one process can read standard input, and that is this one.
             process = subprocess.Popen(
                 command, cwd=_DIRECTORY, env={**os.environ, **own}, stdin=subprocess.DEVNULL
@@ -160,14 +160,14 @@ def _start(world_size: int) -> ProcessEnvironment:
             started[rank] = children[-1]
     except BaseException as error:
         end_all(children, grace=0)
-        remove_place(place)
+        remove_store_folder(variables)
         if isinstance(error, OSError):
             raise StrategyError(f"rank {len(children) + 1} could not be started: {error}") from error
         raise
-    os.environ.update({**environment_of(0, world_size, port, threads), **place})
+    os.environ.update({**environment_of(0, world_size, port, threads), **variables})
     if threads is not None:
         torch.set_num_threads(threads)
-    _launched = _Launched(children, place, store)
+    _launched = _Launched(children, variables, store)
     return ProcessEnvironment("drivetrain", 0, world_size, 0, world_size, "127.0.0.1", port, one_machine=True)
 
 
@@ -180,11 +180,11 @@ class _Launched:
         exit_code: Rank 0's exit code after another rank has failed; None uses that rank's.
     """
 
-    def __init__(self, children: list[Child], place: dict[str, str], store: Store) -> None:
+    def __init__(self, children: list[Child], variables: dict[str, str], store: Store) -> None:
         self.children = children
         self.agreed_code: int | None = None
         self.exit_code: int | None = None
-        self._place, self._store = place, store
+        self._variables, self._store = variables, store
         self._failure_told = self._has_finished = False
         self._channels, self._failed_for = 0, 0.0
         atexit.register(self._finish)
@@ -221,7 +221,7 @@ class _Launched:
                 self._exit(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
 
     def _exit(self, why: str | None) -> None:
-        remove_place(self._place)
+        remove_store_folder(self._variables)
         sys.stdout.flush()
         sys.stderr.write(f"drivetrain: {why}\n" if why else "")
         sys.stderr.flush()
@@ -243,7 +243,7 @@ class _Launched:
             late = wait_for(self.children, _GRACE if raised else _PATIENCE)
         finally:  # also after Ctrl-C
             end_all(self.children)
-            remove_place(self._place)
+            remove_store_folder(self._variables)
         failed = self._failed()
         error = getattr(sys, "last_value", None)
         if failed is None or (error is not None and (self._failure_told or not is_consequence(error))):
