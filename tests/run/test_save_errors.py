@@ -126,7 +126,7 @@ def test_a_logger_on_a_full_disk_lacks_rows_and_goes_on_whole(small_disk: Path, 
     assert "No space left on device (ENOSPC); free some space" in text[0]
     assert not list(run.glob("*.tmp"))
     assert "There is no checkpoint of this run yet" in text[0]
-    assert "what is logged later is written if it can be; this is not written again" in text[0]
+    assert "Later values are written if that is possible; these values are lost" in text[0]
     assert result.progress.steps == 12
     assert steps_in(run, name) == [1, 2, 3, 4, 9, 10, 11, 12]
 

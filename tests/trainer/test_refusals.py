@@ -90,7 +90,7 @@ def test_arguments_that_exclude_each_other_are_refused() -> None:
     graphs = {"mode": "reduce-overhead"}
     rows: tuple[tuple[dict[str, Any], str], ...] = (
         ({"validate_every": None, "validate_from": "1 epoch"}, "no validation to delay"),
-        ({"validate_every": None, "sanity_validation": 2}, "needs no check of it"),
+        ({"validate_every": None, "sanity_validation": 2}, "cannot try a validation first"),
         ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "two ways to clip"),
         ({"log_every": None, "log_first_step": True}, "log_every=None"),
         ({"gradient_accumulation_steps": {0: 1, "2 epochs": 4}, "compile": graphs}, "with CUDA graphs"),

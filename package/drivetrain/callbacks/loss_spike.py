@@ -235,7 +235,7 @@ class LossSpike(Callback):
             self._in_a_row += 1
             if self._in_a_row > self.max_in_a_row:
                 raise DivergenceError(
-                    f"{self._in_a_row} steps in a row, number {step} each time, had a spike:"
+                    f"step {step} was tried {self._in_a_row} times and had a spike each time; the last:"
                     f" {self._describe(loss, far)}. The loss has left its level, or the data have changed;"
                     f" allowed are max_in_a_row={self.max_in_a_row}"
                 )

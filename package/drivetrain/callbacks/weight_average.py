@@ -141,7 +141,7 @@ class WeightAverage(Callback):
         if run.engine.interleaved:
             reason = f"the training step of {type(run.task).__name__} is a generator"
         elif feed is None or feed.batches_per_epoch is None:
-            reason = "the training data has no known length, so that it may not end or be gone by then"
+            reason = "the training data has no known length: it may have no end, or be used up by then"
         if reason:
             raise ConfigError(
                 f"WeightAverage({self.kind!r}) renews the statistics of batch norms by a pass over the"

@@ -47,7 +47,7 @@ _COMMANDS: Registry[Any] = Registry(
 )
 _SMALL = {
     "env": "say what is installed and which devices there are",
-    "completion": "print what makes a shell complete this command's words",
+    "completion": "print a script that makes a shell complete commands",
 }
 _OTHERS = {
     "new": "write a small project that trains",

@@ -73,7 +73,7 @@ _OPTIONS = {
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
     ),
     "--resume": _Option("auto|PATH", "run_dir's newest checkpoint, or the one at a path", ("fit",)),
-    "--optimizer-settings": _Option("FROM", "whose a resume takes: program or checkpoint", ("fit",)),
+    "--optimizer-settings": _Option("FROM", "whose settings to resume with: program, checkpoint", ("fit",)),
     "--new-data": _Option(None, "a resume begins the training data at its start", ("fit",)),
     "--skip": _Option("INTERVAL", "data that a resume leaves out: '2_000 steps'", ("fit",)),
     "--checkpoint": _Option(

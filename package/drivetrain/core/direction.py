@@ -111,8 +111,8 @@ def resolved_direction(mode: str, known: str | None, name: str, argument: str) -
         return mode
     if known is None:
         raise ConfigError(
-            f"whether more or less of {name!r} is better is unknown: the name is none of the usual ones, and"
-            f" no metric of the task says so. Write {argument.format(repr('max'))}, or 'min'; or give the"
+            f"it is unknown whether more or less of {name!r} is better: the name is none of the usual ones,"
+            f" and no metric of the task says so. Write {argument.format(repr('max'))}, or 'min'; or give the"
             " metric that metrics() returns an attribute higher_is_better, True or False"
         )
     return known

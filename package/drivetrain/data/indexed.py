@@ -236,9 +236,8 @@ class IndexedSource(Source):
         if size != self._size:
             if self._order.is_grouped:
                 raise DataError(
-                    f"the {self.name} data has {size} samples in epoch {epoch} and had {self._size}, whose"
-                    " lengths are grouped. group_by_length and LengthGroupedSampler need data that keeps its"
-                    " number of samples"
+                    f"the {self.name} data has {size} samples in epoch {epoch} and had {self._size} before."
+                    " group_by_length and LengthGroupedSampler need data that keeps its number of samples"
                 )
             self._size = size
             self._order.forget()

@@ -189,8 +189,8 @@ class _Packing(NamedTuple):
         """Make a batch of rows."""
         if any(each.keys() != rows[0].keys() for each in rows):
             raise DataError(
-                "packed(): rows of one batch have other columns. Give all sources of a mixture the same"
-                " boundary, tokens and labels"
+                "packed(): the rows of a batch differ in their columns. Give all sources of a mixture the"
+                " same boundary, tokens and labels"
             )
         if self.boundary != "varlen":
             return default_collate(rows)

@@ -206,8 +206,8 @@ class Source(ABC):
 
     def _other_data(self, what: str, instead: str) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint was saved within an epoch of the {self.name} data, which is another one now:"
-            f" {what}. The position means other samples there, so some would be lost and others come twice."
+            f"the checkpoint was saved within an epoch of the {self.name} data, and this data has changed:"
+            f" {what}. Its position would be at other samples, so some would be lost and others come twice."
             f" {instead} until the epoch ends, resume from a checkpoint at the end of an epoch, or begin this"
             " data at its start: fit(..., new_data=True)"
         )
@@ -216,7 +216,7 @@ class Source(ABC):
         """Return an error that names the batch that could not be made."""
         place = f"batch {number} of epoch {epoch}{detail}"
         if isinstance(error, WorkerEnded):
-            return DataError(f"the {self.name} data cannot be read on; {place} was waited for: {error}")
+            return DataError(f"the {self.name} data cannot be read on; {place} never came: {error}")
         is_group = isinstance(error, ExceptionGroup)
         what = summary(error) if is_group else f"{type(error).__name__}: {error}"
         return self.raised(place, what)

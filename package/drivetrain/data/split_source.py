@@ -104,9 +104,9 @@ class SplitSource(Source):
         if found[0][2] is not None:
             raise DataError(
                 f"the {self.name} data was given as already split, but the program had called {found[0][2]}"
-                " before its ranks were started. It returned 1, so data that was divided by it is the whole"
-                " on rank 0. Divide it in __iter__ or in train_data() of a data object, or start the program"
-                " with `drivetrain launch` or torchrun, under which it is right from the first line"
+                " before its ranks were started. It returned 1, so the program has not divided the data."
+                " Divide it in __iter__ or in train_data() of a data object, or start the program with"
+                " `drivetrain launch` or torchrun: then the number is right from the first line"
             )
         self._take_length()
 

@@ -239,8 +239,8 @@ class MicroBatches:
         part, whole = self._split
         error.add_note(
             f"drivetrain: raised by a part of {part} of a batch's {whole} samples. All its tensors that have"
-            f" {whole} rows were split; one whose rows are no samples, such as a mask of positions, is made"
-            " in the task's forward or has a leading dimension of one"
+            f" {whole} rows were split. Make a tensor whose rows are no samples, such as a mask of positions,"
+            " in the task's forward, or give it a leading dimension of one"
         )
 
     # Checkpoints.

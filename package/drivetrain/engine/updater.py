@@ -128,9 +128,9 @@ class Updater:
         text = described(changed)
         if changed and settings_of is None:
             raise ConfigError(
-                f"the optimizer of this run has other settings than that of the checkpoint: {text}. To go on"
-                " with those of now, fit(..., resume='auto', optimizer_settings='program'); to go on with"
-                " those of the checkpoint, give them again, or optimizer_settings='checkpoint'"
+                f"the optimizer of this run has other settings than that of the checkpoint: {text}. To use"
+                " the program's, fit(..., resume='auto', optimizer_settings='program'); to use the"
+                " checkpoint's, give them again, or optimizer_settings='checkpoint'"
             )
         apply_changes(changed, self._fresh, self.optimizer, self.torch_schedule)
         return "", text

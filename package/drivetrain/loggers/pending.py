@@ -55,7 +55,7 @@ class PendingMedia:
                 self._said.add((place, value.kind))
                 _LOG.warning(
                     f"{type(each).__name__} takes no values of the kind {value.kind!r}: it gets neither"
-                    f" {name!r} nor others"
+                    f" {name!r} nor other such values"
                 )
         if value.kind in self._taken:
             self._values[name] = value.snapshot()

@@ -219,9 +219,9 @@ def restore_run(
         tree = {} if state is None else unpack(state, snapshot.tensors.get("state", {}))
         if has_weights_only(tree):
             raise CheckpointError(
-                "this checkpoint holds weights only, as imported ones and those of"
-                " CheckpointConfig(resumable=False); it cannot be resumed from. To start from its weights,"
-                " use from_checkpoint(path) or load_weights(path)"
+                "this checkpoint holds weights only, like imported ones and those of"
+                " CheckpointConfig(resumable=False), and no run can resume from it. To start from its"
+                " weights, use from_checkpoint(path) or load_weights(path)"
             )
         _check_frozen(run, snapshot)
         orders = _take_over(run, snapshot, tree, how)

@@ -125,9 +125,9 @@ class NonFinitePolicy:
         what = self._warn_of_skipped(updater, rows)
         if count >= IN_A_ROW:
             raise NonFiniteError(
-                f"{count} steps in a row were not made, number {engine.progress.steps} each time, as a"
-                f" loss or gradient was NaN or infinite; the last: {what or 'on another rank'}",
-                "The weights are those of before. Look at the data from there on, and at the loss",
+                f"step {engine.progress.steps} was tried {count} times, and a loss or gradient was NaN or"
+                f" infinite each time; the last: {what or 'on another rank'}",
+                "The weights are those before that step. Look at the data from there on, and at the loss",
             )
         return True
 

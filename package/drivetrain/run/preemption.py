@@ -205,8 +205,8 @@ class Preemption:
         reason = stopping.reason if first is None else _reason(first.name)
         if error is None and reason is not None and stopping.is_overruled(reason):
             _say(
-                f"{reason}, but not with exit code {EXIT_REQUEUE}, as a program that is started again would"
-                f" meet the same: {run.stop_reason}"
+                f"{reason}, but not with exit code {EXIT_REQUEUE}, because a restarted program would end the"
+                f" same way: {run.stop_reason}"
             )
         elif first is not None and error is None:  # it came after the run
             stopping.end(_reason(first.name), run.nonfinite.reason)

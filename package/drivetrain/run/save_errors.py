@@ -13,15 +13,15 @@ from drivetrain.core.messages import logger
 
 _LOG = logger(__name__)
 
-AGAIN = "The run goes on (on_save_error='warn'), and the next time it is due it is tried again"
+AGAIN = "The run goes on (on_save_error='warn'), and the next save that is due tries again"
 """The consequence for a checkpoint."""
 
-OVER = "The run ends with that: it is not tried again"
+OVER = "This was the last save of the run"
 """The consequence for the last checkpoint."""
 
 LEFT_OUT = (
-    "The run goes on (on_save_error='warn'), and what is logged later is written if it can be; this is not"
-    " written again"
+    "The run goes on (on_save_error='warn'). Later values are written if that is possible; these values are"
+    " lost"
 )
 """The consequence for logged values."""
 

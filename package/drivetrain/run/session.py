@@ -180,8 +180,8 @@ def _restore_task(run: Run) -> None:
 _HINTS = {
     "Expected more than 1 value per channel": "batch norm cannot train on one sample; the last batch of an"
     " epoch may have no more. Use DataLoader(..., drop_last=True), other batch sizes, or group norm",
-    "backward through the graph a second time": "the loss depends on a graph that a backward has freed: on a"
-    " tensor that an earlier batch has left, which needs .detach(), or on a backward of the step's own",
+    "backward through the graph a second time": "the loss depends on a graph that a backward has freed: a"
+    " tensor kept from an earlier batch needs .detach(), and a step must not run backward itself",
 }
 """What to say to errors of torch, by their words."""
 

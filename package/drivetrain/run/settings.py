@@ -158,7 +158,7 @@ def _check_together(settings: RunSettings) -> None:
     if settings.validate_every is None and settings.sanity_validation not in (None, "auto"):
         raise ConfigError(
             f"sanity_validation={settings.sanity_validation} with validate_every=None: a fit that never"
-            " validates needs no check of it. Leave one of them out"
+            " validates cannot try a validation first. Leave one of them out"
         )
     if settings.validate_every is None and settings.validate_from is not None:
         raise ConfigError("validate_from with validate_every=None: there is no validation to delay")

@@ -43,7 +43,7 @@ REFUSED: Mapping[str, str] = {
     "compile": "",
     "local_parts": "",
     "averages": "",
-    "recomputation": "it manages activations itself, by options of its own if at all",
+    "recomputation": "it manages activations itself, if at all, by its own options",
     "micro_batch": "it does not declare that a step can be split into parts and restarted",
     "skipping": "it does not declare that a step can be skipped once its gradients exist",
     "value_clipping": "it does not declare that the parameters' gradients are those of the step",

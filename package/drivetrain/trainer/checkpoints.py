@@ -76,8 +76,8 @@ def open_checkpoints(
         )
     if not manager.entries() and ranks.first(lambda: _has_model(root)):
         raise ConfigError(
-            f"{as_given(settings, root)} has a {MODEL}, and no checkpoints of a run that has left it. The end"
-            " of the fit would replace it: choose another run_dir, or move the file"
+            f"{as_given(settings, root)} has a {MODEL} that was not left by a run with checkpoints there. The"
+            " end of the fit would replace it: choose another run_dir, or move the file"
         )
     validates = bool(loaders) and settings.validate_every is not None
     # The default may go without its metric: without a validation, and for a task that names its loss itself.

@@ -75,7 +75,7 @@ def test_a_worker_that_is_gone_lacks_room_or_never_answers_is_named_and_is_no_ba
         (lambda: os._exit(0), "ended by itself with exit code 0: "),
     ):
         data = DataLoader(Odd(act), batch_size=2, num_workers=1)
-        message = rf"{PLACE} \(samples .* was waited for: worker 0 \(pid.*{expected}"
+        message = rf"{PLACE} \(samples .* never came: worker 0 \(pid.*{expected}"
         with pytest.raises(DataError, match=message):
             quiet(max_epochs=1, on_bad_batch="skip").fit(Regression(), data)
     for act, options, message in (
@@ -98,7 +98,7 @@ def test_a_worker_over_an_iterable_that_is_gone_or_raises_is_named_in_one_line()
         return act
 
     raised = r"^the training data raised at batch 6 of epoch 0, in worker 0 \(pid \d+\): "
-    gone = rf"{PLACE} was waited for: worker 0 \(pid \d+\) "
+    gone = rf"{PLACE} never came: worker 0 \(pid \d+\) "
     for act, message, persistent in (
         (ends_by(signal.SIGKILL), gone + KILLED, False),
         (lambda: os._exit(3), f"{gone}ended by itself with exit code 3: ", True),

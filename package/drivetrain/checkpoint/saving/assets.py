@@ -132,7 +132,7 @@ def _check_size(size: int, what: str) -> None:
     if size > MAX_ASSET_BYTES:
         raise ConfigError(
             f"{what}: the assets have {size} bytes, and every checkpoint would hold them; at most"
-            f" {MAX_ASSET_BYTES} are allowed. Keep large files elsewhere, and store where they are"
+            f" {MAX_ASSET_BYTES} are allowed. Keep large files elsewhere, and store their paths"
         )
 
 

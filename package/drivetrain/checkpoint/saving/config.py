@@ -199,8 +199,8 @@ def _check_together(policies: Sequence[CheckpointConfig]) -> None:
                 )
         if each.by is not None and each.best is None:
             raise ConfigError(
-                f"policy number {number} of checkpoint= does not say how many it keeps by {each.by!r}. Of"
-                " several policies each does: best=1, or best=0 for none"
+                f"policy number {number} of checkpoint= does not say how many it keeps by {each.by!r}."
+                " Each of several policies must say it: best=1, or best=0 for none"
             )
         if each.by is not None and each.best_count and modes.setdefault(each.by, each.mode) != each.mode:
             raise ConfigError(

@@ -59,7 +59,7 @@ def check_left_out(module: nn.Module, names: Collection[str]) -> None:
     known = {clean_name(raw) for raw, _ in module.named_parameters(remove_duplicate=False)}
     for name in sorted(set(names) - known):
         if name in {clean_name(raw) for raw, _ in module.named_buffers()}:
-            what = "a buffer, which checkpoints hold. Register it with persistent=False to leave it out"
+            what = "a buffer, and checkpoints hold buffers. Register it with persistent=False to leave it out"
         else:
             close = difflib.get_close_matches(name, known, n=1)
             what = f"no parameter. Did you mean {close[0]!r}?" if close else "no parameter of the task"

@@ -117,7 +117,7 @@ def _problems(
         elif name not in buffers and mine.dtype != stored.dtype and not adopt_dtypes:
             problems.append(f"{name!r} is {stored.dtype} there, {mine.dtype} here (another precision?)")
     if given and own and not own.keys() & given.keys():
-        problems.insert(0, "it is a checkpoint of another task, for no weight has a name of this one's")
+        problems.insert(0, "it is a checkpoint of another task: none of its names is a name in this task")
     return problems
 
 

@@ -272,7 +272,7 @@ def _directions(given: str | Sequence[str] | None, objectives: tuple[str, ...]) 
         for name, each in known.items():
             if each is None:
                 raise ConfigError(
-                    f"whether more or less of {name!r} is better is unknown: give direction='maximize' or"
+                    f"it is unknown whether more or less of {name!r} is better: give direction='maximize' or"
                     " 'minimize', or a list with one for each objective"
                 )
         return [_DIRECTIONS[str(each)] for each in known.values()]

@@ -98,7 +98,7 @@ class DeviceStats(Callback):
         if run.is_main and device.type != "cuda":
             _LOG.info(f"DeviceStats: the device is {device.type!r}, and no values of a GPU are logged")
         if run.is_main and lacking:
-            _LOG.info(f"DeviceStats: this machine does not tell {', '.join(lacking)}")
+            _LOG.info(f"DeviceStats: this machine does not report {', '.join(lacking)}")
 
     def on_log(self, run: Run) -> None:
         """Log the values."""

@@ -183,8 +183,8 @@ _LOGS = (
     _mapped("logging_first_step", "`Trainer(log_first_step=)`", True),
     _mapped(
         "logging_nan_inf_filter",
-        '`Trainer(on_nonfinite="skip")`: a step whose loss or gradient is not finite is left out and said'
-        ' aloud; with False, "raise" ends the run at the next log point',
+        '`Trainer(on_nonfinite="skip")`: a step whose loss or gradient is not finite is left out and'
+        ' reported; with False, "raise" ends the run at the next log point',
         False,
     ),
     _mapped(

@@ -176,7 +176,7 @@ def _empty_state(model: nn.Module, tensors: TensorSource) -> dict[str, Tensor]:
     )
     lacking, strange = sorted(raw.keys() - tensors.specs.keys()), sorted(tensors.specs.keys() - raw.keys())
     if lacking or strange:
-        what = f"lack {lacking[0]!r}" if lacking else f"have {strange[0]!r}, which the model has not"
+        what = f"lack {lacking[0]!r}" if lacking else f"have {strange[0]!r}, which the model lacks"
         raise CheckpointError(f"the weights do not fit {type(model).__name__}: they {what}")
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {raw[name]: each.to("meta") for name, each in tensors.specs.items() if raw[name] not in ignored}

@@ -122,7 +122,7 @@ def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> N
     if shards and isinstance(optimizer, _UNSHARDED):
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__.lower()!r} cannot train the {shards} sharded"
-            " parameters: it computes what torch cannot compute of shards. Use strategy 'ddp', or"
+            " parameters: its step has operations that torch lacks for shards. Use strategy 'ddp', or"
             " under 'fsdp' another optimizer, such as 'adamw' or 'muon'"
         )
 

@@ -318,10 +318,10 @@ def _require_same(there: Mapping[str, str], here: Mapping[str, str], remedy: str
         if theirs != ours:
             if name.startswith("the parameter group of"):
                 remedy = (
-                    "Weights that decay and those that do not are groups of their own, so a weight_decay that"
-                    " became zero or is no longer zero changes them, as does ParameterGroup. To end the decay"
-                    " in a resume, give weight_decay=1e-30 with optimizer_settings='program': it keeps the"
-                    f" groups. {remedy}"
+                    "Weights with decay and weights without it are separate groups. They change if"
+                    " weight_decay becomes zero or stops being zero, or if a ParameterGroup changes. To end"
+                    " the decay in a resume, give weight_decay=1e-30 with optimizer_settings='program', which"
+                    f" keeps the groups. {remedy}"
                 )
             raise CheckpointError(
                 f"the optimizer state does not fit: in the checkpoint {name} is {theirs}, here {ours}."

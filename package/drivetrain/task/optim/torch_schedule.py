@@ -111,7 +111,9 @@ class TorchSchedule:
             )
         check_stateful(found)
         if getattr(found, "optimizer", optimizer) is not optimizer:
-            raise ConfigError(f"the schedule {what} is one of another optimizer than that beside it")
+            raise ConfigError(
+                f"the schedule {what} belongs to another optimizer than the one returned with it"
+            )
         if isinstance(found, ReduceLROnPlateau) and self.mode not in ("auto", found.mode):
             raise ConfigError(
                 f"TorchSchedule(mode={self.mode!r}) with a ReduceLROnPlateau(mode={found.mode!r}): give both"
@@ -174,7 +176,7 @@ class TorchSchedule:
             more = (
                 f"more of {metric!r} is better"
                 if known
-                else f"whether more of {metric!r} is better is unknown"
+                else f"it is unknown whether more of {metric!r} is better"
             )
             raise ConfigError(
                 f"a ReduceLROnPlateau(mode='min'), which is torch's default, monitors {metric!r}, and {more}."

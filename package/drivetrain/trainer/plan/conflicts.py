@@ -115,9 +115,9 @@ def validation_conflicts(
     names = MetricNames(task)
     for who, name in monitored:
         if name is not None and names.stage_of(name) == "validation":
-            yield f"{who} decides by {name!r}, which never comes, for there is no validation. {fix}"
+            yield f"{who} decides by {name!r}, which is never logged, because there is no validation. {fix}"
     if any("validations" in (each.monitored_metric() or ()) for each in built.updaters.values()):
-        yield f"a schedule that follows the validations never acts, for there is no validation. {fix}"
+        yield f"a schedule that follows the validations never acts, because there is no validation. {fix}"
 
 
 def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:

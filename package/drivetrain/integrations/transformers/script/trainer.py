@@ -351,8 +351,8 @@ class Trainer(TheirNames):
             if method.rpartition(".")[2] in ("training_step", "compute_loss"):
                 raise ConfigError(
                     f"{method} divides by args.{name}, which is {steps}. The losses of micro-batches are"
-                    " weighted here, so that its gradient would be too small by that. Divide by nothing,"
-                    f" or by self.current_{name}, which is 1; or train without accumulation, by {name}=1"
+                    " weighted here, so that its gradient would be too small. Do not divide, or divide"
+                    f" by self.current_{name}, which is 1; or train without accumulation, by {name}=1"
                 )
 
     # The task, the settings and the callbacks.

@@ -76,8 +76,8 @@ def folder_of(model: nn.Module) -> str:
             except OSError as error:
                 raise CheckpointError(
                     f"the weights of a model on the meta device are read from {name!r}, which is no"
-                    " folder now and cannot be had from the Hub. Call from_pretrained with a path that stays:"
-                    f" {error}"
+                    " folder any more and cannot be loaded from the Hub. Call from_pretrained with a path"
+                    f" that stays: {error}"
                 ) from error
             if found is not None:
                 return os.path.dirname(str(found))
