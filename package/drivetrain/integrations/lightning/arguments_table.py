@@ -130,7 +130,7 @@ _ARGUMENTS = (
         "barebones",
         "`Trainer(checkpoint=False, loggers=(), progress_bar=False, log_every=None, sanity_validation=None)`",
         True,
-        "self.log goes on to work",
+        "self.log still works",
     ),
     _refused(
         "plugins",
@@ -251,8 +251,8 @@ CALLBACKS: Mapping[str, LightningRow] = {
             "ModelCheckpoint",
             "`Trainer(checkpoint=CheckpointConfig(...))`, several as a list",
             None,
-            "a checkpoint is a directory whose name begins with its step, one serves all, and the newest is"
-            " always kept",
+            "a checkpoint is a directory whose name begins with its step; one serves all policies; the newest"
+            " is always kept",
         ),
         _mapped(
             "EarlyStopping",

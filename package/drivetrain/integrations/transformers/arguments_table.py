@@ -483,7 +483,7 @@ _LOW_RANK = (
     "give the class of its package, with a group for the matrices:"
     " `OptimizerConfig({}, groups=ParameterGroup('*.weight', rank=128, ...))`"
 )
-_LAYERWISE = 'it updates within backward: take it without that; `strategy="fsdp"` divides the gradients'
+_LAYERWISE = 'it steps within backward; use one that does not: `strategy="fsdp"` divides the gradients'
 _AVERAGED = (
     "it averages weights, and an evaluation must first ask it for the average; give the class to a task of"
     " your own, and ask for it in a callback"
