@@ -32,7 +32,7 @@ _PARAMETER = "the gradient of the parameter"
 class _GradientOrigin(NamedTuple):
     """The origin of a gradient: a module's output, and the modules that took it as input."""
 
-    place: str
+    name: str
     users: list[str]
 
 
@@ -69,9 +69,9 @@ class NonFiniteDetector(Callback):
 
     def _forget(self) -> None:
         self._handles: list[Any] = []
-        self._places: list[str] = []
+        self._names: list[str] = []
         self._flags: list[Tensor] = []
-        self._seen: list[tuple[int, list[str], Tensor]] = []  # steps, their places, and which are bad
+        self._seen: list[tuple[int, list[str], Tensor]] = []  # steps, their checks, and which are bad
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that modules are not compiled.
@@ -154,14 +154,14 @@ class NonFiniteDetector(Callback):
 
     # The checks.
 
-    def _note(self, place: str, tensor: Tensor) -> None:
+    def _note(self, name: str, tensor: Tensor) -> None:
         with torch.no_grad():
             for finite in all_finite([tensor]):
-                self._places.append(place)
+                self._names.append(name)
                 self._flags.append(~finite.all())
 
     def _clear(self) -> None:
-        self._places, self._flags = [], []
+        self._names, self._flags = [], []
 
     def _check_outputs(self, title: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -174,49 +174,49 @@ class NonFiniteDetector(Callback):
             for each in _tensors(inputs):
                 self._watch_gradient(each, "").users.append(title)
 
-    def _watch_gradient(self, tensor: Tensor, place: str) -> _GradientOrigin:
+    def _watch_gradient(self, tensor: Tensor, name: str) -> _GradientOrigin:
         """Check the gradient of a tensor, if it gets one, and only once."""
         origin: _GradientOrigin | None = getattr(tensor, _ORIGIN, None)
         if origin is None:
-            origin = _GradientOrigin(place, [])
+            origin = _GradientOrigin(name, [])
             if tensor.requires_grad and not tensor.is_leaf:  # a parameter would keep it
                 setattr(tensor, _ORIGIN, origin)
                 tensor.register_hook(partial(self._check_gradient, origin))  # type: ignore[no-untyped-call]
         return origin
 
     def _check_gradient(self, origin: _GradientOrigin, gradient: Tensor) -> None:
-        self._note(f"the backward of {' or '.join(origin.users)}" if origin.users else origin.place, gradient)
+        self._note(f"the backward of {' or '.join(origin.users)}" if origin.users else origin.name, gradient)
 
     # The findings.
 
     def _fold(self) -> None:
-        """Store which of this step's places are bad."""
+        """Store which of this step's checks are bad."""
         if not self._flags:
             return
         if len(self._seen) >= _KEPT and not bool(torch.cat([bad for *_, bad in self._seen]).any()):
             self._seen.clear()
-        if len(self._seen) < _KEPT:  # the first bad places are the ones to report
+        if len(self._seen) < _KEPT:  # the first bad checks are the ones to report
             # Flags of batches are on the host, and copying them waits for nothing.
             bad = torch.stack([each.to(self._device, non_blocking=True) for each in self._flags])
-            self._seen.append((self._step, self._places, bad))
+            self._seen.append((self._step, self._names, bad))
         self._clear()
 
     def find(self, step: int) -> tuple[int, str] | None:
-        """Return the first non-finite place since the last log point, up to a step, and reset.
+        """Return the name of the first non-finite check since the last log point, up to a step, and reset.
 
         Waits for the device.
 
         Returns:
-            How close the place is to the cause (0 is closest), and the place; None if this rank found none.
+            How close the check is to the cause (0 is closest), and its name; None if this rank found none.
         """
         self._fold()
         seen, self._seen = self._seen, []
-        for found, places, bad in seen:
+        for found, names, bad in seen:
             if found <= step and bool(bad.any()):
-                place = places[int(bad.int().argmax())]
+                name = names[int(bad.int().argmax())]
                 when = "" if found == step else f", at step {found}"
                 # A bad gradient of a parameter may come from another rank, by the reduction of gradients.
-                return int(place.startswith(_PARAMETER)), f"first in {place}{when}"
+                return int(name.startswith(_PARAMETER)), f"first in {name}{when}"
         return None
 
 

@@ -83,11 +83,11 @@ class SequenceLength(Callback):
         if self._found is None or self._is_first:
             self._begin(dict(zip(names, entries, strict=True)), length)
         assert self._found is not None
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             for dimension in self._found.get(name, ()):
-                if entries[place].shape[dimension] > length:
+                if entries[index].shape[dimension] > length:
                     # Whole, because a loss may call `view`.
-                    entries[place] = entries[place].narrow(dimension, 0, length).contiguous()
+                    entries[index] = entries[index].narrow(dimension, 0, length).contiguous()
         return entries[0] if container is None else container.rebuild(entries)
 
     def _begin(self, batch: Mapping[Any, Any], length: int) -> None:

@@ -176,10 +176,10 @@ class WeightAverage(Callback):
         if self.save and not self._only_at_end:
             self._use()
         try:
-            for place, each in enumerate(self._weights):
-                states[each][_SLOT] = self._averages[place]
+            for index, each in enumerate(self._weights):
+                states[each][_SLOT] = self._averages[index]
                 if self._trained is not None:
-                    states[each][TRAINED] = self._trained[place]
+                    states[each][TRAINED] = self._trained[index]
             yield
         finally:
             self._take_slots(run)

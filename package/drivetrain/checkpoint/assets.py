@@ -37,11 +37,11 @@ def copy_assets(path: str | os.PathLike[str], folder: str | os.PathLike[str]) ->
     """
     reader, target = open_checkpoint(resolve(path)), os.fspath(folder)
     files = file_system(target)
-    places = {name: files.join(target, name) for name in sorted(reader.assets)}
-    for place in places.values():
-        with os_errors("read", place):
-            if files.kind(files.absolute(place)) is not None:
-                raise CheckpointError(f"{place!r} exists already. Give an empty folder, or remove it")
-    for name, place in places.items():
-        write_atomically(place, [reader.asset(name)], files)
-    return list(places.values())
+    paths = {name: files.join(target, name) for name in sorted(reader.assets)}
+    for path in paths.values():
+        with os_errors("read", path):
+            if files.kind(files.absolute(path)) is not None:
+                raise CheckpointError(f"{path!r} exists already. Give an empty folder, or remove it")
+    for name, path in paths.items():
+        write_atomically(path, [reader.asset(name)], files)
+    return list(paths.values())

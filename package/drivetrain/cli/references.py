@@ -36,11 +36,11 @@ def load(reference: str, option: str) -> Any:
     """
     found: Any
     names: Sequence[str]
-    place, _, name = reference.rpartition(":")
+    source, _, name = reference.rpartition(":")
     if reference.endswith(".py"):
         raise ConfigError(f"{option} {reference} names a file; say what to take from it: {reference}:Name")
-    if place.endswith(".py"):
-        found, names = _file(Path(place), option), name.split(".")
+    if source.endswith(".py"):
+        found, names = _file(Path(source), option), name.split(".")
     else:
         found, names = _module(reference.replace(":", ".").split("."), reference, option)
     for each in names:

@@ -47,13 +47,13 @@ class RunRecord:
 def read_runs(paths: Sequence[str]) -> list[RunRecord]:
     """Read runs; a directory without a ledger stands for the runs below it."""
     ledgers = [read_ledger(run) for each in paths for run in _runs_at(Path(each))]
-    places = [each.directory.resolve() for each in ledgers]
-    for place in places:
-        if places.count(place) > 1:
-            raise ConfigError(f"the run {str(place)!r} is given twice")
+    directories = [each.directory.resolve() for each in ledgers]
+    for directory in directories:
+        if directories.count(directory) > 1:
+            raise ConfigError(f"the run {str(directory)!r} is given twice")
     return [
         RunRecord(name, ledger, _flat(_settings(ledger.directory)))
-        for name, ledger in zip(_names(places), ledgers, strict=True)
+        for name, ledger in zip(_names(directories), ledgers, strict=True)
     ]
 
 
@@ -120,13 +120,13 @@ def unknown_settings(runs: Sequence[RunRecord]) -> str:
     return names and f"unknown settings, because no logger wrote config.json: {names}"
 
 
-def _names(places: Sequence[Path]) -> list[str]:
+def _names(directories: Sequence[Path]) -> list[str]:
     """Return the shortest ends of paths that differ from one another."""
-    for length in range(1, max(len(each.parts) for each in places) + 1):
-        names = ["/".join(each.parts[-length:]) for each in places]
+    for length in range(1, max(len(each.parts) for each in directories) + 1):
+        names = ["/".join(each.parts[-length:]) for each in directories]
         if len(set(names)) == len(names):
             return names
-    return [str(each) for each in places]
+    return [str(each) for each in directories]
 
 
 def _curves(directory: Path) -> dict[str, Curve]:

@@ -59,7 +59,7 @@ _MOST_BRACKETS = 10_000
 _LARGEST = 4 << 20
 """The largest file of settings, in bytes."""
 
-_PLACES = (*OBJECTS, *(f"trainer.{name}" for name in NAMED))
+_OBJECT_PATHS = (*OBJECTS, *(f"trainer.{name}" for name in NAMED))
 """Settings that describe an object."""
 
 _ITEMS = {"trainer.callbacks": "EarlyStopping", "trainer.loggers": "CSVLogger"}
@@ -131,7 +131,7 @@ def lay_over(tree: Tree, option: str, value: str) -> None:
     for index, each in enumerate(above):
         node = _parts(node, each, ".".join(above[: index + 1]))
     before: Any = node.get(last)
-    if name in _PLACES:  # another object drops the options of the one before
+    if name in _OBJECT_PATHS:  # another object drops the options of the one before
         is_other = before is None or before.get("class_path", value) not in (None, value)
         node[last] = {**({} if is_other else before), "class_path": value}
     elif option.endswith("+"):
@@ -141,23 +141,23 @@ def lay_over(tree: Tree, option: str, value: str) -> None:
         node[last] = _listed(value, name) if above == ["trainer"] and last in LISTS else value
 
 
-def _parts(node: Tree, name: str, place: str) -> Tree:
+def _parts(node: Tree, name: str, path: str) -> Tree:
     """Return the mapping with a value's parts; a value without parts is replaced by one with them."""
     value = node.get(name)
     items = value if isinstance(value, list) and value else None
     part = value if items is None else items[-1]
     if isinstance(part, str) and part.startswith("{"):
         part = read_value(part)
-    if place in _ITEMS and not isinstance(part, dict) and "." not in str(part):
+    if path in _ITEMS and not isinstance(part, dict) and "." not in str(part):
         raise ConfigError(
-            f"--{place}: an option belongs to the item before it, which must be the path of a class, such as"
-            f" drivetrain.{_ITEMS[place]}, not {part!r}"
+            f"--{path}: an option belongs to the item before it, which must be the path of a class, such as"
+            f" drivetrain.{_ITEMS[path]}, not {part!r}"
         )
     if not isinstance(part, dict):
         part = {"class_path": part} if isinstance(part, str) and "." in part else ChangedEntries()
     node[name] = part if items is None else type(items)([*items[:-1], part])
     found: Tree = part
-    if place in _PLACES or "class_path" in part:
+    if path in _OBJECT_PATHS or "class_path" in part:
         found = part.setdefault("init_args", {})
     return found
 
@@ -252,7 +252,7 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _tree(content: Any, also: Sequence[str]) -> Tree:
-    if isinstance(content, dict):  # ".shared: &shared {...}" is a place for what "<<: *shared" merges
+    if isinstance(content, dict):  # ".shared: &shared {...}" is a template for what "<<: *shared" merges
         content = {name: value for name, value in content.items() if not str(name).startswith(".")}
     _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS, *SWITCHES, *also))
     tree = {name: value for name, value in content.items() if value is not None}

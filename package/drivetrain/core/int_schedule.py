@@ -67,8 +67,8 @@ class IntSchedule(dict[Any, int]):
 
     def next_start(self, done: int) -> int | None:
         """Return the next point after so many units of the run; None if there is none."""
-        place = bisect_right(self._starts, done)
-        return self._starts[place] if place < len(self._starts) else None
+        index = bisect_right(self._starts, done)
+        return self._starts[index] if index < len(self._starts) else None
 
     def __str__(self) -> str:
         later = (f", {number} from {point} on" for point, number in self.items() if point)

@@ -58,15 +58,15 @@ class Registry(Generic[T]):
             return loaded
         return value
 
-    def _load(self, name: str, place: str) -> T:
-        module, _, attribute = place.partition(":")
+    def _load(self, name: str, path: str) -> T:
+        module, _, attribute = path.partition(":")
         try:
             loaded: T = operator.attrgetter(attribute)(importlib.import_module(module))
         except MissingDependencyError:  # already says what to install
             raise
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"the {self.kind} {name!r} is registered as {place!r}, which cannot be loaded: {error}. The"
+                f"the {self.kind} {name!r} is registered as {path!r}, which cannot be loaded: {error}. The"
                 " package that registered it is broken, or was installed without something that it needs"
             ) from error
         return loaded

@@ -49,7 +49,7 @@ def _own_count(batch: Any) -> int | None:
 
 
 def first_dimensions(batch: Batch) -> dict[str, int]:
-    """Return the lengths of the first dimensions of a batch's tensors, by key or place, unless all are equal.
+    """Return the lengths of the first dimensions of a batch's tensors, by key or index, unless all are equal.
 
     Tensors deeper inside count their own things, such as the boxes of each image. A tensor after the first
     whose dimension is 1 is broadcast to all samples, as positions of a sequence are.

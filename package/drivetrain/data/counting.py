@@ -34,14 +34,14 @@ class Measure:
     tokens: Count | None = None
 
 
-def count_batch(shared: SharedBatch, measure: Measure, skips: bool, place: Callable[[], str]) -> MicroBatch:
+def count_batch(shared: SharedBatch, measure: Measure, skips: bool, title: Callable[[], str]) -> MicroBatch:
     """Count a process's batch of a round.
 
     Args:
         shared: The batch.
         measure: What counts it.
         skips: Whether bad batches are left out.
-        place: Names the batch, for errors.
+        title: Names the batch, for errors.
 
     Raises:
         DataError: The batch is of an unknown kind, or its weight or its tokens are no such numbers.
@@ -51,8 +51,8 @@ def count_batch(shared: SharedBatch, measure: Measure, skips: bool, place: Calla
         return MicroBatch(None, 0.0, 0, 0, advance, True, None, not is_placeholder)
     samples = batch_size(batch) if samples is None else samples
     if samples is None:
-        raise _unknown_kind(batch, place())
-    weight = samples if measure.weight is None else _weight(measure.weight(batch), place)
+        raise _unknown_kind(batch, title())
+    weight = samples if measure.weight is None else _weight(measure.weight(batch), title)
     tokens = 0 if measure.tokens is None else _tokens(measure.tokens(batch))
     global_counts = None
     if skips:
@@ -64,18 +64,18 @@ def count_batch(shared: SharedBatch, measure: Measure, skips: bool, place: Calla
     return MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, global_counts)
 
 
-def _unknown_kind(batch: Batch, place: str) -> DataError:
+def _unknown_kind(batch: Batch, title: str) -> DataError:
     inside = ""
     if isinstance(batch, (list, tuple)):
         inside = f" of {', '.join(sorted({type(value).__name__ for value in batch}))}"
     return DataError(
-        f"{place} is a {type(batch).__name__}{inside} with no tensor whose first dimension could count"
+        f"{title} is a {type(batch).__name__}{inside} with no tensor whose first dimension could count"
         " samples. A batch is a tensor, a mapping, a sequence or a dataclass of tensors; use a collate_fn"
         " that makes one"
     )
 
 
-def _weight(given: Any, place: Callable[[], str]) -> float | Tensor:
+def _weight(given: Any, title: Callable[[], str]) -> float | Tensor:
     # A weight on an accelerator stays there: reading it would be a host sync in every step.
     if isinstance(given, Tensor) and given.device.type != "cpu" and given.dtype != torch.bool:
         return given
@@ -88,7 +88,7 @@ def _weight(given: Any, place: Callable[[], str]) -> float | Tensor:
         ) from None
     if not 0 <= weight < math.inf:
         raise DataError(
-            f"loss_weight gave {weight} for {place()}; a weight is a number of samples or tokens, at least 0"
+            f"loss_weight gave {weight} for {title()}; a weight is a number of samples or tokens, at least 0"
         )
     return weight
 

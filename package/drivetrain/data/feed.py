@@ -508,7 +508,7 @@ class Feed:
                         SharedBatch(batch, advance, samples, *(of_round or (False, None))),
                         self._measure,
                         self.skips_bad_batches,
-                        partial(self._place_of, number, bool(of_round and of_round[0])),
+                        partial(self._batch_name, number, bool(of_round and of_round[0])),
                     )
                 if self._checks_samples and counted.samples != checked:
                     checked = counted.samples
@@ -568,7 +568,7 @@ class Feed:
         shard = self.source.shard
         return self.source.number(position) + round_ * shard.size + (0 if is_placeholder else shard.rank)
 
-    def _place_of(self, number: int, is_placeholder: bool) -> str:
+    def _batch_name(self, number: int, is_placeholder: bool) -> str:
         epoch, position = self._begun_at
         where = self._number(position, number, is_placeholder)
         return f"batch {where} of epoch {epoch} of the {self.source.name} data"

@@ -57,8 +57,8 @@ def _of_tensor(tensor: Tensor) -> list[str | int | float]:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or not tensor.numel():
         return shown
     flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
-    places = torch.linspace(0, flat.numel() - 1, min(_VALUES, flat.numel()), device=flat.device).long()
-    values = flat[places]
+    positions = torch.linspace(0, flat.numel() - 1, min(_VALUES, flat.numel()), device=flat.device).long()
+    values = flat[positions]
     shown += (values.double() if values.is_floating_point() else values).tolist()
     return [*shown, float(flat.double().abs().mean())]
 

@@ -348,8 +348,8 @@ class IndexedSource(Source):
         shown = ", ".join(map(str, indices[:_SHOWN])) + (", ..." if len(indices) > _SHOWN else "")
         if not len(indices):
             return self.failure(error, self.number(start), indices.epoch, f" (a batch of no samples){where}")
-        place = f"samples {start} to {start + len(indices) - 1} of its order, dataset indices [{shown}]"
-        return self.failure(error, self.number(start), indices.epoch, f" ({place}){where}")
+        position = f"samples {start} to {start + len(indices) - 1} of its order, dataset indices [{shown}]"
+        return self.failure(error, self.number(start), indices.epoch, f" ({position}){where}")
 
     def number(self, position: int) -> int:
         """Return a batch's number. A user's batch sampler must have been drawn that far."""

@@ -20,7 +20,7 @@ from drivetrain.data.workers.signals import IgnoreSignals
 
 
 class IndexBatch(list[Any]):
-    """The indices of one batch, as a list that any dataset can read, with their place for the workers.
+    """The indices of one batch, as a list that any dataset can read, with their position for the workers.
 
     Attributes:
         epoch: The epoch that it belongs to.
@@ -97,7 +97,7 @@ class KeyedDataset:
                     if self._many is not None
                     else list(map(self.dataset.__getitem__, indices))
                 )
-            except Exception:  # the process whose batch has these samples raises it, with their place
+            except Exception:  # the process whose batch has these samples raises it, with their position
                 return None
             made.append(fingerprint(samples))
         return made[0] if matches(*made) else None

@@ -299,7 +299,7 @@ def _are_columns(batches: Sequence[Batch]) -> bool:
 
 
 def _label_of_a_sample(batches: Sequence[Batch]) -> Any:
-    """Return the name or place of an entry that looks like a sample's label, or None.
+    """Return the name or index of an entry that looks like a sample's label, or None.
 
     It is one number beside tensors with dimensions, and it differs between the items: a number that holds for
     every sample, such as a scale, would be equal in all batches. Tensors of a batch agree in their first

@@ -214,21 +214,21 @@ class Source(ABC):
 
     def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:
         """Return an error that names the batch that could not be made."""
-        place = f"batch {number} of epoch {epoch}{detail}"
+        batch_name = f"batch {number} of epoch {epoch}{detail}"
         if isinstance(error, WorkerEnded):
-            return DataError(f"the {self.name} data cannot be read on; {place} never came: {error}")
+            return DataError(f"the {self.name} data cannot be read on; {batch_name} never came: {error}")
         is_group = isinstance(error, ExceptionGroup)
         what = summary(error) if is_group else f"{type(error).__name__}: {error}"
-        return self.raised(place, what)
+        return self.raised(batch_name, what)
 
-    def raised(self, place: str, what: str) -> DataError:
+    def raised(self, batch_name: str, what: str) -> DataError:
         """Return a `DataError` with another error's text, and advice if torch's collation raised that."""
         if "default_collate: batch must contain" in what:
             what += (
                 ". Return mappings, tuples or tensors from the dataset, or give a function that makes a batch"
                 " of a list of samples: DataLoader(..., collate_fn=...), or Trainer(collate=...)"
             )
-        return DataError(f"the {self.name} data raised at {place}: {what}")
+        return DataError(f"the {self.name} data raised at {batch_name}: {what}")
 
 
 class BatchSource(Source):

@@ -76,7 +76,7 @@ class SplitSource(Source):
 
     Args:
         own: This process's part.
-        shard: This process's place among the processes.
+        shard: This process's number among the processes.
         ranks: The processes; in each round they exchange whether they have a batch.
         divided_for_one: As that of `AlreadySplit`.
 

@@ -61,15 +61,15 @@ def pack(
 
     Args:
         tree: Any nesting of the types in this module's docstring.
-        check: Raises a `CheckpointError` for a tensor, at a place, that cannot be stored.
+        check: Raises a `CheckpointError` for a tensor, at a path, that cannot be stored.
         typed: Returns the name and the content of a value of another type, or None. If it is given, a key
             of a dict may be any of these values.
 
     Returns:
-        The JSON, and the tensors that it refers to, named after their place in the tree ("optimizer.0.step").
+        The JSON, and the tensors that it refers to, named after their path in the tree ("optimizer.0.step").
 
     Raises:
-        CheckpointError: A value of another type; names its place and the allowed types.
+        CheckpointError: A value of another type; names its path and the allowed types.
     """
     packer = _Packer(check, typed)
     return packer.pack(tree, (), 0), packer.tensors
@@ -89,7 +89,7 @@ def unpack(value: Json, tensors: Mapping[str, Tensor], typed: Callable[[str, Any
     return _Unpacker(tensors, typed).unpack(value, 0)
 
 
-def _place(path: tuple[object, ...]) -> str:
+def _dotted(path: tuple[object, ...]) -> str:
     # hex, because the interpreter refuses to write very large integers in decimal.
     names = (hex(part) if isinstance(part, int) and part not in _INT64 else str(part) for part in path)
     return ".".join(names) or "the value"
@@ -110,7 +110,7 @@ class _Packer:
         kind = type(value)  # exact: a subclass would be loaded as its base
         if depth > MAX_DEPTH:
             raise CheckpointError(
-                f"{_place(path[:8])}...: nested more than {MAX_DEPTH} levels deep; does it contain itself?"
+                f"{_dotted(path[:8])}...: nested more than {MAX_DEPTH} levels deep; does it contain itself?"
             )
         if value is None or kind is bool or kind is str:
             return value  # type: ignore[no-any-return]
@@ -134,13 +134,13 @@ class _Packer:
         named = None if self._typed is None else self._typed(value)
         if named is not None:
             return {"$typed": [named[0], self.pack(named[1], path, depth + 1)]}
-        raise CheckpointError(f"{_place(path)}: a {kind.__name__!r} cannot be stored; {_ALLOWED}")
+        raise CheckpointError(f"{_dotted(path)}: a {kind.__name__!r} cannot be stored; {_ALLOWED}")
 
     def _mapping(self, value: Mapping[Any, Any], tag: str, path: tuple[object, ...], depth: int) -> Json:
         for key in value:
             if self._typed is None and type(key) is not str and type(key) is not int:
                 raise CheckpointError(
-                    f"{_place(path)}: the key {key!r} is a {type(key).__name__!r}; {_ALLOWED}"
+                    f"{_dotted(path)}: the key {key!r} is a {type(key).__name__!r}; {_ALLOWED}"
                 )
         if tag == "$dict" and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.pack(each, (*path, key), depth + 1) for key, each in value.items()}
@@ -150,10 +150,10 @@ class _Packer:
         return {tag: pairs}
 
     def _add(self, tensor: Tensor, path: tuple[object, ...]) -> str:
-        place = _place(path)
-        self._check(tensor, place)
-        # {"a.b": t} and {"a": {"b": t}} have the same place.
-        names = chain([place], (f"{place}#{number}" for number in count(2)))
+        name = _dotted(path)
+        self._check(tensor, name)
+        # {"a.b": t} and {"a": {"b": t}} have the same path.
+        names = chain([name], (f"{name}#{number}" for number in count(2)))
         name = next(each for each in names if each not in self.tensors)
         self.tensors[name] = tensor
         return name
@@ -169,7 +169,7 @@ def _from_numpy(array: np.ndarray[Any, Any], path: tuple[object, ...]) -> Tensor
         return torch.from_numpy(array)
     except TypeError as error:
         raise CheckpointError(
-            f"{_place(path)}: a numpy value of dtype {array.dtype} cannot be stored; {_ALLOWED}"
+            f"{_dotted(path)}: a numpy value of dtype {array.dtype} cannot be stored; {_ALLOWED}"
         ) from error
 
 

@@ -50,7 +50,7 @@ def encode(value: Any) -> bytes:
     """Return a value as bytes.
 
     Raises:
-        CheckpointError: Something in it cannot be sent; names its place and type.
+        CheckpointError: Something in it cannot be sent; names its path and type.
     """
     content, tensors = pack(value, _check, _typed)
     parts = {name: each.detach().cpu().resolve_conj().resolve_neg() for name, each in tensors.items()}
@@ -84,11 +84,9 @@ def decode(data: bytes) -> Any:
         raise RankFailure(f"a message of another rank cannot be read: {error}") from error
 
 
-def _check(tensor: Tensor, place: str) -> None:
+def _check(tensor: Tensor, path: str) -> None:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise CheckpointError(
-            f"{place}: a tensor of layout {tensor.layout} on {tensor.device} cannot be sent"
-        )
+        raise CheckpointError(f"{path}: a tensor of layout {tensor.layout} on {tensor.device} cannot be sent")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -101,45 +101,45 @@ def join_batches(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return _joined(outputs, sizes, "the output")
 
 
-def _joined(outputs: Sequence[Any], sizes: Sequence[int], place: str) -> Any:
+def _joined(outputs: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
     first, kinds = outputs[0], {*map(type, outputs)}
     if len(kinds) > 1:
-        raise _not_joinable(place, f"is of kinds {', '.join(sorted(each.__name__ for each in kinds))}")
+        raise _not_joinable(path, f"is of kinds {', '.join(sorted(each.__name__ for each in kinds))}")
     if first is None:
         return None
     if isinstance(first, (Tensor, np.ndarray, list)):
-        return _concatenated(outputs, sizes, place)
+        return _concatenated(outputs, sizes, path)
     containers = [container for each in outputs if (container := opened(each)) is not None]
     if not containers:
-        raise _not_joinable(place, f"is a {type(first).__name__}")
+        raise _not_joinable(path, f"is a {type(first).__name__}")
     names = list(containers[0].names)
     if any(list(each.names) != names for each in containers):
-        raise _not_joinable(place, "has other keys in other batches")
+        raise _not_joinable(path, "has other keys in other batches")
     columns = zip(names, *(each.entries for each in containers), strict=True)
-    return containers[0].rebuild([_joined(column, sizes, f"{place}[{name!r}]") for name, *column in columns])
+    return containers[0].rebuild([_joined(column, sizes, f"{path}[{name!r}]") for name, *column in columns])
 
 
-def _concatenated(outputs: Sequence[Any], sizes: Sequence[int], place: str) -> Any:
+def _concatenated(outputs: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
     shapes = [(len(each),) if isinstance(each, list) else tuple(each.shape) for each in outputs]
     for shape, number in zip(shapes, sizes, strict=True):
         if shape[:1] != (number,):
             kind = type(outputs[0]).__name__
-            raise _not_joinable(place, f"of {number} samples is a {kind} of shape {shape}")
+            raise _not_joinable(path, f"of {number} samples is a {kind} of shape {shape}")
     if isinstance(outputs[0], list):
         return [*itertools.chain.from_iterable(outputs)]
     if len({shape[1:] for shape in shapes}) > 1:
         listed = ", ".join(map(str, dict.fromkeys(shapes)))
         raise _not_joinable(
-            place,
+            path,
             f"has the shapes {listed}, as if padded to the longest of each batch. Pad all to one length, or"
             " return a list with a tensor for each sample",
         )
     return torch.cat(list(outputs)) if isinstance(outputs[0], Tensor) else np.concatenate(outputs)
 
 
-def _not_joinable(place: str, what: str) -> DataError:
+def _not_joinable(path: str, what: str) -> DataError:
     return DataError(
-        f"joined=True cannot join the outputs: {place} {what}. Tensors, arrays and lists need one entry for"
+        f"joined=True cannot join the outputs: {path} {what}. Tensors, arrays and lists need one entry for"
         " each sample, and may be in mappings, tuples and data classes; without joined, predict returns a"
         " list with the outputs of each batch"
     )

@@ -270,10 +270,10 @@ class Table(Media):
     def __init__(self, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
         self.columns = [str(each) for each in columns]
         self.rows = [[_cell(each) for each in row] for row in rows]
-        for place, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise ConfigError(
-                    f"Table: row {place} has {len(row)} cells, and there are {len(self.columns)} columns"
+                    f"Table: row {index} has {len(row)} cells, and there are {len(self.columns)} columns"
                     f" ({', '.join(self.columns)})"
                 )
         super().__init__(None)

@@ -49,10 +49,10 @@ class PendingMedia:
                 f"{name!r} of StepOutput(media=...) is a {type(value).__name__}; allowed are a value of"
                 f" drivetrain.loggers, and a function without arguments that returns one. {advice(value)}"
             )
-        for place, each in enumerate(self._loggers):
+        for index, each in enumerate(self._loggers):
             takes = each.takes if isinstance(each, MediaLogger) else ()
-            if value.kind not in takes and (place, value.kind) not in self._said:
-                self._said.add((place, value.kind))
+            if value.kind not in takes and (index, value.kind) not in self._said:
+                self._said.add((index, value.kind))
                 _LOG.warning(
                     f"{type(each).__name__} takes no values of the kind {value.kind!r}: it gets neither"
                     f" {name!r} nor other such values"

@@ -34,7 +34,7 @@ class NonFinitePolicy:
         diverged: The error that has stopped the run in order; nothing of the run may be saved any more.
         reason: Why the policy has stopped the run, or None.
         find: Returns where a step's numbers were first not finite on this rank, as a pair: how close the
-            place is to the cause, from 0, and the place. None without a detector.
+            check is to the cause, from 0, and its name. None without a detector.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -232,7 +232,7 @@ class NonFinitePolicy:
 
 
 def _at(error: NonFiniteError, found: tuple[int, str] | None) -> NonFiniteError:
-    """Return the error with the place of the first number that was not finite."""
+    """Return the error with the name of the first value that was not finite."""
     if found is None:
         return error
     return NonFiniteError(f"{error.what}; {found[1]}", error.help, error.step)

@@ -194,7 +194,7 @@ class _Walk:
         begun: The walk when the fit began; None if it begins now.
 
     Attributes:
-        objects: The objects in the attributes, by place.
+        objects: The objects in the attributes, by path.
     """
 
     def __init__(self, task: nn.Module, declared: Iterable[Any], begun: _Walk | None = None) -> None:
@@ -208,7 +208,7 @@ class _Walk:
         }
         self._named = {id(each): name for name, each in (*self._modules.items(), *weights.items())}
         self._memory = {_address(each): name for name, each in weights.items()}
-        self._places: dict[int, str] = {}
+        self._paths: dict[int, str] = {}
         self._ids: dict[str, int] = {}
         self._held: list[Any] = []  # so that no other object takes an id
 
@@ -232,7 +232,7 @@ class _Walk:
 
     def _attribute(self, value: Any, name: str) -> _Attribute:
         self._hash, self._cannot, self._size, self._depth = xxhash.xxh3_128(), "", 0, 0
-        self._name, self._latest = name, len(self._places)
+        self._name, self._latest = name, len(self._paths)
         node = mark = None
         try:
             node = self._node(value, name)
@@ -245,8 +245,8 @@ class _Walk:
 
     def forget(self) -> None:
         """Let no attribute refer to a part of the latest one, which is not stored."""
-        for each in [*self._places][self._latest :]:
-            del self._places[each]
+        for each in [*self._paths][self._latest :]:
+            del self._paths[each]
 
     def _mix(self, *token: Any) -> None:
         self._write(ascii(token).encode())
@@ -257,10 +257,10 @@ class _Walk:
         if self._size > _TOO_MANY:
             raise OverflowError
 
-    def _lose(self, place: str, what: str) -> None:
-        self._cannot = self._cannot or (what if place == self._name else f"{place}: {what}")
+    def _lose(self, path: str, what: str) -> None:
+        self._cannot = self._cannot or (what if path == self._name else f"{path}: {what}")
 
-    def _node(self, value: Any, place: str, is_lasting: bool = True) -> Node:
+    def _node(self, value: Any, path: str, is_lasting: bool = True) -> Node:
         """Return a value as a checkpoint holds it, and add it to the digest.
 
         Args:
@@ -271,42 +271,42 @@ class _Walk:
             return value
         same, is_begun = self._named.get(id(value)), False
         if same is None and is_lasting and not isinstance(value, (tuple, frozenset, np.generic)):
-            first = self._places.setdefault(id(value), place)
-            same = first if first != place else None
+            first = self._paths.setdefault(id(value), path)
+            same = first if first != path else None
             self.objects[first], self._ids[first] = value, id(value)
-            is_begun = self._begun._ids.get(place) == id(value)
+            is_begun = self._begun._ids.get(path) == id(value)
         self._size, self._depth = self._size + 5, self._depth + 1
         self._mix(_title(value), same, is_begun)
         if self._depth > _DEEP:
-            self._lose(place, f"over {_DEEP} levels of containers")
-        node = ["same", same] if same is not None else self._read(value, place, is_begun, is_lasting)
+            self._lose(path, f"over {_DEEP} levels of containers")
+        node = ["same", same] if same is not None else self._read(value, path, is_begun, is_lasting)
         self._depth -= 1
         return node
 
-    def _read(self, value: Any, place: str, is_begun: bool, is_lasting: bool) -> Node:
+    def _read(self, value: Any, path: str, is_begun: bool, is_lasting: bool) -> Node:
         kind = type(value)
         if isinstance(value, Tensor):
-            return self._tensor(value, place, is_begun)
+            return self._tensor(value, path, is_begun)
         if (kind is np.ndarray or isinstance(value, np.generic)) and _is_number(value.dtype):
             self._mix(value.dtype, value.shape)
             self._hash.update(np.ascontiguousarray(value).tobytes())
             return ["array", is_begun, value] if kind is np.ndarray else value
         if is_begun and isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
-            return ["generator", self._node(generator_state(value), f"{place}.state", is_lasting=False)]
+            return ["generator", self._node(generator_state(value), f"{path}.state", is_lasting=False)]
         if is_begun and all(callable(getattr(kind, each, None)) for each in _STATEFUL):
-            state = self._node(value.state_dict(), f"{place}.state_dict()", is_lasting=False)
+            state = self._node(value.state_dict(), f"{path}.state_dict()", is_lasting=False)
             return ["state", _title(value), state]
         is_made = kind not in _FILLED or is_begun
         if _CONTAINERS.get(kind.__name__) is kind and is_made:
-            return self._container(value, place, is_begun, is_lasting)
-        return self._unstorable(value, place, _title(value))
+            return self._container(value, path, is_begun, is_lasting)
+        return self._unstorable(value, path, _title(value))
 
-    def _container(self, value: Any, place: str, is_begun: bool, is_lasting: bool) -> Node:
+    def _container(self, value: Any, path: str, is_begun: bool, is_lasting: bool) -> Node:
         kind: Any = type(value)
         is_mapping = kind in _MAPPINGS
         keys = [*value] if is_mapping or kind in (set, frozenset) else []
         if not all(map(_is_key, keys)):
-            return self._unstorable(value, place, f"{_title(value)} with other keys than numbers and texts")
+            return self._unstorable(value, path, f"{_title(value)} with other keys than numbers and texts")
         self._mix(keys, len(value))
         items = [*value.values()] if is_mapping else [*value]
         if {*map(type, items)} <= _PLAIN:
@@ -314,15 +314,15 @@ class _Walk:
             self._size += len(items) // 20
         elif is_mapping or not keys:
             names = keys or range(len(items))
-            places = (f"{place}[{name!r}]" for name in names)
-            items = [self._node(each, at, is_lasting) for each, at in zip(items, places, strict=True)]
+            paths = (f"{path}[{name!r}]" for name in names)
+            items = [self._node(each, at, is_lasting) for each, at in zip(items, paths, strict=True)]
         return [kind.__name__, is_begun, keys, items]
 
-    def _unstorable(self, value: Any, place: str, what: str) -> None:
-        self._lose(place, what)
+    def _unstorable(self, value: Any, path: str, what: str) -> None:
+        self._lose(path, what)
         _Digest(self._write, self._named, self._held).dump(value)
 
-    def _tensor(self, tensor: Tensor, place: str, is_begun: bool) -> Node:
+    def _tensor(self, tensor: Tensor, path: str, is_begun: bool) -> Node:
         owner = self._memory.get(_address(tensor))
         is_plain = type(tensor) is Tensor or (type(tensor) is nn.Parameter and is_begun)
         is_plain = is_plain and tensor.layout is torch.strided and not tensor.is_meta
@@ -330,7 +330,7 @@ class _Walk:
             self._held.append(tensor)
             version = -1 if tensor.is_inference() else tensor._version
             self._mix(owner, tensor.shape) if owner else self._mix(id(tensor), version)
-            return self._lose(place, _title(tensor) if owner is None else f"a view of {owner!r}")
+            return self._lose(path, _title(tensor) if owner is None else f"a view of {owner!r}")
         learnt = tensor.requires_grad and tensor.is_leaf
         dense = tensor.detach().cpu().resolve_conj().resolve_neg().clone()
         whole = dense.contiguous()
@@ -376,32 +376,32 @@ class _Restorer:
     """Makes values of nodes; fills objects that the fit has kept, so that all who hold them see the values.
 
     Args:
-        objects: The objects of the program, by place.
+        objects: The objects of the program, by path.
         device: Receives the tensors that were not on a CPU.
     """
 
     def __init__(self, objects: dict[str, Any], task: nn.Module, device: torch.device) -> None:
         self._objects, self._device = {**objects, **_modules(task), **_weights(task)}, device
 
-    def value(self, node: Node, place: str) -> Any:
+    def value(self, node: Node, path: str) -> Any:
         """Return the value of a node, for an attribute or a part of one."""
         if type(node) is not list:
             return node
-        now = self._objects.get(place, _NONE)
+        now = self._objects.get(path, _NONE)
         if node[0] in _CONTAINERS:
-            made = self._container(place, now, *node)
+            made = self._container(path, now, *node)
         else:
-            made = getattr(self, f"as_{node[0]}")(place, now, *node[1:])
-        self._objects[place] = made
+            made = getattr(self, f"as_{node[0]}")(path, now, *node[1:])
+        self._objects[path] = made
         return made
 
-    def as_same(self, place: str, now: Any, other: str) -> Any:
+    def as_same(self, path: str, now: Any, other: str) -> Any:
         if other not in self._objects:
             raise _MissingError
         return self._objects[other]
 
     def as_tensor(
-        self, place: str, now: Any, is_begun: bool, device: str, learnt: bool, strides: Any, stored: Tensor
+        self, path: str, now: Any, is_begun: bool, device: str, learnt: bool, strides: Any, stored: Tensor
     ) -> Tensor:
         made = torch.empty_strided(stored.shape, strides, dtype=stored.dtype).copy_(stored)
         made = made.to(device if device == "cpu" else self._device)
@@ -411,36 +411,36 @@ class _Restorer:
             return now  # type: ignore[no-any-return]
         return made.requires_grad_(learnt)
 
-    def as_array(self, place: str, now: Any, is_begun: bool, stored: Any) -> Any:
+    def as_array(self, path: str, now: Any, is_begun: bool, stored: Any) -> Any:
         is_array = is_begun and type(now) is np.ndarray and now.flags.writeable
         if is_array and (now.shape, now.dtype) == (stored.shape, stored.dtype):
             now[...] = stored
             return now
         return stored.copy()
 
-    def as_generator(self, place: str, now: Any, node: Node) -> Any:
+    def as_generator(self, path: str, now: Any, node: Node) -> Any:
         if not isinstance(now, GENERATORS):
             raise _MissingError
-        load_generator_state(now, self.value(node, f"{place}.state"))
+        load_generator_state(now, self.value(node, f"{path}.state"))
         return now
 
-    def as_state(self, place: str, now: Any, title: str, node: Node) -> Any:
+    def as_state(self, path: str, now: Any, title: str, node: Node) -> Any:
         if _title(now) != title:
             raise _MissingError
-        now.load_state_dict(self.value(node, f"{place}.state_dict()"))
+        now.load_state_dict(self.value(node, f"{path}.state_dict()"))
         return now
 
     def _container(
-        self, place: str, now: Any, name: str, is_begun: bool, keys: list[Any], nodes: list[Node]
+        self, path: str, now: Any, name: str, is_begun: bool, keys: list[Any], nodes: list[Node]
     ) -> Any:
         kind = _CONTAINERS[name]
         if not is_begun or type(now) is not kind:
             if kind in _FILLED:
                 raise _MissingError
             now = kind()
-        self._objects[place] = now  # a part may refer to it
+        self._objects[path] = now  # a part may refer to it
         names = zip(nodes, keys or range(len(nodes)), strict=True)
-        parts = [self.value(node, f"{place}[{name!r}]") for node, name in names]
+        parts = [self.value(node, f"{path}[{name!r}]") for node, name in names]
         if kind in (tuple, frozenset):
             return kind(parts)
         now.clear()

@@ -75,7 +75,7 @@ def modules_of(task: nn.Module, besides: Iterable[Any] = ()) -> Iterator[tuple[s
         for name, value in vars(module).items():
             if name not in OF_MODULES and not isinstance(value, PLAIN):
                 found = leaves(value, (nn.Module,))
-                children += [(".".join(map(str, (name, *place))), each) for place, each in found]
+                children += [(".".join(map(str, (name, *path))), each) for path, each in found]
         for name, child in children:
             yield from search(child, f"{prefix}{name}.")
 
@@ -97,12 +97,12 @@ def is_opaque(value: Any) -> bool:
 
 
 def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the objects of some classes in an attribute's value, each with its place."""
+    """Yield the objects of some classes in an attribute's value, each with its path."""
     seen: set[int] = set()
 
-    def search(place: tuple[Any, ...], each: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def search(path: tuple[Any, ...], each: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
         if isinstance(each, kinds):
-            yield place, each
+            yield path, each
             return
         if depth == 0 or id(each) in seen or isinstance(each, PLAIN):
             return
@@ -117,7 +117,7 @@ def leaves(value: Any, kinds: tuple[type, ...]) -> Iterator[tuple[tuple[Any, ...
         elif not is_opaque(each):
             items = getattr(each, "__dict__", {}).items()
         for key, inner in islice(items, _MANY):
-            yield from search((*place, key), inner, depth - 1)
+            yield from search((*path, key), inner, depth - 1)
 
     return islice(search((), value, _DEPTH), _MANY)
 
@@ -128,10 +128,10 @@ def generators_of(task: nn.Module) -> dict[str, RandomGenerator]:
     seen: set[int] = set()
     for prefix, module in modules_of(task):
         for name, value in vars(module).items():  # of torch's modules too: the user may have put one there
-            for place, each in leaves(value, GENERATORS) if name not in OF_MODULES else ():
+            for path, each in leaves(value, GENERATORS) if name not in OF_MODULES else ():
                 if id(each) not in seen and not isinstance(each, random.SystemRandom):
                     seen.add(id(each))
-                    found[".".join(map(str, (prefix + name, *place)))] = each
+                    found[".".join(map(str, (prefix + name, *path)))] = each
     return found
 
 

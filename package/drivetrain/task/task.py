@@ -314,7 +314,7 @@ class TaskModule(nn.Module):
         return has_metrics and (overrides(self, "loss") or overrides(self, "training_step"))
 
     def _unclear(self, batch: Sequence[Any], required: Sequence[str]) -> DataError:
-        items = ", ".join(f"batch[{place}]" for place in range(max(1, len(batch) - 1)))
+        items = ", ".join(f"batch[{index}]" for index in range(max(1, len(batch) - 1)))
         return DataError(
             f"{type(self).__name__}.forward{inspect.signature(self.forward)} does not fit a sequence of"
             f" {len(batch)}: {described(batch)}. A sequence gives forward its first items, one for each"

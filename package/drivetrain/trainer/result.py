@@ -76,9 +76,9 @@ class FitResult:
         facts: list[tuple[str, object]] = [("ended", self.stop_reason)]
         facts += [("steps, epochs", f"{progress.steps:,}, {progress.epoch}")]
         facts += [("time", f"{progress.seconds:,.1f} s")]
-        places = {"run directory": self.run_dir, "weights": self.model_path}
-        places |= {f"best by {by}": path for by, path in self.best_checkpoints.items()}
-        facts += [(name, path) for name, path in places.items() if path is not None]
+        paths = {"run directory": self.run_dir, "weights": self.model_path}
+        paths |= {f"best by {by}": path for by, path in self.best_checkpoints.items()}
+        facts += [(name, path) for name, path in paths.items() if path is not None]
         history: Sequence[Mapping[str, float]] = ()
         with suppress(ConfigError):  # without a history there are no curves
             history = self.history

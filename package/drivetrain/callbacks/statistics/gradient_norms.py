@@ -78,12 +78,12 @@ class GradientNorms(Callback):
                 continue
             local, share = strategy.local_part(parameter.grad)
             local = local.coalesce().values() if local.is_sparse else local
-            gradients, places = kinds.setdefault((local.device, local.dtype), ([], []))
+            gradients, shares = kinds.setdefault((local.device, local.dtype), ([], []))
             gradients.append(local)
-            places.append((layer, share))
+            shares.append((layer, share))
         self._norms += [
-            (torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32)), places)
-            for (_, dtype), (gradients, places) in kinds.items()
+            (torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32)), shares)
+            for (_, dtype), (gradients, shares) in kinds.items()
         ]
 
     def on_log(self, run: Run) -> None:
@@ -91,8 +91,8 @@ class GradientNorms(Callback):
         if not self._norms:
             return
         squares = [0.0] * len(self._layers)
-        for norms, places in self._norms:
-            for norm, (layer, share) in zip(torch.stack(list(norms)).tolist(), places, strict=True):
+        for norms, shares in self._norms:
+            for norm, (layer, share) in zip(torch.stack(list(norms)).tolist(), shares, strict=True):
                 squares[layer] += norm * norm * share
         self._norms = []
         squares = run.engine.ranks.total(squares)

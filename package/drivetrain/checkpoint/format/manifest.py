@@ -4,7 +4,7 @@ checkpoint/
   model.safetensors       one file for each group of tensors, and for each process that writes part of it
   optimizer.safetensors
   assets/                 files stored beside the weights, if there are any
-  manifest.json           the commit record: sizes, hashes, the place of each tensor, and the content of small
+  manifest.json           the commit record: sizes, hashes, the span of each tensor, and the content of small
                           files: state.json, state.safetensors, hparams.json, checkpoint.json, assets.json
 
 Several processes write model-00001-of-00004.safetensors and so on. The hashes of each file's tensors are in

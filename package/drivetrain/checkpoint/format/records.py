@@ -143,23 +143,23 @@ class Cells:
         self._stops = [[*starts[1:], size] for starts, size in zip(self.starts, layout.shape, strict=True)]
 
     @cached_property
-    def _places(self) -> dict[int, int]:
-        places = {number: place for place, number in enumerate(self.numbers)}
-        if len(places) != len(self.numbers):
+    def _indices(self) -> dict[int, int]:
+        indices = {number: flat for flat, number in enumerate(self.numbers)}
+        if len(indices) != len(self.numbers):
             raise DamagedCheckpointError(
                 f"two pieces of a tensor of shape {list(self.layout.shape)} are in one file, which can have"
                 " only one of a name"
             )
-        return places
+        return indices
 
     def of(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return offset and shape of a process's piece, or None. The first process has number 0."""
-        place = self._places.get(number)
-        if place is None:
+        flat = self._indices.get(number)
+        if flat is None:
             return None
         at = []
         for starts in reversed(self.starts):
-            place, index = divmod(place, len(starts))
+            flat, index = divmod(flat, len(starts))
             at.append(index)
         return self._box(at[::-1])
 
@@ -177,10 +177,10 @@ class Cells:
             low = bisect_right(starts, first) - 1
             ranges.append(range(low, max(low + 1, bisect_right(starts, first + length - 1))))
         for at in itertools.product(*ranges):
-            place = 0
+            flat = 0
             for index, starts in zip(at, self.starts, strict=True):
-                place = place * len(starts) + index
-            yield self.numbers[place], *self._box(list(at))
+                flat = flat * len(starts) + index
+            yield self.numbers[flat], *self._box(list(at))
 
 
 @lru_cache(maxsize=16)

@@ -68,7 +68,7 @@ WRITER: dict[str, Json] = {"written_by": "drivetrain"}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """The place of one tensor in a file.
+    """The position of one tensor in a file.
 
     Attributes:
         name: The tensor's name.

@@ -30,7 +30,7 @@ class CheckpointDifference:
     Attributes:
         section: For a tensor its group; for another value "progress", "metrics", "saved_by", "hparams",
             "optimizers", or the name of an object.
-        name: The tensor's name, or the value's place in the section, with dots between the levels.
+        name: The tensor's name, or the value's path in the section, with dots between the levels.
         kind: The kind of the difference.
         first: The value in the first checkpoint, or None; see `readable`. A tensor is shown as its dtype and
             shape, such as "F32[2, 3]".
@@ -230,10 +230,10 @@ def _differences(section: str, first: Json, second: Json) -> list[CheckpointDiff
     return []
 
 
-def _flat(value: Json, place: str) -> Iterator[tuple[str, Json]]:
-    """Yield every number, text and empty container with its place."""
+def _flat(value: Json, path: str) -> Iterator[tuple[str, Json]]:
+    """Yield every number, text and empty container with its path."""
     if isinstance(value, (dict, list)) and value:
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _flat(each, f"{place}.{key}" if place else str(key))
-    elif place or not isinstance(value, (dict, list)):
-        yield place, value
+            yield from _flat(each, f"{path}.{key}" if path else str(key))
+    elif path or not isinstance(value, (dict, list)):
+        yield path, value

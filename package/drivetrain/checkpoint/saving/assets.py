@@ -144,12 +144,12 @@ def _files_of(asset: Asset, name: str | None, what: str) -> Iterator[tuple[str, 
     """
     if isinstance(asset, (str, os.PathLike)):
         path = Path(os.path.abspath(asset))
-        place = path.name if name is None else name
+        stored_name = path.name if name is None else name
         if path.is_dir():
-            yield from _folder(path, f"{place}/" if place else "", what)
+            yield from _folder(path, f"{stored_name}/" if stored_name else "", what)
             return
-        _check_name(place, what)
-        yield place, _content(path, path, what)
+        _check_name(stored_name, what)
+        yield stored_name, _content(path, path, what)
         return
     with tempfile.TemporaryDirectory(prefix="drivetrain-asset-") as made:
         try:
@@ -169,21 +169,21 @@ def _folder(folder: Path, inside: str, what: str) -> Iterator[tuple[str, bytes]]
             if path.is_symlink():
                 raise ConfigError(
                     f"{what}: {str(path)!r} is a link to a folder, which is not followed. Copy the folder"
-                    " to its place"
+                    " there"
                 )
         for each in sorted(names):
             path = Path(parent, each)
-            place = inside + path.relative_to(folder).as_posix()
-            _check_name(place, what)
+            stored_name = inside + path.relative_to(folder).as_posix()
+            _check_name(stored_name, what)
             found = True
-            yield place, _content(path, folder, what)
+            yield stored_name, _content(path, folder, what)
     if not found:
         raise ConfigError(f"{what} has no files: nothing would be stored")
 
 
-def _check_name(place: str, what: str) -> None:
-    if trouble := name_trouble(place):
-        raise ConfigError(f"{what}: {place!r} cannot be the name of a stored file: {trouble}")
+def _check_name(stored_name: str, what: str) -> None:
+    if trouble := name_trouble(stored_name):
+        raise ConfigError(f"{what}: {stored_name!r} cannot be the name of a stored file: {trouble}")
 
 
 def _content(path: Path, folder: Path, what: str) -> bytes:
@@ -191,7 +191,7 @@ def _content(path: Path, folder: Path, what: str) -> bytes:
     if path.is_symlink() and path != folder and not path.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
             f"{what}: {str(path)!r} is a link that leads out of the asset's folder, to"
-            f" {str(path.resolve())!r}. Copy the file to its place, or give the file itself as an asset"
+            f" {str(path.resolve())!r}. Copy the file there, or give the file itself as an asset"
         )
     with os_errors("read", str(path)):
         if not stat.S_ISREG(path.stat().st_mode):

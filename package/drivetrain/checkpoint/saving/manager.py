@@ -288,10 +288,10 @@ class CheckpointManager:
             values: The metrics that the fit resumes with.
         """
         self._open()
-        for place, each in enumerate(self._entries):
+        for index, each in enumerate(self._entries):
             if self._path(each.name) == spared:
                 best = {by: mode for by, mode in each.best.items() if values.get(by) == each.metrics.get(by)}
-                self._entries[place] = replace(each, best=best)
+                self._entries[index] = replace(each, best=best)
         stays, goes = retain(self._entries, self.policies)
         gone = [each for each in goes if self._path(each.name) != spared]
         if gone:

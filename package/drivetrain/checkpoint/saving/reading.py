@@ -46,7 +46,7 @@ class Reader:
         self.files = files
         self.path = path
         self.manifest = self._read_manifest()
-        self._by_place: dict[str, dict[TensorRecord, list[str]]] = {}
+        self._by_record: dict[str, dict[TensorRecord, list[str]]] = {}
 
     def _read_manifest(self) -> Manifest:
         # Symbolic links raise, because they could lead anywhere. Other files that the manifest does not list
@@ -242,11 +242,11 @@ class Reader:
 
     def _kinds(self, group: str) -> dict[TensorRecord, list[str]]:
         """Return a group's tensors by record, because many share one; cached, because each file needs it."""
-        if group not in self._by_place:
-            kinds = self._by_place[group] = {}
+        if group not in self._by_record:
+            kinds = self._by_record[group] = {}
             for name, record in self.manifest.tensors[group].items():
                 kinds.setdefault(record, []).append(name)
-        return self._by_place[group]
+        return self._by_record[group]
 
     def _check_room(self, records: Mapping[str, TensorRecord], names: Iterable[str]) -> None:
         """Check that the files are large enough for the shapes in the manifest, before allocating memory."""

@@ -86,7 +86,7 @@ def write_weights(
             resumed.
     """
     target = os.fspath(path)
-    place = _FilePlace(target, file_system(target) if files is None else files, owned)
+    export = _Target(target, file_system(target) if files is None else files, owned)
     what = f"the weights for {target!r}"
     lazy: TensorSource
     lazy = tensors if isinstance(tensors, TensorSource) else LazyTensors(tensors, floating_dtype(dtype), what)
@@ -97,21 +97,21 @@ def write_weights(
                 " safetensors file. torch.save(state_dict, path) writes it"
             )
     shares = divide(lazy.specs, byte_count("max_shard_size", max_shard_size))
-    names = [place.names.single] if len(shares) == 1 else place.names.several(len(shares))
+    names = [export.names.single] if len(shares) == 1 else export.names.several(len(shares))
     plans = [{name: lazy.specs[name] for name in share} for share in shares]
     order = [span.name for plan in plans for span in plan_file(plan, what)[0]]
     if write:
         try:
-            place.write(dict(zip(names, plans, strict=True)), lazy)
+            export.write(dict(zip(names, plans, strict=True)), lazy)
         except DrivetrainError:
             lazy.gather_rest(order)  # the other processes wait for this one in the next gather
             raise
     else:
         lazy.gather_rest(order)
-    return [place.given(name) for name in (names if len(names) == 1 else [*names, place.names.index])]
+    return [export.given(name) for name in (names if len(names) == 1 else [*names, export.names.index])]
 
 
-class _FilePlace:
+class _Target:
     """The directory of an export, and the names of its files.
 
     Args:
@@ -166,9 +166,9 @@ class _FilePlace:
                 self._commit(contents, [])
                 self._delete(older[::-1])  # the index last: it says to the next export that there are others
             else:
-                places = {name: file for file, plan in plans.items() for name in plan}
+                weight_map = {name: file for file, plan in plans.items() for name in plan}
                 total = sum(each.numel() * each.element_size() for each in lazy.specs.values())
-                contents[self.names.index] = [dump_index(total, places)]
+                contents[self.names.index] = [dump_index(total, weight_map)]
                 # Delete first, because the new files may have the names of the old: without the index and the
                 # old files, a mixture of both can never count as a complete export.
                 self._commit(contents, older)

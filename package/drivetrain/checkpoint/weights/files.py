@@ -88,14 +88,14 @@ def divide(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     return [*files, current] if current or not files else files
 
 
-def dump_index(total_size: int, places: Mapping[str, str]) -> bytes:
+def dump_index(total_size: int, weight_map: Mapping[str, str]) -> bytes:
     """Return the content of an index.
 
     Args:
         total_size: The bytes of all tensors.
-        places: Name to file.
+        weight_map: Name to file.
     """
-    index = {"metadata": {"total_size": total_size, **WRITER}, "weight_map": dict(places)}
+    index = {"metadata": {"total_size": total_size, **WRITER}, "weight_map": dict(weight_map)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 
@@ -107,11 +107,11 @@ def parse_index(data: bytes | bytearray, what: str) -> dict[str, list[str]]:
             kind.
     """
     index = parse_json(data, what)
-    places: Json = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not places:
+    weight_map: Json = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedCheckpointError(f"{what} has no weight_map, which names the file of each tensor")
     files: dict[str, list[str]] = {}
-    for name, file in places.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
             raise DamagedCheckpointError(
                 f"{what} places {name!r} in {str(file)[:80]!r}; allowed are plain names of files in the same "

@@ -234,28 +234,28 @@ def _describe(path: str, files: FileSystem) -> dict[str, Any]:
 
 def _from_index(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
     with HashedReader(_followed(path, files), files) as reader:
-        places = parse_index(reader.read_json(), repr(path))
+        weight_map = parse_index(reader.read_json(), repr(path))
     directory = files.split(path)[0]
     with os_errors("list", directory):
         present = files.entries(directory)
-    parts = {file: _followed(files.join(directory, file), files) for file in places if file in present}
-    missing = sorted(file for file in places if file not in parts or not _has(parts[file], files))
+    parts = {file: _followed(files.join(directory, file), files) for file in weight_map if file in present}
+    missing = sorted(file for file in weight_map if file not in parts or not _has(parts[file], files))
     if missing:
         raise DamagedCheckpointError(
-            f"{path!r} names {len(places)} files, and {len(missing)} are missing in {directory!r}: "
+            f"{path!r} names {len(weight_map)} files, and {len(missing)} are missing in {directory!r}: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Fetch or copy these too"
         )
     for file, real in parts.items():  # all headers first, before anything large is read
         if file.endswith(TENSORS):
             with HashedReader(real, files) as reader:
-                _check_names(path, file, {span.name for span in read_header(reader)}, set(places[file]))
+                _check_names(path, file, {span.name for span in read_header(reader)}, set(weight_map[file]))
     tensors: dict[str, Any] = {}
     for file, real in parts.items():
         if file.endswith(TENSORS):
             tensors.update(take(real, files))
         else:
             found = _kept(read_torch_weights(real, files).tensors, take)
-            _check_names(path, file, set(found), set(places[file]))
+            _check_names(path, file, set(found), set(weight_map[file]))
             tensors.update(found)
     return tensors
 

@@ -139,9 +139,9 @@ class _RowReader:
             yield part, _converted(self._values(value, (corner, tuple(part.shape))), planned)
 
     def _values(self, value: FileTensor | Tensor, box: Box) -> Tensor:
-        places = tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
+        index = tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
         if isinstance(value, Tensor):
-            return value[places]
+            return value[index]
         if value.path != self._path or self._read >= _PIECE:
             self._opened, self._path, self._read = None, "", 0
         with os_errors("read", value.path):
@@ -151,12 +151,12 @@ class _RowReader:
                     if version_of(value.path) != value.version:
                         raise SafetensorError("it was written again")
                 found = self._opened.get_slice(value.name)
-                rows: Tensor = found[places] if places else self._opened.get_tensor(value.name)
+                rows: Tensor = found[index] if index else self._opened.get_tensor(value.name)
             except SafetensorError as error:
                 raise DamagedCheckpointError(
                     f"{value.path!r} has changed since load_weights compared it: {error}"
                 ) from error
-        self._read += (box[1][0] if places else 1) * math.prod(value.shape[1:]) * value.dtype.itemsize
+        self._read += (box[1][0] if index else 1) * math.prod(value.shape[1:]) * value.dtype.itemsize
         return rows
 
 

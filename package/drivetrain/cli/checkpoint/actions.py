@@ -145,8 +145,8 @@ def _export_folder(parsed: argparse.Namespace) -> int:
     """Write a folder for another program; the integration of that name does it."""
     files = file_system(parsed.output)
     with os_errors("read", parsed.output):
-        place = files.absolute(parsed.output)
-        taken = files.kind(place) == "file" or (files.kind(place) == "directory" and files.entries(place))
+        target = files.absolute(parsed.output)
+        taken = files.kind(target) == "file" or (files.kind(target) == "directory" and files.entries(target))
     if taken and not parsed.force:
         raise ConfigError(f"{parsed.output!r} exists; --force replaces its files")
     size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}

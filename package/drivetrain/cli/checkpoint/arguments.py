@@ -107,8 +107,8 @@ def _parser(words: Sequence[str]) -> Parser:
     add("--max-shard-size", metavar="SIZE", help='split into files of at most this size, such as "5 GB"')
     add("--force", action="store_true", help="replace existing files")
 
-    for name, (purpose, place) in _ELSEWHERE.items():
-        module = importlib.import_module(place) if words[:1] == [name] else None
+    for name, (purpose, path) in _ELSEWHERE.items():
+        module = importlib.import_module(path) if words[:1] == [name] else None
         add = action(name, purpose, "" if module is None else module.ABOUT)
         if module is not None:
             module.add_arguments(add)

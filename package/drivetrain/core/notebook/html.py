@@ -45,8 +45,8 @@ def sparkline(values: Sequence[float]) -> Html:
     It is empty for fewer than two values. Of many values it has about a hundred, with the last one.
     """
     last, count = len(values) - 1, min(len(values), _POINTS)
-    places = [round(last * each / max(count - 1, 1)) for each in range(count)]
-    known = [(each / max(last, 1), values[each]) for each in places if math.isfinite(values[each])]
+    steps = [round(last * each / max(count - 1, 1)) for each in range(count)]
+    known = [(each / max(last, 1), values[each]) for each in steps if math.isfinite(values[each])]
     if len(known) < 2:
         return Html()
     low, high = min(value for _, value in known), max(value for _, value in known)

@@ -28,11 +28,11 @@ class Passes:
 
     def index(self, source: int, drawn: int) -> int:
         """Return the index of the sample that a source gives after `drawn` others."""
-        times, place = divmod(drawn, self._sizes[source])
+        times, index = divmod(drawn, self._sizes[source])
         if self._orders.get(source, (-1,))[0] != times:
             generator = torch.Generator().manual_seed(mix(ORDER, self._seed, source, times))
             self._orders[source] = times, torch.randperm(self._sizes[source], generator=generator).numpy()
-        return int(self._orders[source][1][place])
+        return int(self._orders[source][1][index])
 
 
 class OrderedByItself(ABC):

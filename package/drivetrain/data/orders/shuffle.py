@@ -1,4 +1,4 @@
-"""A shuffled order of many indices by a formula: no list is kept, and any place is found at once.
+"""A shuffled order of many indices by a formula: no list is kept, and any position is found at once.
 
 The formula is a Feistel network with a pseudo-random round function, which is a permutation of 2**b numbers
 (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", 1988), applied
@@ -44,8 +44,8 @@ class FormulaOrder:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, places: slice) -> torch.Tensor:
-        start, stop, _ = places.indices(self._length)
+    def __getitem__(self, positions: slice) -> torch.Tensor:
+        start, stop, _ = positions.indices(self._length)
         parts = []
         while start < stop:
             number, offset = divmod(start, _BLOCK)
@@ -58,8 +58,8 @@ class FormulaOrder:
         """Return a block of the order; the last one is kept."""
         if number != self._number:
             first = number * _BLOCK
-            places = np.arange(first, min(first + _BLOCK, self._length), dtype=np.uint64)
-            found = self._permuted(places)
+            positions = np.arange(first, min(first + _BLOCK, self._length), dtype=np.uint64)
+            found = self._permuted(positions)
             while (outside := np.flatnonzero(found >= self._length)).size:
                 found[outside] = self._permuted(found[outside])
             self._number, self._block = number, torch.from_numpy(found.astype(np.int64))

@@ -35,7 +35,7 @@ def joined(batches: Sequence[Any], padding: float | None = PADDING) -> Any:
     Args:
         padding: The value that fills up shorter rows; None refuses rows of different shapes.
     """
-    flat = [{keystr(place): leaf for place, leaf in tree_leaves_with_path(each)} for each in batches]
+    flat = [{keystr(path): leaf for path, leaf in tree_leaves_with_path(each)} for each in batches]
     for leaves in flat:
         if differing := sorted(leaves.keys() ^ flat[0].keys()):
             raise ValueError(
@@ -43,7 +43,7 @@ def joined(batches: Sequence[Any], padding: float | None = PADDING) -> Any:
                 f" not both have {', '.join(differing)}. A metric over the whole set needs the same ones from"
                 " each"
             )
-    whole = [_join([leaves[place] for leaves in flat], padding) for place in flat[0]]
+    whole = [_join([leaves[path] for leaves in flat], padding) for path in flat[0]]
     return tree_unflatten(whole, tree_structure(batches[0]))
 
 

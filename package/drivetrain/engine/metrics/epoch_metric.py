@@ -21,11 +21,11 @@ _TRUE_FIRST = ("y_true", "labels_true")
 _BY_NAME = ("predictions", "references")
 """The parameters of a metric of Hugging Face's evaluate."""
 
-Place: TypeAlias = tuple[int, int]
-"""Where an update belongs: the number of its global micro-batch, and the rank."""
+UpdateKey: TypeAlias = tuple[int, int]
+"""What orders the updates of all ranks: the number of the global micro-batch, and the rank."""
 
-Record: TypeAlias = tuple[Place, Any]
-"""The inputs of one update, with their place."""
+Record: TypeAlias = tuple[UpdateKey, Any]
+"""The inputs of one update, with the key of the update."""
 
 
 class EpochMetric:
@@ -117,7 +117,7 @@ class EpochMetric:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inputs of the updates since the last reset."""
-        return {"records": [[list(place), inputs] for place, inputs in self._records]}
+        return {"records": [[list(key), inputs] for key, inputs in self._records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
@@ -131,14 +131,14 @@ class EpochMetric:
         records = [
             ((int(n), int(rank)), inputs) for state in states for (n, rank), inputs in state["records"]
         ]
-        self._records = sorted(records, key=_place)
+        self._records = sorted(records, key=_key)
 
-    def keep(self, inputs: Sequence[Any], place: Place) -> None:
+    def keep(self, inputs: Sequence[Any], key: UpdateKey) -> None:
         """Keep the inputs of a batch.
 
         Args:
             inputs: Tensors and numbers, in tuples and mappings to any depth.
-            place: The batch's number, which is the same on all ranks, and the number of this rank.
+            key: The batch's number, which is the same on all ranks, and the number of this rank.
 
         Raises:
             DataError: As `update`.
@@ -146,11 +146,11 @@ class EpochMetric:
         if self.transform is not None:
             found = self.transform(*inputs)
             inputs = found if isinstance(found, tuple) else (found,)
-        self._records.append((place, tuple(_kept(each) for each in inputs)))
+        self._records.append((key, tuple(_kept(each) for each in inputs)))
 
     def held(self) -> list[Record]:
         """Return what was kept, as arrays on the host."""
-        return [(place, as_arrays(inputs)) for place, inputs in self._records]
+        return [(key, as_arrays(inputs)) for key, inputs in self._records]
 
     def to_host(self) -> None:
         """Keep what was kept as arrays on the host."""
@@ -163,7 +163,7 @@ class EpochMetric:
             DataError: Batches differ in shape or structure, and there is no padding.
         """
         try:
-            inputs = joined([each for _, each in sorted(records, key=_place)], self.padding)
+            inputs = joined([each for _, each in sorted(records, key=_key)], self.padding)
         except (DataError, ValueError) as error:
             raise DataError(
                 f"EpochMetric({_name(self.function)}): {error}. EpochMetric(padding=...) fills up shorter"
@@ -182,7 +182,7 @@ class EpochMetric:
             raise
 
 
-def _place(record: Record) -> Place:
+def _key(record: Record) -> UpdateKey:
     return record[0]
 
 

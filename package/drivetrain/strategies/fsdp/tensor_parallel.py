@@ -100,8 +100,8 @@ class TensorParallel:
         uses = uses_of_parameters(part) if now else []
         for each in now:
             self._split(each)
-        for places in uses:
-            _check_and_tie(places)
+        for modules in uses:
+            _check_and_tie(modules)
 
     def _split(self, each: Planned) -> None:
         from torch.distributed.tensor.parallel import parallelize_module

@@ -52,8 +52,8 @@ def _allowed() -> Iterator[None]:
     # torch's older names set the newer ones too. The reverse does not hold: after a newer name was set, the
     # older ones cannot be read, which the compiler's autotuning does (torch 2.13).
     backends: Any = torch.backends
-    places = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
-    before = [each.fp32_precision for each in places]
+    switches = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul)
+    before = [each.fp32_precision for each in switches]
     older = "highest", True
     with suppress(RuntimeError):  # the user has set a newer name
         older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
@@ -64,7 +64,7 @@ def _allowed() -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(older[0])
         backends.cudnn.allow_tf32 = older[1]
-        for each, value in zip(places, before, strict=True):
+        for each, value in zip(switches, before, strict=True):
             each.fp32_precision = value
 
 

@@ -66,7 +66,7 @@ def reordered_settings(
         fresh: The values of this run; see `fresh_values`.
         order: The number in the checkpoint of each group here.
     """
-    here, found = {number: place for place, number in enumerate(order)}, {}
+    here, found = {number: index for index, number in enumerate(order)}, {}
     for name, text in before.items():
         first, _, setting = name.partition(" ")
         if first.isdigit():
@@ -150,17 +150,17 @@ def described(changed: Mapping[str, tuple[str, str]]) -> str:
     return "; ".join(sorted(parts))
 
 
-def _settings_in(state: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the numbers in a scheduler's state by place, such as "gamma" or "_schedulers.1.gamma".
+def _settings_in(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the numbers in a scheduler's state by path, such as "gamma" or "_schedulers.1.gamma".
 
     They are its arguments, or follow from them, as long as it has not stepped.
     """
     for name, value in state.items() if isinstance(state, Mapping) else enumerate(state):
         if _is_plain(value):
             if name != "_last_lr":
-                yield f"{place}{name}", value
+                yield f"{path}{name}", value
         elif isinstance(value, (list, tuple)) or (isinstance(value, Mapping) and _has_words(value)):
-            yield from _settings_in(value, f"{place}{name}.")
+            yield from _settings_in(value, f"{path}{name}.")
 
 
 def _has_words(names: Iterable[Any]) -> bool:

@@ -79,15 +79,15 @@ class WeightUpdates:
         Args:
             module: The module to train, on its training device.
         """
-        found = [] if self._kind == "nearest" else list(_places(module))
-        places = [each for each in found if not is_lazy(each[2])]  # lazy ones have no values to copy yet
-        copies = {own: _like(own, own.detach().float()) for own in dict.fromkeys(own for _, _, own in places)}
+        found = [] if self._kind == "nearest" else list(_trained_weights(module))
+        weights = [each for each in found if not is_lazy(each[2])]  # lazy ones have no values to copy yet
+        copies = {own: _like(own, own.detach().float()) for own in dict.fromkeys(own for *_, own in weights)}
         try:
-            for owner, name, own in places:
+            for owner, name, own in weights:
                 owner._parameters[name] = copies[own]
             yield functools.partial(self._finish, copies) if found else lambda optimizer: optimizer
         finally:
-            for owner, name, own in places:
+            for owner, name, own in weights:
                 owner._parameters[name] = own
 
     def _finish(self, copies: dict[nn.Parameter, nn.Parameter], optimizer: Optimizer) -> Optimizer:
@@ -106,7 +106,7 @@ class WeightUpdates:
         return optimizer
 
 
-def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _trained_weights(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield the trained 16-bit weights of a module, each with the module that holds it and its name there."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -154,18 +154,18 @@ class _Steps:
         step = self._progress.steps
         self._last = (step, self._last[1] + 1 if self._last[0] == step else 0)
         try:
-            for number, (places, members) in enumerate(self._pieces):
+            for number, (copied, members) in enumerate(self._pieces):
                 try:
-                    for copies in places:
+                    for copies in copied:
                         copies.take(state)
                     for group, given in zip(groups, members, strict=True):
                         group["params"] = given
                     self._inner()
                 finally:
-                    for copies in places:
+                    for copies in copied:
                         copies.hand_back(state)
-                for place, copies in enumerate(places):
-                    copies.round((*self._keys, *self._last, number, place))
+                for index, copies in enumerate(copied):
+                    copies.round((*self._keys, *self._last, number, index))
         finally:
             for group, given in zip(groups, own, strict=True):
                 group["params"] = given
@@ -192,11 +192,11 @@ class _Steps:
         """
         self._pieces = []
         for piece in self._divided(groups):
-            places: dict[Any, list[nn.Parameter]] = {}
+            kinds: dict[Any, list[nn.Parameter]] = {}
             for each in itertools.chain.from_iterable(piece):
                 if each.dtype in _DROPPED:
-                    places.setdefault((each.device, each.dtype, _share(each)), []).append(each)
-            copies = [_Copies(each, self._keeps) for each in places.values()]
+                    kinds.setdefault((each.device, each.dtype, _share(each)), []).append(each)
+            copies = [_Copies(each, self._keeps) for each in kinds.values()]
             copy_of = {
                 own: copy for each in copies for own, copy in zip(each.weights, each.copies, strict=True)
             }

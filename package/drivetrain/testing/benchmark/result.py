@@ -115,9 +115,9 @@ class BenchmarkResult:
         whys: dict[str, str] = {}
         for row in self.rows:
             cells = [_cell(each, getattr(row, each)) for each in kept]
-            for place, each in enumerate(kept):
+            for index, each in enumerate(kept):
                 if each in row.notes:
-                    cells[place] = whys.setdefault(row.notes[each], f"[{len(whys) + 1}]")
+                    cells[index] = whys.setdefault(row.notes[each], f"[{len(whys) + 1}]")
             failed = f"failed {whys.setdefault(row.failure, f'[{len(whys) + 1}]')}" if row.failure else ""
             lines.append([*(shown(row.settings[name]) for name in names), *cells, failed])
         about = f"the best of {self.rounds} rounds, and the range of all" if self.rounds > 1 else "one round"

@@ -47,7 +47,7 @@ class RunRecorder:
         changes = dict(self.evaluates(trainer))
         self._fits += 1
         checked = self._fits == recording.fit
-        changes["run_dir"] = self._place(trainer.run_dir, f"fit-{self._fits}")
+        changes["run_dir"] = self._folder(trainer.run_dir, f"fit-{self._fits}")
         changes["loggers"] = _loggers(trainer.loggers)
         changes["progress_bar"] = False
         if not checked:
@@ -88,7 +88,7 @@ class RunRecorder:
             self._end_program()
         changes: dict[str, Any] = {}
         if trainer.run_dir is not None:
-            changes["run_dir"] = self._place(trainer.run_dir, "")
+            changes["run_dir"] = self._folder(trainer.run_dir, "")
         if any(each.directory is not None for each in chosen_policies(trainer.checkpoint)):
             changes["checkpoint"] = self._policies(trainer, "")
         return changes
@@ -109,11 +109,11 @@ class RunRecorder:
         return [
             each
             if each.directory is None
-            else dataclasses.replace(each, directory=self._place(each.directory, name))
+            else dataclasses.replace(each, directory=self._folder(each.directory, name))
             for each in policies
         ]
 
-    def _place(self, given: Any, name: str) -> Path:
+    def _folder(self, given: Any, name: str) -> Path:
         """Return a temporary directory for a user's directory; equal paths give equal ones."""
         kind = self._recording.kind
         if kind == RESUMED and self._fits == self._recording.fit:

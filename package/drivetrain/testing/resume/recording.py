@@ -57,9 +57,9 @@ class Recorder(Callback):
     def on_fit_start(self, run: Any) -> None:
         """Record where the fit begins, and which logged values measure time."""
         recording, rank = self._recording, run.engine.ranks.rank
-        place = recording.directory / recording.kind
-        place.mkdir(parents=True, exist_ok=True)
-        self._file = place / f"rank-{rank}.jsonl"
+        folder = recording.directory / recording.kind
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / f"rank-{rank}.jsonl"
         self._base = self.step = run.progress.steps
         if recording.kind == RESUMED:
             self._base = Recorded(recording.directory / UNINTERRUPTED / self._file.name).base or 0

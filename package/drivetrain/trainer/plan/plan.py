@@ -167,9 +167,9 @@ class Plan:
         """Return the rows of what one process holds; unknown parts are left out of the sums, which say so."""
         rows = []
         for what, size in self.memory.items():
-            place = ", in the host's memory" if what in self.offloaded and size is not None else ""
+            where = ", in the host's memory" if what in self.offloaded and size is not None else ""
             reason = f": {self.memory_unknown}" if size is None and what == "activations" else ""
-            rows.append((f"memory: {what}", _memory_text(size) + place + reason))
+            rows.append((f"memory: {what}", _memory_text(size) + where + reason))
         here = {name: size for name, size in self.memory.items() if name not in self.offloaded}
         whose = "" if self.processes == 1 else "in each process "
         total = _memory_text(sum(size for size in here.values() if size is not None))
