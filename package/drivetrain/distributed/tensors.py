@@ -59,17 +59,18 @@ def largest_of_all(tensor: Tensor) -> None:
     distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
 
 
-def held_here(tensor: Tensor, world_size: int) -> float:
-    """Return this process's share in its part of a tensor: a part that n processes hold is 1/n of each.
+def local_part(tensor: Tensor, world_size: int) -> tuple[Tensor, float]:
+    """Return this process's part of a tensor, and its share of the part: 1/n if n processes have that part.
 
-    So a sum over all processes of what each computes from its part, times this, counts every part once.
+    So a sum over all processes of what each computes from its part, times the share, counts every part once.
     """
     parts = 1
     placed: Any = tensor
     for dimension, placement in enumerate(getattr(placed, "placements", ())):
         if not placement.is_replicate():
             parts *= placed.device_mesh.size(dimension)
-    return parts / world_size
+    local: Tensor = placed.to_local() if hasattr(placed, "to_local") else placed
+    return local.detach(), parts / world_size
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -2,7 +2,7 @@ from drivetrain.core.registry import Registry as Registry
 from drivetrain.strategies.accelerate.accelerate import Accelerate as Accelerate
 from drivetrain.strategies.accelerate.options import AccelerateConfig as AccelerateConfig
 from drivetrain.strategies.base import REFUSED as REFUSED
-from drivetrain.strategies.base import Held as Held
+from drivetrain.strategies.base import Memory as Memory
 from drivetrain.strategies.base import Prepared as Prepared
 from drivetrain.strategies.base import SharedSettings as SharedSettings
 from drivetrain.strategies.base import Strategy as Strategy

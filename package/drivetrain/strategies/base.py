@@ -19,7 +19,7 @@ from drivetrain.core.registry import is_installed
 from drivetrain.core.validation import check_names
 from drivetrain.distributed.failure.named_locations import named_location
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.distributed.tensors import held_here
+from drivetrain.distributed.tensors import local_part
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
@@ -118,13 +118,11 @@ def has_collectives() -> Support:
 
 def has_bfloat16(device: torch.device, precision: Precision) -> Support:
     """Return whether a device has bfloat16, if a precision needs it."""
-    dtypes = (precision.param_dtype, precision.compute_dtype)
+    is_needed = device.type == "cuda" and torch.bfloat16 in (precision.param_dtype, precision.compute_dtype)
     # Emulated, as on a T4 or V100, it would train at a tenth of the speed.
-    if device.type != "cuda" or torch.bfloat16 not in dtypes:
-        return Support(True)
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return Support(True)
-    return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
+    if is_needed and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
+    return Support(True)
 
 
 class SharedSettings(NamedTuple):
@@ -143,8 +141,8 @@ class SharedSettings(NamedTuple):
     world_size: int
 
 
-class Held(NamedTuple):
-    """The part of a task that one process holds during a step, from which a plan computes memory.
+class Memory(NamedTuple):
+    """The memory of one rank in a step: the part of the task that it keeps, from which a plan computes bytes.
 
     Attributes:
         fractions: For each divided parameter, the share of its elements that a process keeps.
@@ -283,8 +281,10 @@ class Strategy(ABC):
     ) -> Prepared:
         """Place, wrap or shard the module and build its optimizers, in the order that this strategy needs."""
 
-    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held | None:
-        """Return what one process holds of a task during a step; None if the strategy cannot tell.
+    def memory(
+        self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int
+    ) -> Memory | None:
+        """Return what one rank keeps of a task in a step; None if the strategy cannot tell.
 
         The default is the whole task, unless the strategy is `sharded`.
 
@@ -294,7 +294,7 @@ class Strategy(ABC):
             accumulates: Whether a step has several micro-batches.
             local_size: The processes on a machine.
         """
-        return None if self.sharded else Held()
+        return None if self.sharded else Memory()
 
     @contextmanager
     def checkpoint_layout(
@@ -330,9 +330,7 @@ class Strategy(ABC):
         Args:
             tensor: A parameter of the prepared task, or its gradient.
         """
-        placed: Any = tensor.detach()
-        part: Tensor = placed.to_local() if hasattr(placed, "to_local") else placed
-        return part, held_here(tensor, self.world_size)
+        return local_part(tensor, self.world_size)
 
     def restore(self) -> None:
         """Turn the prepared module back into an ordinary one with all of its values. Called on all processes

@@ -16,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from drivetrain.core.errors import StrategyError
 from drivetrain.core.validation import by_name
 from drivetrain.distributed.group import uncompared
-from drivetrain.strategies.base import Held, MakeOptimizers, Prepared, Support, has_bfloat16, has_collectives
+from drivetrain.strategies.base import (
+    MakeOptimizers,
+    Memory,
+    Prepared,
+    Support,
+    has_bfloat16,
+    has_collectives,
+)
 from drivetrain.strategies.checks import check_options, check_values
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
@@ -139,11 +146,11 @@ class DDP(Replicated):
             refuse_sparse(module.task, self.name, "NCCL cannot reduce them")
         return self._replicate(module, make_optimizers)
 
-    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
+    def memory(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Memory:
         """Return the whole task, and DDP's buckets if gradients are not kept in them."""
         if self.config.gradient_as_bucket_view or self.world_size == 1:
-            return Held()
-        return Held(gathered=sum(each.nbytes for each in task.parameters() if each.requires_grad))
+            return Memory()
+        return Memory(gathered=sum(each.nbytes for each in task.parameters() if each.requires_grad))
 
     def _wrapper(self, module: StepModule, init_sync: bool) -> DistributedDataParallel:
         config = self.config

@@ -175,7 +175,7 @@ class DeclaredMetrics:
         return values
 
     def _values_of_epoch(self) -> dict[str, float]:
-        gathered = self._ranks.gather_first([metric.held() for metric in self._of_epoch.values()])
+        gathered = self._ranks.gather_first([metric.records_on_host() for metric in self._of_epoch.values()])
 
         def values() -> dict[str, float]:
             found: dict[str, float] = {}

@@ -109,7 +109,7 @@ class EpochMetric:
         """
         if not self._records:
             raise DataError("EpochMetric.compute() without an update: there are no samples to compute from")
-        return self.result(self.held())
+        return self.result(self.records_on_host())
 
     def reset(self) -> None:
         """Forget all samples."""
@@ -148,13 +148,13 @@ class EpochMetric:
             inputs = found if isinstance(found, tuple) else (found,)
         self._records.append((key, tuple(_kept(each) for each in inputs)))
 
-    def held(self) -> list[Record]:
+    def records_on_host(self) -> list[Record]:
         """Return what was kept, as arrays on the host."""
         return [(key, as_arrays(inputs)) for key, inputs in self._records]
 
     def to_host(self) -> None:
         """Keep what was kept as arrays on the host."""
-        self._records = self.held()
+        self._records = self.records_on_host()
 
     def result(self, records: Sequence[Record]) -> Any:
         """Return the function's result for the records of all ranks.

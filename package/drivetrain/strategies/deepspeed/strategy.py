@@ -20,8 +20,8 @@ from drivetrain.checkpoint.weights.stored_rows import stored_weights
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed.tensors import broadcast_module
 from drivetrain.strategies.base import (
-    Held,
     MakeOptimizers,
+    Memory,
     Prepared,
     SharedSettings,
     Strategy,
@@ -154,7 +154,7 @@ class DeepSpeed(Strategy):
         if self.config.mapping:
             check_by_deepspeed(realise(self.config, precision, asked), self.device.type)
 
-    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
+    def memory(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Memory:
         """Return what ZeRO's stage divides, with DeepSpeed's buckets and gathered weights at their limits."""
         parts = ("optimizer", "gradients", "parameters")[: self.config.stage]
         zero = self.config.mapping.get("zero_optimization", {})
@@ -164,7 +164,7 @@ class DeepSpeed(Strategy):
         bucket = zero.get("reduce_bucket_size", 5 * 10**8) if self.config.stage else 0
         limits = (int(each) if isinstance(each, (int, float)) else elements for each in (live, bucket))
         offloaded = ["optimizer", "gradients"] if self.config.offload_optimizer else []
-        return Held(
+        return Memory(
             dict.fromkeys(task.parameters(), 1 / self.world_size),
             frozenset(parts),
             gathered=sum(min(each, elements) * width for each in limits),

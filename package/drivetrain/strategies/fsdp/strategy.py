@@ -21,12 +21,12 @@ from drivetrain.distributed.tensors import (
     average_gradients,
     broadcast_buffers,
     broadcast_module,
-    held_here,
     largest_of_all,
+    local_part,
 )
 from drivetrain.strategies.base import (
-    Held,
     MakeOptimizers,
+    Memory,
     Prepared,
     Strategy,
     Support,
@@ -36,7 +36,7 @@ from drivetrain.strategies.base import (
 )
 from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
 from drivetrain.strategies.fsdp.config import FSDPConfig
-from drivetrain.strategies.fsdp.held import held_shards
+from drivetrain.strategies.fsdp.memory import sharded_memory
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
@@ -321,10 +321,10 @@ class FSDP(Strategy):
             return {"replicate": size // each, "shard": each}
         return {"shard": size}
 
-    def held(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Held:
+    def memory(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Memory:
         """Return the shards of a process, and what it has gathered at a time."""
         shards = self._sizes(local_size)["shard"]
-        return held_shards(task, self.config, precision, accumulates, shards)
+        return sharded_memory(task, self.config, precision, accumulates, shards)
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Reduce gradients only in the window's last micro-batch, unless the configuration asks for each."""
@@ -383,17 +383,15 @@ def _clip_by_global_norm(
     """
     grouped: dict[tuple[torch.device, float], list[Tensor]] = {}
     for parameter in parameters:
-        gradient: Any = parameter.grad
-        if gradient is not None:
-            held = held_here(gradient, world_size)
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            grouped.setdefault((local.device, held), []).append(local.detach())
+        if parameter.grad is not None:
+            local, share = local_part(parameter.grad, world_size)
+            grouped.setdefault((local.device, share), []).append(local)
     dtypes = {each.dtype for gradients in grouped.values() for each in gradients}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     square = torch.zeros((), dtype=wide, device=device)
-    for (_, held), gradients in grouped.items():
+    for (_, share), gradients in grouped.items():
         norms = torch._foreach_norm(gradients, 2, dtype=wide)
-        square += (torch.stack(list(norms)).square().sum() * held).to(device)
+        square += (torch.stack(list(norms)).square().sum() * share).to(device)
     if world_size > 1:
         distributed.all_reduce(square)
     norm = square.sqrt()

@@ -21,7 +21,7 @@ from drivetrain.data.split_source import AlreadySplit
 from drivetrain.engine.memory import as_memory
 from drivetrain.engine.memory_profile import MemoryWatch
 from drivetrain.run.settings import RunSettings
-from drivetrain.strategies.base import Held, Strategy
+from drivetrain.strategies.base import Memory, Strategy
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.recompute import Recomputation, checkpoint_blocks
@@ -88,7 +88,7 @@ def _of_loader(data: DataLoader[Any], limit: int | None) -> Batch:
     return data.collate_fn([dataset[0]] * min(size, limit or size))
 
 
-def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batch: Batch) -> StepMemory:
+def step_memory(settings: RunSettings, task: TaskModule, memory: Memory | None, batch: Batch) -> StepMemory:
     """Run one micro-batch on tensors that have shapes, dtypes and a device, but no values.
 
     Torch's fake tensors run the kernels' shape functions alone, so that neither memory nor an accelerator is
@@ -105,7 +105,7 @@ def step_memory(settings: RunSettings, task: TaskModule, held: Held | None, batc
     try:
         copy: Any = precision.convert_module(on_meta(task))
         with mode:
-            _make_fake(copy, None if held is None else held.forward_dtype)
+            _make_fake(copy, None if memory is None else memory.forward_dtype)
             fake = tree_map(_fake, batch)
         watch = MemoryWatch(copy, (), torch.device("meta"), fake)
         again = _recompute(settings, strategy, copy, watch)
@@ -220,7 +220,7 @@ def checkpoint_size(settings: RunSettings, task: TaskModule, built: Built) -> in
         for name, each in task.state_dict(keep_vars=True).items()
         if isinstance(each, Tensor) and name not in (left_out or ())
     }
-    whole = built.memory(Held())["optimizer"] if policy is None or policy.resumable else 0
+    whole = built.sizes(Memory())["optimizer"] if policy is None or policy.resumable else 0
     return None if whole is None else sum(tensors.values()) + whole
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drivetrain.core.calendar import RunLength
 from drivetrain.engine.updater import OptimizerSpec, Updater, build_updaters, optimizer_specs
 from drivetrain.run.settings import RunSettings
-from drivetrain.strategies.base import Held
+from drivetrain.strategies.base import Memory
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.quantized import is_quantized, parts_of, uncompiled
@@ -153,29 +153,29 @@ class Built:
             for key, rate in _rates(updater, self.specs[name], steps).items()
         }
 
-    def memory(self, held: Held | None) -> dict[str, int | None]:
+    def sizes(self, memory: Memory | None) -> dict[str, int | None]:
         """Return the bytes of the parameters, their gradients and the optimizers' state in one process.
 
         Args:
-            held: What a process holds of the task; None if that is not known.
+            memory: What a process holds of the task; None if that is not known.
         """
         sizes: dict[str, int | None] = dict.fromkeys(("parameters", "gradients", "optimizer"))
         parameters = list(self.module.parameters())
-        if held is None or any(is_lazy(each) for each in parameters):
+        if memory is None or any(is_lazy(each) for each in parameters):
             return sizes
 
         def part(of: str, parameter: Tensor, elements: int) -> int:
-            fraction = held.fractions.get(parameter, 1.0) if of in held.divided else 1.0
+            fraction = memory.fractions.get(parameter, 1.0) if of in memory.divided else 1.0
             return round(elements * fraction)
 
         def size(of: str, each: Tensor, dtype: torch.dtype | None = None) -> int:
-            return part(of, each, each.numel()) * (dtype or self.stored_dtype(each, held)).itemsize
+            return part(of, each, each.numel()) * (dtype or self.stored_dtype(each, memory)).itemsize
 
         trained = [each for each in parameters if each.requires_grad]
         sizes["parameters"] = sum(size("parameters", each) for each in parameters)
         sizes["gradients"] = sum(size("gradients", each) for each in trained)
         if self.state is not None:
-            kept = held.copies or self.precision.updates_of_weights == "master"
+            kept = memory.copies or self.precision.updates_of_weights == "master"
             copies = sum(size("optimizer", each, torch.float32) for each in trained if kept)
             sizes["optimizer"] = copies + sum(
                 # Numbers such as the count of steps are whole in every process.
@@ -184,11 +184,11 @@ class Built:
             )
         return sizes
 
-    def stored_dtype(self, parameter: Tensor, held: Held | None = None) -> torch.dtype:
+    def stored_dtype(self, parameter: Tensor, memory: Memory | None = None) -> torch.dtype:
         """Return the dtype that a parameter is stored in during the run."""
         wanted = self.precision.param_dtype
-        if held is not None and held.copies:
-            wanted = held.forward_dtype
+        if memory is not None and memory.copies:
+            wanted = memory.forward_dtype
         return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
 
 

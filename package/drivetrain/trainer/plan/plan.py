@@ -278,7 +278,7 @@ class _Process:
         unknown: As `Plan.memory_unknown`.
         tokens: As `Plan.tokens_per_step`.
         example: A micro-batch of copies of the first sample; None if that is unknown.
-        forward_dtype: As `Held.forward_dtype`.
+        forward_dtype: As `Memory.forward_dtype`.
     """
 
     def __init__(
@@ -286,12 +286,12 @@ class _Process:
     ) -> None:
         accumulation = at_start(settings.gradient_accumulation_steps)
         local_size = max(1, strategy.world_size // settings.num_nodes)
-        held = strategy.held(built.module, built.precision, accumulation > 1, local_size)
-        self.memory = built.memory(held)
-        self.forward_dtype = None if held is None else held.forward_dtype
-        self.offloaded = () if held is None else tuple(each for each in self.memory if each in held.offloaded)
-        if strategy.sharded or (held is not None and held.gathered):
-            self.memory["gathered"] = None if held is None else held.gathered
+        memory = strategy.memory(built.module, built.precision, accumulation > 1, local_size)
+        self.memory = built.sizes(memory)
+        self.forward_dtype = None if memory is None else memory.forward_dtype
+        self.offloaded = tuple(each for each in self.memory if memory and each in memory.offloaded)
+        if strategy.sharded or (memory is not None and memory.gathered):
+            self.memory["gathered"] = None if memory is None else memory.gathered
         self.memory |= dict.fromkeys(_OF_A_STEP)
         self.unknown, self.tokens, self.example = "", None, None
         try:
@@ -300,7 +300,7 @@ class _Process:
                 self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
             if isinstance(settings.micro_batch, int):
                 batch = example_batch(settings, task, data, settings.micro_batch)
-            found = step_memory(settings, task, held, batch)
+            found = step_memory(settings, task, memory, batch)
             self.memory |= {"activations": found.activations, "temporary": found.temporary}
         except Unknown as error:
             self.unknown = str(error)

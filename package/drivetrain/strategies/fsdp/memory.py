@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from drivetrain.strategies.base import Held
+from drivetrain.strategies.base import Memory
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.tensor_parallel import planned
 from drivetrain.strategies.precision.base import Precision
@@ -17,9 +17,9 @@ from drivetrain.strategies.wrapping import (
 )
 
 
-def held_shards(
+def sharded_memory(
     task: nn.Module, config: FSDPConfig, precision: Precision, accumulates: bool, shards: int
-) -> Held:
+) -> Memory:
     """Return the shards of the first process, which has the largest, and the most that is whole at a time.
 
     That is the root's weights, which stay gathered, a block and those gathered in advance, and in backward
@@ -69,10 +69,10 @@ def held_shards(
         root, reduced = size(task), whole + size(task if largest is None else largest, trained=True)
     else:
         reduced = max(reduced, size(task, trained=True, reduced=True))
-    return Held(
+    return Memory(
         fractions,
         gathered=root + weights + reduced,
-        offloaded=frozenset(Held().divided) if config.cpu_offload else frozenset(),
+        offloaded=frozenset(Memory().divided) if config.cpu_offload else frozenset(),
         forward_dtype=precision.compute_dtype if mixed else None,
     )
 
