@@ -9,7 +9,7 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import LambdaCallback
 from drivetrain.integrations.report.command import ReportPage, watch
-from drivetrain.integrations.report.contents import PLACES, drawn
+from drivetrain.integrations.report.contents import BINS, drawn
 from drivetrain.integrations.report.media import fit_to, logged_media
 from drivetrain.loggers import Audio, Image, Table, Text
 
@@ -60,4 +60,4 @@ def test_a_long_curve_keeps_its_spikes_and_a_nan_is_a_gap():
     values[70_001], values[30_000] = 99.0, math.nan
     found = drawn(([float(each) for each in range(100_000)], values))
     places = [sum(found["x"][: found["y"].index(each) + 1]) for each in (99.0, None)]
-    assert (places, found["gaps"], len(found["x"]) <= 2 * PLACES + 3) == ([70_001, 30_000], 1, True)
+    assert (places, found["gaps"], len(found["x"]) <= 2 * BINS + 3) == ([70_001, 30_000], 1, True)

@@ -298,7 +298,7 @@ class _Unwrapped(torch.utils.data.Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._indices.reset()
-        return (self._indices[place] for place in range(len(self)))
+        return (self._indices[index] for index in range(len(self)))
 
 
 def _together(loaders: Mapping[Any, DataLoader[Any]], is_named: bool) -> DataLoader[Any]:
@@ -393,10 +393,10 @@ class _GroupSampler(torch.utils.data.Sampler[Any]):
         drawn = [iter(each) for each in self._samplers]
         for _ in range(len(self)):
             group = []
-            for place, sampler in enumerate(self._samplers):
-                batch = next(drawn[place], None)
+            for index, sampler in enumerate(self._samplers):
+                batch = next(drawn[index], None)
                 if batch is None:
-                    drawn[place] = iter(sampler)
-                    batch = next(drawn[place])
+                    drawn[index] = iter(sampler)
+                    batch = next(drawn[index])
                 group.append(list(batch))
             yield tuple(group)

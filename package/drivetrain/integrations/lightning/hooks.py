@@ -142,8 +142,8 @@ class ModuleHooks(ModuleState, Callback):
 
         def transfer(batch: Any, loader: int) -> Any:
             for name, hook in found.items():
-                place = (self.view.strategy.root_device,) if name == "transfer_batch_to_device" else ()
-                batch = hook(batch, *place, loader)
+                device = (self.view.strategy.root_device,) if name == "transfer_batch_to_device" else ()
+                batch = hook(batch, *device, loader)
             return batch
 
         return transfer

@@ -68,7 +68,7 @@ class Logs:
     """The values that a module logs in one part of the loop: in training, or in an evaluation.
 
     Args:
-        module: The module, whose torchmetrics objects are found by their places in it.
+        module: The module, whose torchmetrics objects are found by their paths in it.
 
     Attributes:
         hook: The method of the module that runs now; each logs its own values.
@@ -265,11 +265,11 @@ class Logs:
         own = {name: each for name, each in self._metric_entries().items() if each.metric is not None}
         names = sorted(set().union(*ranks.all_gather([*own])) if not ranks.alone else own)
         found: dict[LoggedEntry, float] = {}
-        places = dict(self.module.named_modules())
+        modules = dict(self.module.named_modules())
         for name in names:
             path, _, full = name.partition("|")
             entry = own.get(name) or LoggedEntry(full, False, True, "mean", True, False)
-            metric = places[path] if entry.metric is None else entry.metric
+            metric = modules[path] if entry.metric is None else entry.metric
             updated = bool(getattr(metric, "update_called", True)) and entry.metric is not None
             if ranks.alone:
                 if updated:
@@ -283,7 +283,7 @@ class Logs:
                         found[entry] = float(as_scalar(full, metric.compute()))
         for name in names if begins_anew else ():
             path, _, _ = name.partition("|")
-            (places[path] if name not in own else own[name].metric).reset()
+            (modules[path] if name not in own else own[name].metric).reset()
         return found
 
     def _metric_entries(self) -> dict[str, LoggedEntry]:

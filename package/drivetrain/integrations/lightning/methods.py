@@ -93,13 +93,13 @@ def _is_used_by(module: Any, name: str) -> bool:
     return any(name in each.__code__.co_names for each in methods if inspect.isfunction(each))
 
 
-def takes(function: Any, name: str, place: int) -> bool:
-    """Return whether a step takes an argument, by Lightning's rule: by its name, by its place, or by `*`.
+def takes(function: Any, name: str, position: int) -> bool:
+    """Return whether a step takes an argument, by Lightning's rule: by its name, by its position, or by `*`.
 
     Args:
         function: The bound method.
         name: The argument's name.
-        place: The number of parameters that it takes at least if it has one at this place.
+        position: The number of parameters that it takes at least if it has one there.
     """
     parameters = inspect.signature(function).parameters
     positional = [
@@ -108,7 +108,7 @@ def takes(function: Any, name: str, place: int) -> bool:
         if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     star = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
-    return name in parameters or star or len(positional) >= place
+    return name in parameters or star or len(positional) >= position
 
 
 def check_state_dict(module: Any) -> None:

@@ -71,7 +71,7 @@ def unknown(state: ModuleState, text: str) -> AttributeError:
 
 
 class ProcessPart:
-    """The place of this process among all, which the Trainer and its strategy both tell."""
+    """The rank of this process, which the Trainer and its strategy both tell."""
 
     @property
     def world_size(self) -> int:

@@ -16,7 +16,7 @@ from drivetrain.core.registry import is_installed
 from drivetrain.integrations.optuna.result import SearchResult, TrialResult
 from drivetrain.integrations.optuna.searching import search
 
-_PLACES = ("task", "trainer", "data", "train_data", "validation_data")
+_PARTS = ("task", "trainer", "data", "train_data", "validation_data")
 _LISTED = ("objective", "direction")
 _FORMS = "a range LOW:HIGH, LOW:HIGH:log or LOW:HIGH:STEP, or choices A,B,C"
 
@@ -77,10 +77,10 @@ def _space(settings: Settings) -> dict[str, Any]:
         raise ConfigError("which space? Give a range or choices, such as --space.task.lr 1e-5:1e-2:log")
     space: dict[str, Any] = {}
     for name, each in _flat(given).items():
-        if name.split(".")[0] not in _PLACES or "." not in name:
+        if name.split(".")[0] not in _PARTS or "." not in name:
             raise ConfigError(
                 f"--space.{name} names no argument: write --space.task.NAME for one of the task, or"
-                f" {', '.join(f'--space.{place}.NAME' for place in _PLACES[1:])}"
+                f" {', '.join(f'--space.{part}.NAME' for part in _PARTS[1:])}"
             )
         if name == "trainer.run_dir":
             raise ConfigError(

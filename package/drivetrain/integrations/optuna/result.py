@@ -161,9 +161,9 @@ class SearchResult:
         lines = -(-(1 + len(chosen)) // columns)
         size = _WIDTH * columns, _HEIGHT * lines * len(self.objectives)
         figure = new_figure("SearchResult.plot", figsize=size)
-        for place, objective in enumerate(self.objectives):
+        for index, objective in enumerate(self.objectives):
             numbers, values = self._complete(objective)
-            first = 1 + place * lines * columns
+            first = 1 + index * lines * columns
             grid = lines * len(self.objectives), columns
             axes = figure.add_subplot(*grid, first, xlabel="trial", ylabel=objective)
             axes.plot(numbers, values, "o", alpha=0.5)
@@ -222,15 +222,15 @@ def _short(value: Any) -> Any:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else value
 
 
-def _scatter(axes: Any, places: Sequence[Any], values: Sequence[float]) -> None:
+def _scatter(axes: Any, positions: Sequence[Any], values: Sequence[float]) -> None:
     """Draw values by a parameter, on a logarithmic axis if the largest is over twenty times the smallest."""
-    numbers = [each for each in places if isinstance(each, (int, float)) and not isinstance(each, bool)]
-    if len(numbers) == len(places):
+    numbers = [each for each in positions if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    if len(numbers) == len(positions):
         axes.plot(numbers, values, "o", alpha=0.5)
         if numbers and min(numbers) > 0 and max(numbers) / min(numbers) > 20:
             axes.set_xscale("log")
     else:
-        axes.plot([str(each) for each in places], values, "o", alpha=0.5)
+        axes.plot([str(each) for each in positions], values, "o", alpha=0.5)
 
 
 def trials_of(

@@ -316,8 +316,8 @@ def _shown(parameters: Parameters) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as one text, with the place where it was raised."""
+    """Return an error as one text, with the line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    line = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     what = error.what if isinstance(error, NonFiniteError) else error
-    return shortened(f"{type(error).__name__}: {what}{place}")
+    return shortened(f"{type(error).__name__}: {what}{line}")

@@ -19,12 +19,12 @@ from drivetrain.core.types import Json
 from drivetrain.integrations.report.media import logged_media
 from drivetrain.run.ledger_report import KINDS
 
-PLACES = 800
-"""The most places on an axis; of the points of one place the least and the largest are drawn."""
+BINS = 800
+"""The most bins on an axis; of the points of one bin the least and the largest are drawn."""
 
-_FEWEST_PLACES = 60
-_ALL_PLACES = 400_000
-"""The places of all curves together, which keeps the page of a sweep small."""
+_FEWEST_BINS = 60
+_ALL_BINS = 400_000
+"""The bins of all curves together, which keeps the page of a sweep small."""
 
 _GROUPS = {
     "train": "train",
@@ -48,10 +48,10 @@ def run_contents(run: RunRecord, runs: int) -> dict[str, Any]:
 
     Args:
         run: The run.
-        runs: The number of runs in the report, which share the places.
+        runs: The number of runs in the report, which share the bins.
     """
     curves = run.read_curves()
-    places = min(PLACES, max(_FEWEST_PLACES, _ALL_PLACES // max(1, runs * len(curves))))
+    bins = min(BINS, max(_FEWEST_BINS, _ALL_BINS // max(1, runs * len(curves))))
     ledger, attempts = run.ledger, run.ledger.attempts
     best = best_of(curves, run.settings)
     return {
@@ -73,7 +73,7 @@ def run_contents(run: RunRecord, runs: int) -> dict[str, Any]:
                 *([(attempt.ended or "error", attempt.error)] if attempt.error is not None else []),
             )
         ],
-        "curves": {plain(name): drawn(curve, places) for name, curve in curves.items()},
+        "curves": {plain(name): drawn(curve, bins) for name, curve in curves.items()},
         "media": logged_media(ledger.directory),
     }
 
@@ -122,7 +122,7 @@ def page_contents(
             }
             for name in sorted(names, key=_order)
         ],
-        "media": [{"run": place, **each} for place, run in enumerate(runs) for each in run["media"]],
+        "media": [{"run": index, **each} for index, run in enumerate(runs) for each in run["media"]],
         "mediaLeftOut": media_left_out,
         "searches": [_search(each, records) for each in searches],
     }
@@ -139,8 +139,8 @@ def title_of(runs: Sequence[RunRecord]) -> str:
     return f"{len(runs)} runs" + (f" of {plain(shared)}/" if shared not in ("", ".", os.sep) else "")
 
 
-def drawn(curve: Curve, places: int = PLACES) -> dict[str, Json]:
-    """Return what is drawn of a curve: of each place's points the least and the largest, and gaps.
+def drawn(curve: Curve, bins: int = BINS) -> dict[str, Json]:
+    """Return what is drawn of a curve: of each bin's points the least and the largest, and gaps.
 
     Returns:
         The differences between successive steps as "x", and the values as "y", None for one that is not
@@ -153,8 +153,8 @@ def drawn(curve: Curve, places: int = PLACES) -> dict[str, Json]:
         name: [float(values[at]), float(steps[at])] if finite.any() else None
         for name, at in (("least", low.argmin()), ("most", high.argmax()))
     }
-    if len(steps) > 2 * places:
-        starts = np.arange(places) * len(steps) // places
+    if len(steps) > 2 * bins:
+        starts = np.arange(bins) * len(steps) // bins
         chosen = {0, len(steps) - 1}
         for start, end in zip(starts, [*starts[1:], len(steps)], strict=True):
             chosen |= {int(start + low[start:end].argmin()), int(start + high[start:end].argmax())}
@@ -202,6 +202,6 @@ def _written(value: str) -> str:
 
 
 def _search(found: Mapping[str, Any], records: Sequence[RunRecord]) -> dict[str, Any]:
-    places = {record.ledger.directory.resolve(): place for place, record in enumerate(records)}
-    trials = [{**each, "run": places.get(Path(each["run"]).resolve())} for each in found.get("trials", ())]
+    numbers = {record.ledger.directory.resolve(): index for index, record in enumerate(records)}
+    trials = [{**each, "run": numbers.get(Path(each["run"]).resolve())} for each in found.get("trials", ())]
     return {**found, "trials": trials}

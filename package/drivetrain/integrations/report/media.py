@@ -65,7 +65,7 @@ def fit_to(runs: Sequence[Sequence[Item]], most: int) -> tuple[list[list[Item]],
 
     The last step of each name is left out last.
     """
-    places = [
+    found = [
         (rank, run, name, len(each["items"]) - 1 - rank)
         for run, media in enumerate(runs)
         for name, each in enumerate(media)
@@ -73,11 +73,11 @@ def fit_to(runs: Sequence[Sequence[Item]], most: int) -> tuple[list[list[Item]],
     ]
     kept = [[{**each, "items": list(each["items"])} for each in media] for media in runs]
     left = room = 0
-    for _, run, name, place in sorted(places):
+    for _, run, name, index in sorted(found):
         items = kept[run][name]["items"]
-        room += len(items[place].get("src") or items[place].get("text") or str(items[place].get("rows")))
-        if room > most and "left" not in items[place]:
-            items[place] = {"step": items[place]["step"], "left": "left out: the page has no room for it"}
+        room += len(items[index].get("src") or items[index].get("text") or str(items[index].get("rows")))
+        if room > most and "left" not in items[index]:
+            items[index] = {"step": items[index]["step"], "left": "left out: the page has no room for it"}
             left += 1
     return kept, left
 

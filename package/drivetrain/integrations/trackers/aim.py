@@ -74,11 +74,11 @@ class AimLogger(Tracker):
         import aim
 
         if self._given is None:
-            place = str(self._repo or self.directory)
-            if "://" not in place:
-                make_directory(place)
+            repository = str(self._repo or self.directory)
+            if "://" not in repository:
+                make_directory(repository)
             run_hash = resumed or self._given_id
-            self._aim_run = aim.Run(**{"run_hash": run_hash, "repo": place, **self._arguments})
+            self._aim_run = aim.Run(**{"run_hash": run_hash, "repo": repository, **self._arguments})
             if name := self._name or self._run_name:
                 self._aim_run.name = name
             for tag in self._tags if run_hash is None else ():

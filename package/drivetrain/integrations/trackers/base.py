@@ -468,9 +468,9 @@ def write_media(record: StepRecord, folder: Path) -> dict[str, Path]:
     written: dict[str, Path] = {}
     for name, value in record.media.items():
         if not isinstance(value, Histogram):
-            place = folder.joinpath(*(part for part in name.split("/") if part not in ("", ".", "..")))
-            place.mkdir(parents=True, exist_ok=True)
-            written[name] = place / f"step-{record.step:08d}{value.suffix}"
+            subfolder = folder.joinpath(*(part for part in name.split("/") if part not in ("", ".", "..")))
+            subfolder.mkdir(parents=True, exist_ok=True)
+            written[name] = subfolder / f"step-{record.step:08d}{value.suffix}"
             with open_file(written[name], "wb") as file:
                 file.write(value.data)
     return written

@@ -84,7 +84,7 @@ class CometLogger(Tracker):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(directory, artifacts=artifacts)
-        self._place = {"project_name": project, "workspace": workspace, "online": online}
+        self._where = {"project_name": project, "workspace": workspace, "online": online}
         self._name = name
         self._options: dict[str, Any] = {"tags": list(tags) or None, **(options or {})}
         self._given_id = id
@@ -113,7 +113,7 @@ class CometLogger(Tracker):
             settings = comet_ml.ExperimentConfig(**{**chosen, **self._options})
             mode = "create" if key is None else "get"
             begin: Any = comet_ml.start
-            self._experiment = begin(**self._place, experiment_key=key, mode=mode, experiment_config=settings)
+            self._experiment = begin(**self._where, experiment_key=key, mode=mode, experiment_config=settings)
             if not self._experiment.alive and not self._experiment.disabled:
                 self._experiment.end()
                 raise ConnectionError("no server answers, or it refuses the key")

@@ -97,7 +97,7 @@ def _arrays(values: Any) -> Any:
     if isinstance(values, (tuple, list)):
         if len(values) == 1:
             return _arrays(values[0])
-        values = {str(place): each for place, each in enumerate(values)}
+        values = {str(index): each for index, each in enumerate(values)}
     return {name: _arrays(each) for name, each in values.items() if isinstance(each, Tensor)}
 
 

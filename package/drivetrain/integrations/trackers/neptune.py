@@ -121,18 +121,18 @@ class NeptuneLogger(Tracker):
         from neptune.types import File
 
         file = File.from_content(value.data, extension=value.suffix.removeprefix("."))
-        place = f"{self._namespace}/media/{name}"
+        field = f"{self._namespace}/media/{name}"
         if value.kind in ("image", "figure"):
-            self._neptune_run[place].append(file, step=step)
+            self._neptune_run[field].append(file, step=step)
         else:
-            self._neptune_run[f"{place}/step-{step:08d}"].upload(file)
+            self._neptune_run[f"{field}/step-{step:08d}"].upload(file)
 
     def _store(self, path: Path, name: str, aliases: list[str]) -> None:
-        place = self._neptune_run[f"{self._namespace}/{name}/{path.name}"]
+        field = self._neptune_run[f"{self._namespace}/{name}/{path.name}"]
         if path.is_dir():
-            place.upload_files(f"{path}/**/*")
+            field.upload_files(f"{path}/**/*")
         else:
-            place.upload(str(path))
+            field.upload(str(path))
         for alias in {*aliases} & {"best", "latest"}:
             self._neptune_run[f"{self._namespace}/{name}/{alias}"] = path.name
 

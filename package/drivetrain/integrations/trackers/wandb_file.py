@@ -29,21 +29,21 @@ def read_records(path: Path) -> Iterator[bytes]:
         OSError: It cannot be read.
     """
     content = read_file(path, _LARGEST)
-    place, record = _HEADER, b""
-    while place + _PIECE.size <= len(content):
-        if _BLOCK - place % _BLOCK < _PIECE.size:
-            place += _BLOCK - place % _BLOCK
+    offset, record = _HEADER, b""
+    while offset + _PIECE.size <= len(content):
+        if _BLOCK - offset % _BLOCK < _PIECE.size:
+            offset += _BLOCK - offset % _BLOCK
             continue
-        _, length, kind = _PIECE.unpack_from(content, place)
-        place += _PIECE.size
-        if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST) or place + length > len(content):
+        _, length, kind = _PIECE.unpack_from(content, offset)
+        offset += _PIECE.size
+        if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST) or offset + length > len(content):
             return  # cut short by the kill
         record = (
-            content[place : place + length]
+            content[offset : offset + length]
             if kind in (_WHOLE, _FIRST)
-            else record + content[place : place + length]
+            else record + content[offset : offset + length]
         )
-        place += length
+        offset += length
         if kind in (_WHOLE, _LAST):
             yield record
 

@@ -81,7 +81,7 @@ def _write_adapter_configs(model: Any, folder: str) -> None:
         if config.task_type is None:
             kind = type(base)
             mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-        config.save_pretrained(_place(folder, name, os.path.join), auto_mapping_dict=mapping)
+        config.save_pretrained(_adapter_folder(folder, name, os.path.join), auto_mapping_dict=mapping)
 
 
 def of_model(weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def write_pretrained(
         for name in model.peft_config:
             adapter = AdapterTensors(model, tensors, name, _has_embeddings(model, name), final)
             stored |= adapter.sources
-            path = disk.join(_place(target, name, disk.join), ADAPTER)
+            path = disk.join(_adapter_folder(target, name, disk.join), ADAPTER)
             written += write_weights(adapter, path, None, _WHOLE, write, owned=owned)
         _warn_of_others(model, stored)
     if write:
@@ -179,7 +179,7 @@ def _check_free(disk: FileSystem, path: str, content: bytes) -> None:
     )
 
 
-def _place(folder: str, adapter: str, join: Callable[[str, str], str]) -> str:
+def _adapter_folder(folder: str, adapter: str, join: Callable[[str, str], str]) -> str:
     """Return the folder of an adapter, as PEFT names it."""
     return folder if adapter == "default" else join(folder, adapter)
 

@@ -48,7 +48,7 @@ class SavedTensors(TensorSource):
         self._tensors = tensors
         self._made: dict[str, Tensor] = {}
         self._empty = _empty_state(model, tensors)
-        self._places: dict[str, str | _Group] = {}
+        self._origins: dict[str, str | _Group] = {}
         traced = _SavedTrace(self._empty)
         with traced:
             results = self._reverted(self._empty)
@@ -56,30 +56,30 @@ class SavedTensors(TensorSource):
         groups: dict[str, _Group] = {}
         for name, result in results.items():
             if id(result) in direct:
-                self._places[name] = direct[id(result)]
+                self._origins[name] = direct[id(result)]
                 continue
             group = _joined(traced.origins(result), groups)
             group.results.append(name)
         for group in dict.fromkeys(groups.values()):
-            self._places.update(dict.fromkeys(group.results, group))
+            self._origins.update(dict.fromkeys(group.results, group))
         self.specs = {name: spec_of(each.shape, _final(each, dtype)) for name, each in results.items()}
 
     def materialize(self, name: str) -> Tensor:
         """Return a tensor of the files, made from the model's."""
-        place = self._places[name]
-        if isinstance(place, str):
-            tensor = self._tensors.materialize(place)
+        origin = self._origins[name]
+        if isinstance(origin, str):
+            tensor = self._tensors.materialize(origin)
         else:
             if name not in self._made:
-                self._convert(place)
+                self._convert(origin)
             tensor = self._made.pop(name)
         dtype = self.specs[name].dtype
         return cast(tensor, dtype, repr(name)) if tensor.is_floating_point() else tensor
 
     def gather_rest(self, order: Iterable[str]) -> None:
         """Join the gathers of the model's tensors in the order that the files need them."""
-        places = [self._places[name] for name in order]
-        names = [name for each in places for name in ([each] if isinstance(each, str) else each.sources)]
+        origins = [self._origins[name] for name in order]
+        names = [name for each in origins for name in ([each] if isinstance(each, str) else each.sources)]
         self._tensors.gather_rest(dict.fromkeys(names))
 
     def _reverted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -126,24 +126,24 @@ class AdapterTensors(TensorSource):
                     f"PEFT computes {name!r} of the adapter {adapter!r} from other weights, which are not in"
                     " memory. Call model.save_pretrained(folder) of the trained PeftModel"
                 )
-        self._places = {name: names[id(each)] for name, each in found.items() if id(each) in names}
+        self._origins = {name: names[id(each)] for name, each in found.items() if id(each) in names}
         self.specs = {name: spec_of(each.shape, _final(each, dtype)) for name, each in found.items()}
 
     @property
     def sources(self) -> set[str]:
         """The names of the model's tensors that the adapter consists of."""
-        return set(self._places.values())
+        return set(self._origins.values())
 
     def materialize(self, name: str) -> Tensor:
         """Return a tensor of the adapter."""
-        place = self._places.get(name)
-        tensor = self._computed[name].detach() if place is None else self._tensors.materialize(place)
+        origin = self._origins.get(name)
+        tensor = self._computed[name].detach() if origin is None else self._tensors.materialize(origin)
         dtype = self.specs[name].dtype
         return cast(tensor, dtype, repr(name)) if tensor.is_floating_point() else tensor
 
     def gather_rest(self, order: Iterable[str]) -> None:
         """Join the gathers of the adapter's tensors."""
-        self._tensors.gather_rest([self._places[name] for name in order if name in self._places])
+        self._tensors.gather_rest([self._origins[name] for name in order if name in self._origins])
 
 
 def _final(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

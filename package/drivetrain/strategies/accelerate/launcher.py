@@ -91,9 +91,9 @@ def _deepspeed_options(environment: Mapping[str, str]) -> dict[str, Any]:
         return {"config": path}
     options: dict[str, Any] = {"stage": int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
     for name, option in (("OPTIMIZER", "offload_optimizer"), ("PARAM", "offload_parameters")):
-        place = environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE", "none").lower()
-        if place != "none":
-            options[option] = place
+        device = environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE", "none").lower()
+        if device != "none":
+            options[option] = device
     config: dict[str, Any] = {}
     for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
         given = environment.get(f"ACCELERATE_{key.upper()}", "auto").lower()

@@ -27,7 +27,7 @@ Members = list[list[nn.Parameter]]
 """The parameters of an optimizer's groups."""
 
 
-class _FlatSlot(NamedTuple):
+class _FlatSpan(NamedTuple):
     """The position of this process's shard of a parameter.
 
     Attributes:
@@ -128,34 +128,34 @@ class ZeroState:
             for parameter, value in values.items():
                 if parameter not in self._group:
                     continue
-                place = self._place(parameter)
-                start = place.start if value.shape == self._shape(parameter) else 0
-                place.of(place.flat.data).copy_(value.reshape(-1)[start:][: place.size])
+                span = self._span(parameter)
+                start = span.start if value.shape == self._shape(parameter) else 0
+                span.of(span.flat.data).copy_(value.reshape(-1)[start:][: span.size])
 
     # Positions.
 
     def _shape(self, parameter: Any) -> torch.Size:
         return torch.Size(parameter.ds_shape) if hasattr(parameter, "ds_id") else parameter.shape
 
-    def _place(self, parameter: Any) -> _FlatSlot:
+    def _span(self, parameter: Any) -> _FlatSpan:
         """Return the position of a trained parameter's shard."""
         if hasattr(parameter, "ds_id"):
             index, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
             start = size * self._rank
             kept = max(0, min(size, parameter.ds_numel - start))  # the rest of the last shard is padding
-            return _FlatSlot(self._zero.fp32_partitioned_groups_flat[index], offset, start, kept)
+            return _FlatSpan(self._zero.fp32_partitioned_groups_flat[index], offset, start, kept)
         flat = self._zero.optimizer.param_groups[self._group[parameter]]["params"][0]
         mapping = parameter._hp_mapping
         if mapping is None:
-            return _FlatSlot(flat, 0, 0, 0)
+            return _FlatSpan(flat, 0, 0, 0)
         there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return _FlatSlot(flat, here.start, there.start, here.numel)
+        return _FlatSpan(flat, here.start, there.start, here.numel)
 
     def _weights(self, parameter: Any) -> tuple[int, Tensor]:
         """Return the index of the local shard's first element, and the shard."""
         if parameter in self._group:
-            place = self._place(parameter)
-            return place.start, place.of(place.flat.detach())
+            span = self._span(parameter)
+            return span.start, span.of(span.flat.detach())
         if hasattr(parameter, "ds_id"):
             shard = parameter.ds_tensor.detach()
             start = shard.numel() * self._rank
@@ -202,10 +202,10 @@ class ZeroState:
             for group, members in zip(optimizer.param_groups, self._members, strict=True)
         ]
         for parameter in self._group:
-            place = self._place(parameter)
-            for slot, value in optimizer.state.get(place.flat, {}).items():
-                if isinstance(value, Tensor) and value.shape == place.flat.shape:
-                    value = self._rows(parameter, value.dtype, (place.start, place.of(value.detach())))
+            span = self._span(parameter)
+            for slot, value in optimizer.state.get(span.flat, {}).items():
+                if isinstance(value, Tensor) and value.shape == span.flat.shape:
+                    value = self._rows(parameter, value.dtype, (span.start, span.of(value.detach())))
                 elif isinstance(value, Tensor) and value.numel() > 1:
                     raise CheckpointError(
                         f"the state {slot!r} of {type(optimizer).__name__} has the shape {list(value.shape)},"
@@ -219,8 +219,8 @@ class ZeroState:
     def _put(self, parameter: Any, value: Tensor) -> None:
         """Load a parameter's whole value into the float32 weights and into those that forward reads."""
         if parameter in self._group:
-            place = self._place(parameter)
-            place.of(place.flat.data).copy_(value.reshape(-1)[place.start :][: place.size])
+            span = self._span(parameter)
+            span.of(span.flat.data).copy_(value.reshape(-1)[span.start :][: span.size])
         if not hasattr(parameter, "ds_id"):
             parameter.data.copy_(value)
             return
@@ -238,18 +238,18 @@ class ZeroState:
         optimizer.state.clear()
         told: dict[Tensor, dict[str, Any]] = {}
         for parameter in self._group:
-            place = self._place(parameter)
+            span = self._span(parameter)
             slots = given.state.get(forms[parameter], {})
             alike = {name: each for name, each in slots.items() if not _is_divided(each, forms[parameter])}
-            _check_same(told.setdefault(place.flat, alike), alike)
+            _check_same(told.setdefault(span.flat, alike), alike)
             for name, value in slots.items():
-                kept = optimizer.state[place.flat]
+                kept = optimizer.state[span.flat]
                 if name in alike:
                     kept[name] = value
                     continue
                 if name not in kept:
-                    kept[name] = torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False)
-                place.of(kept[name]).copy_(whole(value).reshape(-1)[place.start :][: place.size])
+                    kept[name] = torch.zeros_like(span.flat, dtype=value.dtype, requires_grad=False)
+                span.of(kept[name]).copy_(whole(value).reshape(-1)[span.start :][: span.size])
 
 
 def whole(tensor: Any) -> Tensor:

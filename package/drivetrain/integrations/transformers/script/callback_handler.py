@@ -12,7 +12,7 @@ from drivetrain.integrations.transformers.callbacks import EVENTS, OBJECTS, Call
 from drivetrain.integrations.transformers.script.checks import made_callbacks
 
 _FOURTH = {"on_evaluate": "metrics", "on_predict": "metrics", "on_log": "logs"}
-"""The names of the fourth arguments of events, which may be given by place."""
+"""The names of the fourth arguments of events, which may be given by position."""
 
 
 class CallbackHandler:

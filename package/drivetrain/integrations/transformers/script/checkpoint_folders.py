@@ -331,21 +331,21 @@ def set_aside(output_dir: str, why: str = "train() begins anew") -> None:
     number = 1
     while f"{_EARLIER}-{number}" in kinds:
         number += 1
-    place = os.path.join(output_dir, f"{_EARLIER}-{number}")
-    with os_errors("move checkpoints to", place):
-        os.mkdir(place)
+    folder = os.path.join(output_dir, f"{_EARLIER}-{number}")
+    with os_errors("move checkpoints to", folder):
+        os.mkdir(folder)
         for each in names:
-            LOCAL.rename(os.path.join(output_dir, each), os.path.join(place, each))
-    _LOG.warning(f"{why}: the checkpoints of the training before are now in {place!r}")
+            LOCAL.rename(os.path.join(output_dir, each), os.path.join(folder, each))
+    _LOG.warning(f"{why}: the checkpoints of the training before are now in {folder!r}")
 
 
 def _link_folder(source: str, target: str) -> None:
     """Make a folder of hard links to the files of another one; where the disk has none, of copies."""
     for parent, _, names in os.walk(source):
-        place = os.path.join(target, os.path.relpath(parent, source))
-        os.makedirs(place)
+        folder = os.path.join(target, os.path.relpath(parent, source))
+        os.makedirs(folder)
         for each in names:
-            _link(os.path.join(parent, each), os.path.join(place, each))
+            _link(os.path.join(parent, each), os.path.join(folder, each))
     for parent, _, _ in os.walk(os.path.dirname(os.path.dirname(target))):
         LOCAL.sync(parent)
 

@@ -249,7 +249,7 @@ def items_for(method: Callable[..., Any], count: Any) -> dict[str, Any]:
     return {"num_items_in_batch": count} if _takes_items(getattr(method, "__func__", method)) else {}
 
 
-def items_by_place(method: Callable[..., Any], count: Any) -> tuple[Any, ...]:
+def items_by_position(method: Callable[..., Any], count: Any) -> tuple[Any, ...]:
     """Return the third argument of a `training_step`, of any name; empty if the script's has none."""
     return (count,) if _takes_third(getattr(method, "__func__", method)) else ()
 

@@ -16,7 +16,7 @@ from drivetrain.distributed.processes import world_size
 from drivetrain.integrations.transformers.evaluation import MetricsReader, Read
 from drivetrain.integrations.transformers.generation import is_sharded, noisy_embeddings
 from drivetrain.integrations.transformers.loss_items import as_tensor
-from drivetrain.integrations.transformers.script.methods import is_overridden, items_by_place, items_for
+from drivetrain.integrations.transformers.script.methods import is_overridden, items_by_position, items_for
 from drivetrain.integrations.transformers.script.pass_outputs import KeptOutputs, Pass
 from drivetrain.integrations.transformers.task import TransformersTask
 from drivetrain.task.forward import call_forward
@@ -147,7 +147,7 @@ class ScriptTask(TransformersTask):
         try:
             with _refusing_backward(parameters, stop), _set_aside(parameters) as made:
                 step = script.training_step
-                counted = items_by_place(step, items)  # by place as in transformers: its name is the script's
+                counted = items_by_position(step, items)  # as in transformers: its name is the script's
                 logged = step(self.model, inputs, *counted, **({} if counted else items_for(step, items)))
         finally:
             self._pending = None

@@ -964,7 +964,7 @@ class Trainer(TheirNames):
 
     def _save_without_policy(self, run: Run) -> None:
         """Save a checkpoint in a fit with save_strategy="no", because a callback asks for it."""
-        place, limit = os.path.join(self.args.output_dir, CHECKPOINTS), self.args.save_total_limit
+        folder, limit = os.path.join(self.args.output_dir, CHECKPOINTS), self.args.save_total_limit
         policy = CheckpointConfig(every=None, keep_last=limit or None, by=None)
         progress, assets, what = run.progress, dict[str, bytes](), "the model"
         of_model = what, checked_assets(info_of(self._task).assets, what)
@@ -978,7 +978,7 @@ class Trainer(TheirNames):
         with ExitStack() as stack:
             for each in run.callbacks:
                 stack.enter_context(each.saving(run))
-            manager = CheckpointManager(place, policy, ranks=run.engine.ranks)
+            manager = CheckpointManager(folder, policy, ranks=run.engine.ranks)
             saved = manager.save(progress.steps, progress.epoch, run.metrics, snapshot)
         run.checkpoint_saved(saved.path)
 
