@@ -53,7 +53,7 @@ def test_dry_run_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: 
         assert {"train/loss", "validation/loss"} <= set(result.metrics)
         assert (result.run_dir, result.last_checkpoint, result.model_path) == (None, None, None)
         task.validated.clear()
-        trainer.validate(task, data, checkpoint="best", save_to="results.json")
+        trainer.validate(task, data, checkpoint="best")
         assert len(task.validated) == batches
         assert len(trainer.predict(task, data)) == batches
         assert trainer.predict(task, data, save_to="outputs") == []

@@ -179,23 +179,17 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     assert_refused(CheckpointError, there)
 
 
-def test_results_that_could_not_be_written_are_not_computed(tmp_path: Path) -> None:
+def test_predictions_that_could_not_be_written_are_not_computed(tmp_path: Path) -> None:
     def never(self: Any, features: Any) -> Any:
         raise AssertionError
 
     (tmp_path / "file").touch()
-    task = variant(forward=never)()
-    table: dict[str, tuple[Any, ...]] = {}
-    for given, *words in (
-        (tmp_path, "is a directory", "'results.json'"),
-        (tmp_path / "file" / "results.json", "cannot be written"),
-        ("s3://bucket/results.json", "local disk"),
-    ):
-        table[str(given)] = (partial(quiet().validate, task, pairs(4), save_to=given), *words)
-    both = partial(quiet().predict, task, pairs(4), save_to=tmp_path / "outputs", joined=True)
-    table["joined in files"] = (both, "joined=True, save_to=", "Leave one of them out")
-    assert_refused(ConfigError, table)
-    folder = partial(quiet().predict, task, pairs(4), save_to=tmp_path / "file" / "folder")
+    predict = partial(quiet().predict, variant(forward=never)(), pairs(4))
+    both = partial(predict, save_to=tmp_path / "outputs", joined=True)
+    address = partial(predict, save_to="s3://bucket/outputs")
+    table: dict[str, tuple[Any, ...]] = {"joined": (both, "joined=True, save_to=", "Leave one of them out")}
+    assert_refused(ConfigError, table | {"an address": (address, "local disk")})
+    folder = partial(predict, save_to=tmp_path / "file" / "folder")
     assert_refused(CheckpointError, {"folder": (folder, "cannot create", "Not a directory")})
 
 

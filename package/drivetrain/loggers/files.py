@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drivetrain.checkpoint.storage.files import replacing
-from drivetrain.core.errors import ConfigError, without_secrets
+from drivetrain.core.errors import without_secrets
 from drivetrain.core.files import NotAFileError, check_own, loads, make_directory, open_file
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
-from drivetrain.core.validation import local_path
 
 _LOG = logger(__name__)
 
@@ -89,36 +88,6 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     # A fit's has drivetrain's version; what a program gives a logger has the same names at its next start.
     check_own(path, lambda before: b'"drivetrain": "' in before or loads(before).keys() == made.keys())
     replace_text(path, json.dumps(made, indent=2, allow_nan=False) + "\n")
-
-
-def prepare_results_file(path: str | os.PathLike[str], makes_folder: bool) -> None:
-    """Check that results can be written to a path, before they are computed.
-
-    Args:
-        path: The file.
-        makes_folder: Whether to make its folder.
-
-    Raises:
-        ConfigError: It is a directory or an address, a file of somebody else, or its folder cannot be made or
-            written to.
-    """
-    target = local_path("save_to", path)
-    if target.is_dir():
-        raise ConfigError(f"save_to={str(path)!r} is a directory; give a file, such as 'results.json'")
-    try:
-        check_own(target, lambda before: all(name.startswith(("val", "test")) for name in loads(before)))
-        if not makes_folder:
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(target.parent, os.W_OK):
-            raise PermissionError(f"no permission to write to {str(target.parent)!r}")
-    except OSError as error:
-        raise ConfigError(f"save_to={str(path)!r} cannot be written: {error}. Give another path") from error
-
-
-def write_results(values: Mapping[str, float], path: str | os.PathLike[str]) -> None:
-    """Write an evaluation's values as JSON, in place of an earlier file of that name."""
-    replace_text(Path(path), json.dumps(to_json(values), indent=2, allow_nan=False) + "\n")
 
 
 def with_epoch(metrics: Mapping[str, float], run: Any) -> dict[str, float]:

@@ -241,14 +241,7 @@ class Trainer(RunSettings):
         return steps(self, task, train_data, validation_data, resume, optimizer_settings, new_data, skip)
 
     @by_name
-    def validate(
-        self,
-        task: TaskModule,
-        data: Any,
-        *,
-        checkpoint: str | None = None,
-        save_to: str | os.PathLike[str] | None = None,
-    ) -> dict[str, float]:
+    def validate(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
         """Evaluate on validation data; every sample counts once.
 
         Args:
@@ -256,8 +249,6 @@ class Trainer(RunSettings):
             data: As in `fit`, or an object with `validation_data()`.
             checkpoint: Weights to load first: a path, or "best" or "last" of `run_dir`; where several metrics
                 rank, "best:validation/loss".
-            save_to: A file to write the values to as JSON too, such as "results.json"; it replaces one of
-                that name.
 
         Returns:
             Values by name: `validation/loss`, `validation/accuracy`, with named loaders
@@ -265,21 +256,14 @@ class Trainer(RunSettings):
         """
         from drivetrain.trainer.verbs import evaluate_on
 
-        return evaluate_on(self, "validation", task, data, checkpoint, save_to)
+        return evaluate_on(self, "validation", task, data, checkpoint)
 
     @by_name
-    def test(
-        self,
-        task: TaskModule,
-        data: Any,
-        *,
-        checkpoint: str | None = None,
-        save_to: str | os.PathLike[str] | None = None,
-    ) -> dict[str, float]:
+    def test(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
         """Evaluate on test data; as `validate`, with names that begin with `test/`."""
         from drivetrain.trainer.verbs import evaluate_on
 
-        return evaluate_on(self, "test", task, data, checkpoint, save_to)
+        return evaluate_on(self, "test", task, data, checkpoint)
 
     @by_name
     def predict(

@@ -21,7 +21,6 @@ from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import rerun_obstacle
 from drivetrain.engine.split_batch import join_batches
 from drivetrain.engine.weighting import StepResult
-from drivetrain.loggers.files import prepare_results_file, write_results
 from drivetrain.loggers.history import table_of
 from drivetrain.run.ledger_report import NAME as LEDGER
 from drivetrain.run.loop import evaluate, predict, train_steps
@@ -134,18 +133,12 @@ def evaluate_on(
     task: TaskModule,
     data: Any,
     checkpoint: str | None,
-    save_to: str | os.PathLike[str] | None,
 ) -> dict[str, float]:
     """Evaluate; see `Trainer.validate`."""
-    if save_to is not None:
-        prepare_results_file(save_to, makes_folder=not writes_nothing(trainer))
     if _has_to_fork(trainer):
-        return _forked(trainer, lambda: evaluate_on(trainer, stage, task, data, checkpoint, save_to))
+        return _forked(trainer, lambda: evaluate_on(trainer, stage, task, data, checkpoint))
     with _begin_evaluation(trainer, stage, task, data, checkpoint) as run:
-        values = evaluate(run, stage, run.evaluation_feeds)
-        if save_to is not None and not writes_nothing(trainer):
-            run.engine.ranks.first(lambda: write_results(values, save_to))
-        return values
+        return evaluate(run, stage, run.evaluation_feeds)
 
 
 def predict_on(

@@ -52,7 +52,6 @@ DOORS: dict[str, tuple[str, Callable[[], Any]]] = {
     "a logger's table": ("metrics.csv", lambda: _own_logger(CSVLogger)),
     "a logger's lines": ("metrics.jsonl", lambda: _own_logger(JSONLinesLogger)),
     "a logger's configuration": ("config.json", lambda: _own_logger(CSVLogger)),
-    "results": ("r.json", lambda: quiet().validate(Regression(), pairs(8), save_to="run/r.json")),
     "a report": ("page.html", _command("runs", "report", "other", "--output", "run/page.html")),
     "weights": ("model.safetensors", _export),
     "weights in parts": ("model-00001-of-00002.safetensors", _export_parts),
