@@ -106,7 +106,7 @@ RUNS: tuple[dict[str, tuple[Any, str]], ...] = (
         "preemption": (PreemptionConfig(requeue=("USR1",)), '{"requeue": "USR1,"}'),
     },
     {
-        "max_steps": (10, "10"), "min_steps": (2, "2"), "dry_run": ("overfit", "overfit"),
+        "max_steps": (10, "10"), "min_steps": (2, "2"), "dry_run": ("batches", "batches"),
         "strategy": ("cpu", "cpu"), "on_save_error": ("warn", "warn"),
         "deterministic": (True, "yes"), "max_grad_value": (0.5, ".5"), "micro_batch": ("auto", "auto"),
         "num_workers": (2, "2"), "collate": (default_collate, "torch.utils.data.default_collate"),

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.messages import heard
-from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import Callback, CheckpointConfig, EarlyStopping, Profile, Run, Trainer
@@ -58,36 +57,6 @@ def test_dry_run_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: 
         assert len(trainer.predict(task, data)) == batches
         assert trainer.predict(task, data, save_to="outputs") == []
         assert os.listdir(tmp_path) == []
-
-
-def test_overfit_trains_and_validates_on_the_first_batches_in_every_epoch(tmp_path: Path) -> None:
-    task, data = Watched(), pairs(40, shuffle=True)
-    options: Any = {"strategy": "cpu", "progress_bar": False, "run_dir": tmp_path, "dry_run": "overfit"}
-    trainer = Trainer(max_epochs=3, limit_train_batches=2, **options)
-    result = trainer.fit(task, data, {"a": pairs(20, seed=1)})
-    features = data.dataset.tensors[0]
-    first = [features[:2].flatten().tolist(), features[2:4].flatten().tolist()]
-    assert task.trained == task.validated == first * 3
-    assert "validation/a/loss" in result.metrics
-    assert result.last_checkpoint is None
-    assert len(result.history) > 0
-
-
-def overfitted() -> tuple[list[list[float]], list[list[float]], float]:
-    task = Watched()
-    trainer = quiet(max_epochs=2, strategy="ddp", devices=2, dry_run="overfit", limit_train_batches=2)
-    result = trainer.fit(task, pairs(20, shuffle=True))
-    return task.trained, task.validated, result.metrics["validation/loss"]
-
-
-def test_ranks_overfit_on_batches_of_their_own() -> None:
-    first, second = on_two_ranks(overfitted)
-    features = pairs(20).dataset.tensors[0]
-    whole = [features[2 * each : 2 * each + 2].flatten().tolist() for each in range(4)]
-    for trained, validated, _ in (first, second):
-        assert trained == validated == trained[:2] * 2
-    assert sorted(first[0][:2] + second[0][:2]) == sorted(whole)
-    assert first[2] == second[2]
 
 
 def test_sanity_validation_shows_a_fault_before_the_first_step() -> None:

@@ -38,7 +38,7 @@ SHARE = ((0, ""), (1.0, ""), ("0.5", ""))
 WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
     **dict.fromkeys(("max_steps", "min_epochs", "min_steps", "batch_size", "evaluation_batch_size"), COUNT),
     **dict.fromkeys(("gradient_accumulation_steps", "sanity_validation"), COUNT),
-    "dry_run": ((0, ""), (1.5, ""), ("batch", "")),
+    "dry_run": ((0, ""), (1.5, ""), ("overfit", "islice")),
     **{f"limit_{stage}_batches": SHARE for stage in ("train", "validation", "test", "predict")},
     **dict.fromkeys(("num_nodes", "max_grad_value", "hang_timeout"), ((0, ""),)),
     **dict.fromkeys(("on_bad_batch", "on_save_error", "on_nonfinite"), (("ignore", ""),)),

@@ -79,10 +79,13 @@ def _sanity_validation(name: str, value: Any) -> Any:
 def _dry_run(name: str, value: object) -> Any:
     if isinstance(value, bool):
         return "batches" if value else None
-    if value in ("batches", "overfit"):
+    if value == "batches":
         return value
     if isinstance(value, str):
-        raise ConfigError(f"{name} must be True, 'batches', a number of them, or 'overfit', not {value!r}")
+        raise ConfigError(
+            f"{name} must be True, 'batches', or a number of them, not {value!r}. To overfit a few batches,"
+            " give fit a list of them: [*itertools.islice(loader, 2)]"
+        )
     return count(name, value, at_least=1)
 
 

@@ -62,7 +62,7 @@ from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
-from drivetrain.trainer.dry_run import Settings, fitting, overfitting
+from drivetrain.trainer.dry_run import Settings, fitting
 from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
 
 if TYPE_CHECKING:
@@ -281,10 +281,6 @@ def _fit_run(
     body: bool,
 ) -> tuple[Run, CheckpointSaver | None, Start]:
     train_data, validation_data = data
-    if settings.dry_run == "overfit":
-        settings, train_data, validation_data = overfitting(
-            settings, engine, task, train_data, validation_data
-        )
     callbacks = settings.callbacks
     changes = body or may_change_data(callbacks)
     feed = train_feed(settings, engine, task, train_data, changes)

@@ -42,10 +42,8 @@ class Trainer(RunSettings):
             min_steps=1_000.
         dry_run: A trial fit. True ("batches") or a number fits one epoch with one batch, or that many
             batches, of each loader. It starts afresh and writes nothing: no checkpoints, logs, results or
-            predictions. `validate`, `test` and `predict` take the same number of batches. "overfit" trains
-            and validates on the first `limit_train_batches` batches of the training data (1 if that is None)
-            in every epoch, and saves no checkpoints. Callbacks that need files are left out and named.
-            Default: None. Example: dry_run=True.
+            predictions. `validate`, `test` and `predict` take the same number of batches. Callbacks that need
+            files are left out and named. Default: None. Example: dry_run=True.
 
     Attributes: Where it runs
         strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as

@@ -32,7 +32,7 @@ from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.given import SETTINGS_OF
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import build_evaluation, build_fit
-from drivetrain.trainer.dry_run import as_tried, writes_nothing
+from drivetrain.trainer.dry_run import as_tried
 from drivetrain.trainer.observer import observed, observed_loop
 from drivetrain.trainer.result import FitResult, PredictResult
 from drivetrain.trainer.start import start_from
@@ -181,7 +181,7 @@ def _collected(
     """Return all outputs, or write them and return the files."""
     if save_to is None:
         return list(outputs)
-    if writes_nothing(trainer):
+    if trainer.dry_run is not None:
         for _ in outputs:
             pass
         return []

@@ -106,7 +106,6 @@ def test_values_become_ours() -> None:
         ({"callbacks": scheduler({2: 4})}, {"gradient_accumulation_steps": {0: 1, "2 epochs": 4}}),
         ({"callbacks": scheduler({0: 8}), "val_check_interval": 0.5}, {"validate_every": "0.5 epochs"}),
         ({"fast_dev_run": 3}, {"dry_run": 3}),
-        ({"overfit_batches": 0.1}, {"dry_run": "overfit", "limit_train_batches": 0.1}),
         ({"barebones": True}, off),
         ({"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, {"strategy": "cpu", "devices": 2}),
         ({"strategy": "ddp_spawn", "devices": 2}, {"strategy": "ddp"}),

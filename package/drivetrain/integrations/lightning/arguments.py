@@ -434,12 +434,5 @@ def _shown(given: _Given, options: dict[str, Any], callbacks: list[Any]) -> list
 
 
 def _trial(given: _Given, options: dict[str, Any]) -> None:
-    fast, few = given["fast_dev_run"], given["overfit_batches"]
-    if fast and few:
-        raise given.refuse("fast_dev_run", "overfit_batches is given too; leave one of the two out")
-    if fast:
+    if fast := given["fast_dev_run"]:
         options["dry_run"] = "batches" if fast is True else fast
-    if few:
-        options |= {"dry_run": "overfit", "limit_train_batches": few if few < 1 else int(few)}
-        if isinstance(few, float) and few == 1.0:
-            options["limit_train_batches"] = None

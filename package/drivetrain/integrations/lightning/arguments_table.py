@@ -83,12 +83,10 @@ _ARGUMENTS = (
     _mapped("limit_val_batches", "`Trainer(limit_validation_batches=)`; 0 is `validate_every=None`", 3),
     _mapped("limit_test_batches", "`Trainer(limit_test_batches=)`", 3),
     _mapped("limit_predict_batches", "`Trainer(limit_predict_batches=)`", 3),
-    _mapped(
+    _refused(
         "overfit_batches",
-        '`Trainer(dry_run="overfit", limit_train_batches=)`',
-        2,
-        "validation runs on the same training batches, which Lightning takes from the validation data; no"
-        " checkpoints are saved",
+        "give fit a list of the first batches, such as few = [*itertools.islice(loader, 2)], as the training"
+        " data and as the validation data",
     ),
     _mapped(
         "val_check_interval",

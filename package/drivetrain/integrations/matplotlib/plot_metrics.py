@@ -54,7 +54,7 @@ class PlotMetrics(Callback):
         Raises:
             ConfigError: No logger does.
         """
-        if trainer.dry_run not in (None, "overfit"):  # a trial that writes nothing has no loggers
+        if trainer.dry_run is not None:  # a trial that writes nothing has no loggers
             return
         if not any(takes(each, "figure") for each in check_loggers(trainer.loggers)):
             raise ConfigError(
