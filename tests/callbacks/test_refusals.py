@@ -40,7 +40,7 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
         "until twice": (partial(freeze, {"encoder": None}, until=3), "leave out until="),
         "until of time": (partial(freeze, "encoder", until="10 minutes"), "'10 minutes'"),
         "misspelt until": (partial(freeze, "encoder", unitl="2 epochs"), "did you mean 'until'"),
-        "point of time": (partial(cut, {0: 8, "1 hour": 16}), "steps, whole epochs, or samples"),
+        "point of time": (partial(cut, {0: 8, "1 hour": 16}, "tokens"), "steps, whole epochs, or samples"),
         "dimension 0": (partial(cut, 8, fields={"labels": 0}), "dimension 0 counts samples"),
         "hook": (partial(cb.LambdaCallback, on_step_ends=print), "did you mean 'on_step_end'"),
     }
@@ -70,7 +70,7 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
     def with_callbacks(*callbacks: Any, **options: Any) -> Any:
         return partial(quiet, max_steps=1, callbacks=callbacks, **options)
 
-    ramp = cb.SequenceLength({0: 4, "9 samples": 8})
+    ramp = cb.SequenceLength({0: 4, "9 samples": 8}, "tokens")
     table: dict[str, tuple[Any, ...]] = {
         "two averages": (with_callbacks(cb.WeightAverage(), cb.WeightAverage("swa")), "2 WeightAverage"),
         "two freezes": (with_callbacks(cb.Freeze("a"), cb.Freeze("b")), "2 Freeze", "one another"),

@@ -38,22 +38,24 @@ def fitted(*callbacks: Any, resume: str | None = None, data: Any = None, **optio
 
 
 def test_sequences_grow_with_the_steps_whatever_the_micro_batches() -> None:
-    _, _, seen = fitted(SequenceLength(LENGTHS))
+    _, _, seen = fitted(SequenceLength(LENGTHS, "tokens"))
     assert seen == [[(4, 3)], [(4, 3)], [(4, 5)], [(4, 5)], [(4, 9)], [(2, 9)]]
-    _, _, seen = fitted(SequenceLength(LENGTHS), data=sequences(2), gradient_accumulation_steps=2)
+    _, _, seen = fitted(SequenceLength(LENGTHS, "tokens"), data=sequences(2), gradient_accumulation_steps=2)
     assert seen == [[(2, 3)] * 2, [(2, 3)] * 2, [(2, 5)] * 2, [(2, 5)] * 2, [(2, 9)] * 2, [(2, 9)]]
     accumulate: Any = {"max_epochs": 2, "gradient_accumulation_steps": {0: 6, 1: 3}}
-    _, _, seen = fitted(SequenceLength({0: 4, "1 epoch": 6}), **accumulate)
+    _, _, seen = fitted(SequenceLength({0: 4, "1 epoch": 6}, "tokens"), **accumulate)
     assert seen == [[*[(4, 4)] * 5, (2, 4)], [(4, 6)] * 3, [(4, 6)] * 2 + [(2, 6)]]
-    _, _, seen = fitted(SequenceLength(4))
+    _, _, seen = fitted(SequenceLength(4, "tokens"))
     assert {shape[1] for window in seen for shape in window} == {4}
-    _, _, seen = fitted(SequenceLength(ramp(2, 8, over="18 samples", by=2)))
+    _, _, seen = fitted(SequenceLength(ramp(2, 8, over="18 samples", by=2), "tokens"))
     assert [window[0][1] for window in seen] == [2, 2, 4, 6, 6, 8]
 
 
 def test_tokens_and_the_weights_of_losses_count_what_is_left() -> None:
-    task, result, _ = fitted(SequenceLength(LENGTHS))
-    parts, others, _ = fitted(SequenceLength(LENGTHS), data=sequences(1), gradient_accumulation_steps=4)
+    task, result, _ = fitted(SequenceLength(LENGTHS, "tokens"))
+    parts, others, _ = fitted(
+        SequenceLength(LENGTHS, "tokens"), data=sequences(1), gradient_accumulation_steps=4
+    )
     torch.testing.assert_close(task.state_dict(), parts.state_dict(), rtol=1e-5, atol=1e-6)
     by_hand, tokens = NextToken(None), 0
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
@@ -70,17 +72,19 @@ def test_tokens_and_the_weights_of_losses_count_what_is_left() -> None:
 def test_resume_next_to_each_change_is_bitwise(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_epochs": 2, "data": sequences(shuffle=True)}
     policy = CheckpointConfig(every="1 step", keep_last=None, best=0, by=None)
-    expected, _, whole = fitted(SequenceLength(LENGTHS), run_dir=tmp_path, checkpoint=policy, **options)
+    expected, _, whole = fitted(
+        SequenceLength(LENGTHS, "tokens"), run_dir=tmp_path, checkpoint=policy, **options
+    )
     for done in (1, 2, 3):
         path = tmp_path / "checkpoints" / f"step-{done:08d}"
-        task, _, seen = fitted(SequenceLength(LENGTHS), resume=str(path), **options)
+        task, _, seen = fitted(SequenceLength(LENGTHS, "tokens"), resume=str(path), **options)
         assert seen == whole[done:]
         assert weights(task) == weights(expected)
 
 
 def test_evaluations_are_not_cut() -> None:
     losses = []
-    for callbacks in ([SequenceLength(3)], []):
+    for callbacks in ([SequenceLength(3, "tokens")], []):
         task = NextToken(OptimizerConfig("sgd", lr=1e-9))
         metrics = quiet(max_epochs=1, callbacks=callbacks).fit(task, sequences(), sequences()).metrics
         losses.append(metrics["validation/loss"])
@@ -119,30 +123,37 @@ def fit(data: Any, *callbacks: Any) -> dict[Any, tuple[int, ...]]:
     return task.shapes
 
 
-def test_sequence_length_finds_and_cuts_all_that_goes_with_the_tokens() -> None:
+FIELDS = {**dict.fromkeys(("input_ids", "labels", "attention_mask", "position_ids"), 1), "mask": (2, 3)}
+
+
+def test_sequence_length_cuts_the_fields_that_are_named() -> None:
     shapes = {"position_ids": (1, 5), "mask": (2, 1, 5, 5), "embeddings": (2, 5, 3), "weight": (2,)}
     expected = {**dict.fromkeys(("input_ids", "attention_mask", "labels"), (2, 5)), **shapes}
-    assert fit(batch(), SequenceLength(5)) == expected
+    assert fit(batch(), SequenceLength(5, {**FIELDS, "embeddings": 1})) == expected
 
 
 def test_a_first_batch_that_cannot_be_cut_is_refused() -> None:
-    def cut(data: Any, **options: Any) -> Any:
-        return lambda: fit(data, SequenceLength(5, **options))
+    def cut(data: Any, fields: Any = "input_ids") -> Any:
+        return lambda: fit(data, SequenceLength(5, fields))
 
     left = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]] * 2)
-    unsure = "cannot tell whether to cut"
     table: dict[str, tuple[Any, ...]] = {
         "short": (cut(batch(5)), "nothing to cut", "5 tokens"),
-        "labels": (cut({**batch(), "labels": torch.zeros(2, 6, dtype=torch.long)}), unsure, "'labels'"),
-        "misspelt": (cut(batch(), fields="label"), "did you mean 'labels'"),
+        "misspelt": (cut(batch(), "label"), "did you mean 'labels'"),
+        "a dimension": (cut(batch(), {"labels": 2}), "cuts dimension 2 of 'labels'", "(2, 8)"),
         "padded left": (cut({**batch(), "attention_mask": left}), "padding at their beginning"),
-        "two": (lambda: fit(batch(), SequenceLength(5), SequenceLength(4)), "two SequenceLengths"),
+        "two": (
+            lambda: fit(batch(), *(SequenceLength(each, "labels") for each in (5, 4))),
+            "two SequenceLengths",
+        ),
     }
     assert_refused(ConfigError, table)
 
 
 def on_ranks() -> Any:
-    task, result, seen = fitted(SequenceLength(LENGTHS), data=sequences(2), strategy="ddp", devices=2)
+    task, result, seen = fitted(
+        SequenceLength(LENGTHS, "tokens"), data=sequences(2), strategy="ddp", devices=2
+    )
     return [each.detach().flatten().tolist() for each in task.parameters()], seen, result.progress.tokens
 
 
@@ -150,7 +161,7 @@ def test_two_ranks_cut_as_one_process_does() -> None:
     first, second = on_two_ranks(on_ranks)
     assert first[0] == second[0]
     assert first[1][:5] == second[1][:5] == [[(2, 3)], [(2, 3)], [(2, 5)], [(2, 5)], [(2, 9)]]
-    alone, result, _ = fitted(SequenceLength(LENGTHS))
+    alone, result, _ = fitted(SequenceLength(LENGTHS, "tokens"))
     assert first[2] == result.progress.tokens
     for found, parameter in zip(first[0], alone.parameters(), strict=True):
         assert found == pytest.approx(parameter.detach().flatten().tolist(), abs=1e-6)

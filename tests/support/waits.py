@@ -118,7 +118,7 @@ CHANGE: dict[str, Callable[[], callbacks.Callback]] = {
     "SWA": lambda: callbacks.WeightAverage("swa", every="1 step"),
     "Freeze": lambda: callbacks.Freeze("embedding"),
     "Freeze until": lambda: callbacks.Freeze({"embedding": "4 steps", "norm": "6 steps"}),
-    "SequenceLength": lambda: callbacks.SequenceLength({0: 4, "5 steps": 6}),
+    "SequenceLength": lambda: callbacks.SequenceLength({0: 4, "5 steps": 6}, ("input_ids", "labels", "mask")),
 }
 WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "table": lambda: callbacks.Profile(kinds="table", show=False),

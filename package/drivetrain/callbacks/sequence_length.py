@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
 
-_HINT = (
-    "Name the tensors to cut: SequenceLength(..., fields=('tokens', 'labels')), with the dimensions to cut"
-    " where they are not the second: fields={'tokens': 1, 'mask': (2, 3)}. The tensors of a tuple are"
-    " numbered from 0"
-)
-
 
 @by_name
 class SequenceLength(Callback):
@@ -35,30 +29,26 @@ class SequenceLength(Callback):
     Dilemma: Investigating Sequence Length Warmup for Training GPT Models", 2022). Each batch is cut at its
     end, on the host, before its tokens and the weight of its loss are counted. Evaluations are not cut.
 
-    Without `fields`, the tensors to cut are found in the first batch: "input_ids", or the first integer
-        tensor of two dimensions, all tensors with the same second dimension, and masks of queries by keys.
-
     Args:
         lengths: The longest sequence in tokens, by points of the run: ``{0: 64, "1000 steps": 256}`` or the
             result of `ramp`; or one number. Points are in steps, whole epochs, or samples of all processes.
-        fields: The tensors to cut: names of the batch's fields, or positions in a tuple. Or a mapping from
-            these to the dimension to cut, or to several dimensions. By default dimension 1 is cut.
+        fields: All tensors to cut with the tokens: names of the batch's fields, such as ``("input_ids",
+            "labels", "attention_mask")``, or positions in a tuple. Or a mapping from these to the dimension
+            to cut, or several dimensions: ``{"tokens": 1, "mask": (2, 3)}``. By default dimension 1 is cut.
 
     Raises:
-        ConfigError: An argument that is not allowed; or, at the first batch, the tensors to cut are not found
-            or ambiguous, or nothing can be cut.
+        ConfigError: An argument that is not allowed; or, at the first batch, a tensor to cut is not found, or
+            nothing can be cut.
     """
 
     def __init__(
         self,
         lengths: int | Mapping[Any, int],
-        *,
-        fields: str | Sequence[str | int] | Mapping[Any, int | Sequence[int]] | None = None,
+        fields: str | Sequence[str | int] | Mapping[Any, int | Sequence[int]],
     ) -> None:
         self.lengths = IntSchedule("SequenceLength", lengths)
-        self.fields = None if fields is None else _checked(fields)
-        self._found: Mapping[Any, Sequence[int]] | None = None
-        self._is_first = True
+        self.fields = _checked(fields)
+        self._is_checked = self._is_resumed = False
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that no sample can be left out, if the points are in samples.
@@ -71,8 +61,7 @@ class SequenceLength(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Have the training data cut each batch."""
         assert run.train_feed is not None
-        self._found = self.fields
-        self._is_first = run.progress.steps + run.progress.skipped == 0
+        self._is_checked, self._is_resumed = False, run.progress.steps + run.progress.skipped > 0
         run.train_feed.cut(self.lengths, self._cut, "SequenceLength")
 
     def _cut(self, batch: Batch, length: int) -> Batch:
@@ -80,23 +69,21 @@ class SequenceLength(Callback):
         container = None if isinstance(batch, Tensor) else opened(batch)
         names: Sequence[Any] = [0] if container is None else container.names
         entries = [batch] if container is None else list(container.entries)
-        if self._found is None or self._is_first:
-            self._begin(dict(zip(names, entries, strict=True)), length)
-        assert self._found is not None
+        if not self._is_checked:
+            self._check(dict(zip(names, entries, strict=True)), length)
+            self._is_checked = True
         for index, name in enumerate(names):
-            for dimension in self._found.get(name, ()):
+            for dimension in self.fields.get(name, ()):
                 if entries[index].shape[dimension] > length:
                     # Whole, because a loss may call `view`.
                     entries[index] = entries[index].narrow(dimension, 0, length).contiguous()
         return entries[0] if container is None else container.rebuild(entries)
 
-    def _begin(self, batch: Mapping[Any, Any], length: int) -> None:
-        """Find the fields in the first batch of this program, and check that the first of the run is cut."""
+    def _check(self, batch: Mapping[Any, Any], length: int) -> None:
+        """Check the fields of the first batch of this program, and that the first of the run is cut."""
         tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
         shown = ", ".join(f"{name}: {tuple(each.shape)}" for name, each in tensors.items()) or "no tensors"
-        if self._found is None:
-            self._found = _find(tensors, shown)
-        for name, dimensions in self._found.items():
+        for name, dimensions in self.fields.items():
             if name not in tensors:
                 raise ConfigError(
                     f"SequenceLength(fields=...) has {name!r}, which is no tensor of the batch ({shown})."
@@ -105,14 +92,14 @@ class SequenceLength(Callback):
             if max(dimensions) >= tensors[name].ndim:
                 raise ConfigError(
                     f"SequenceLength cuts dimension {max(dimensions)} of {name!r}, which has the shape"
-                    f" {tuple(tensors[name].shape)}. {_HINT}"
+                    f" {tuple(tensors[name].shape)}. Give another: fields={{'tokens': 1, 'mask': (2, 3)}}"
                 )
-        longest = max(tensors[name].shape[each] for name, cut in self._found.items() for each in cut)
-        if self._is_first and longest <= length:
+        longest = max(tensors[name].shape[each] for name, cut in self.fields.items() for each in cut)
+        if not self._is_resumed and longest <= length:
             raise ConfigError(
                 f"SequenceLength has nothing to cut in the first batch: its sequences have {longest} tokens,"
                 f" and the first length is {length} ({shown}). Give a shorter first length, or name the right"
-                " tensors: SequenceLength(..., fields=...)"
+                " tensors"
             )
         mask = tensors.get("attention_mask")
         if mask is not None and mask.ndim == 2 and not mask[:, 0].all():
@@ -120,7 +107,6 @@ class SequenceLength(Callback):
                 "SequenceLength cuts sequences at their end, and this batch has padding at their beginning"
                 " (attention_mask). Pad on the right: tokenizer.padding_side = 'right'"
             )
-        self._is_first = False
 
 
 def _checked(fields: Any) -> dict[Any, tuple[int, ...]]:
@@ -145,34 +131,5 @@ def _checked(fields: Any) -> dict[Any, tuple[int, ...]]:
                 " on, such as 1 or (2, 3). Dimension 0 counts samples"
             )
     if not found:
-        raise ConfigError("SequenceLength(fields=...) is empty. Name the tensors to cut, or give None")
+        raise ConfigError("SequenceLength(fields=...) is empty. Name the tensors to cut")
     return found
-
-
-def _find(tensors: Mapping[Any, Tensor], shown: str) -> dict[Any, tuple[int, ...]]:
-    """Return the dimensions of the tokens by field."""
-    tokens = tensors.get("input_ids")
-    if tokens is None or tokens.ndim != 2:
-        tokens = next((each for each in tensors.values() if _has_tokens(each)), None)
-    if tokens is None:
-        raise ConfigError(f"SequenceLength found no tensor of tokens in the batch ({shown}). {_HINT}")
-    length = tokens.shape[1]
-    found: dict[Any, tuple[int, ...]] = {}
-    unclear = []
-    for name, each in tensors.items():
-        if each.ndim >= 3 and tuple(each.shape[-2:]) == (length, length):
-            found[name] = (each.ndim - 2, each.ndim - 1)
-        elif each.ndim >= 2 and each.shape[1] == length and length not in each.shape[2:]:
-            found[name] = (1,)
-        elif _has_tokens(each) or length in each.shape[1:] or "cu_seq" in str(name):
-            unclear.append(name)
-    if unclear:
-        raise ConfigError(
-            f"SequenceLength cannot tell whether to cut {', '.join(map(repr, unclear))} of the batch"
-            f" ({shown}) with the {length} tokens. {_HINT}"
-        )
-    return found
-
-
-def _has_tokens(tensor: Tensor) -> bool:
-    return tensor.ndim == 2 and not tensor.is_floating_point() and not tensor.is_complex()
