@@ -27,7 +27,6 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.distributed.failure.named_locations import named_location, register_opaque
 from drivetrain.engine.own_loop_checkpoint import optimizer_state
 from drivetrain.run.checkpoint import restore_weights, snapshot_to_save
-from drivetrain.run.save_errors import AGAIN, OVER, newest
 from drivetrain.task.model_info import info_of
 
 if TYPE_CHECKING:
@@ -85,7 +84,6 @@ class CheckpointSaver(Callback):
         }
         self._triggers: dict[str, Trigger] = {}
         self._saving_step = -1
-        self._unsaved: StorageError | None = None
         self._is_checked = self._goes_on = False
 
     def on_fit_start(self, run: Run) -> None:
@@ -198,32 +196,27 @@ class CheckpointSaver(Callback):
         """Run the block, a manager's operation, and report what it could not write.
 
         Raises:
-            StorageError: A rank could not write, and the run must stop.
+            StorageError: A rank could not write, and the run must stop, or ends and has no later save.
         """
         try:
             yield
         except StorageError as error:
-            self._unsaved = error
-            if not run.save_errors.tolerates:
+            is_last = run.stop_reason is not None and self._saving_step == run.progress.steps
+            if is_last or not run.save_errors.tolerates:
                 raise
             lost = f"the checkpoint after step {self._saving_step}"
-            is_last = run.stop_reason is not None and self._saving_step == run.progress.steps
-            then = OVER if is_last or run.exception is not None else AGAIN
-            run.save_errors.report("checkpoint", lost, error, run.last_checkpoint, then)
+            run.save_errors.report(lost, error, run.last_checkpoint)
 
     def _note_committed(self, run: Run, committed: str | None) -> None:
-        if committed is None:
-            return
-        self._unsaved = None
-        if committed != run.last_checkpoint:
+        if committed is not None and committed != run.last_checkpoint:
             run.checkpoint_saved(committed)
 
     def on_fit_end(self, run: Run) -> None:
         """Wait for a save in progress, and write the weights: a plain safetensors file, unless the task does.
 
         Raises:
-            StorageError: The end of the run is not saved. It is raised even if save errors are tolerated,
-                because no later save can follow.
+            StorageError: The weights are not saved. It is raised even if save errors are tolerated, because
+                no later save can follow.
         """
         if run.nonfinite.diverged is None and (best := self._best_by(run)):
             self._save(run, (), best)  # by the last log point, which comes after the saves
@@ -237,20 +230,8 @@ class CheckpointSaver(Callback):
             self._restore_best(run)
         with run.engine.checkpoint_layout():
             weights, _ = module_state(run.task)
-        ended = f"the run ended after step {run.progress.steps} ({run.stop_reason})"
-        besides = ""
         with run.timed("save"):  # all ranks learn of an error, and none goes on before the file exists
-            try:
-                run.engine.ranks.together(lambda: self._write_finished(run, weights))
-            except StorageError as error:
-                if self._unsaved is None:
-                    raise
-                besides = f". The finished weights are not saved either: {error}"
-        if self._unsaved is not None:
-            there = newest(run.last_checkpoint)
-            lost = StorageError(f"{ended}, which is not saved: {self._unsaved}{besides}. {there}")
-            lost.code = self._unsaved.code
-            raise lost from self._unsaved
+            run.engine.ranks.together(lambda: self._write_finished(run, weights))
 
     def _restore_best(self, run: Run) -> None:
         by = next((each.by for each in self.policies if each.restore_best), None)

@@ -105,7 +105,7 @@ class Ledger:
         run, lost = self._run, f"the end of {NAME}"
         if in_order:
             then = "The run has ended well; only the use of this attempt's last seconds stays unknown"
-            run.save_errors.report("ledger", lost, self._trouble, run.last_checkpoint, then)
+            run.save_errors.report(lost, self._trouble, run.last_checkpoint, then)
         elif error is not None:
             error.add_note(f"drivetrain: {lost} was not saved: {self._trouble}")
 

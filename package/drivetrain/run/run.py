@@ -75,7 +75,7 @@ class Run(RunState):
         in_turn: False after a validation that was made only because the fit ends.
         failure: The error that the run raises once it has ended in order, or None.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
-        save_errors: The files that could not be written, and the policy for them.
+        save_errors: The policy for files that cannot be written.
         milestones: The number of checkpoints saved, of evaluation passes begun and of steps begun, added up.
         reports: How often `report_progress` was called.
         requests: The requests of this rank's hooks, "log", "validate", "save" or "end_epoch", each with its
@@ -484,7 +484,7 @@ class Run(RunState):
                 lost = f"{lost} was not saved: {words_of(error)}"
                 error.add_note(f"drivetrain: {lost}. on_save_error='warn' goes on without it")
                 raise
-            self.save_errors.report(type(logger).__name__, lost, error, self.last_checkpoint, LEFT_OUT)
+            self.save_errors.report(lost, error, self.last_checkpoint, LEFT_OUT)
 
     # Time.
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-from collections import Counter
 from contextlib import suppress
 
-from drivetrain.checkpoint.storage.filesystem import StorageError, in_words
+from drivetrain.checkpoint.storage.filesystem import in_words
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.messages import logger
 
@@ -15,9 +12,6 @@ _LOG = logger(__name__)
 
 AGAIN = "The run goes on (on_save_error='warn'), and the next save that is due tries again"
 """The consequence for a checkpoint."""
-
-OVER = "This was the last save of the run"
-"""The consequence for the last checkpoint."""
 
 LEFT_OUT = (
     "The run goes on (on_save_error='warn'). Later values are written if that is possible; these values are"
@@ -27,7 +21,7 @@ LEFT_OUT = (
 
 
 class SaveErrors:
-    """The policy of one run, and the errors so far.
+    """The policy of one run.
 
     Args:
         policy: "raise", or "warn" to go on.
@@ -35,28 +29,21 @@ class SaveErrors:
 
     Attributes:
         tolerates: Whether the run goes on.
-        counts: The number of failures by kind: "checkpoint", or a logger's class.
     """
 
     def __init__(self, policy: str = "raise", reports: bool = True) -> None:
         self.tolerates = policy == "warn"
-        self.counts: Counter[str] = Counter()
         self._reports = reports
-        self._warned: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str | int]] = set()
 
-    def report(
-        self, what: str, lost: str, error: Exception, last_checkpoint: str | None, then: str = AGAIN
-    ) -> None:
-        """Count a failure, and warn if its cause is new; one with a known cause is logged for debugging."""
-        self.counts[what] += 1
-        if not self._reports:
-            return
-        notes = "".join(f" ({each.removeprefix('drivetrain: ')})" for each in getattr(error, "__notes__", ()))
-        text = f"{lost} was not saved: {words_of(error)}{notes}. {newest(last_checkpoint)}. {then}"
-        cause = what, code_of(error)
-        is_new = cause not in self._warned
-        self._warned.add(cause)
-        _LOG.log(logging.WARNING if is_new else logging.DEBUG, text)  # each cause once
+    def report(self, lost: str, error: Exception, last_checkpoint: str | None, then: str = AGAIN) -> None:
+        """Warn of a failure, of each cause once; what was lost ends with the number of its step."""
+        cause = lost.rpartition(" ")[0], getattr(error, "code", getattr(error, "errno", ""))
+        if self._reports and cause not in self._warned:
+            self._warned.add(cause)
+            notes = getattr(error, "__notes__", ())
+            notes = "".join(f" ({each.removeprefix('drivetrain: ')})" for each in notes)
+            _LOG.warning(f"{lost} was not saved: {words_of(error)}{notes}. {newest(last_checkpoint)}. {then}")
 
 
 def newest(last_checkpoint: str | None) -> str:
@@ -82,12 +69,3 @@ def words_of(error: Exception) -> str:
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return in_words("write", error.filename, error)[0]
     return str(error)
-
-
-def code_of(error: Exception) -> str:
-    """Return the system's name of an error, such as "ENOSPC"."""
-    if isinstance(error, StorageError):
-        return error.code
-    if isinstance(error, OSError):
-        return errno.errorcode.get(error.errno or 0, type(error).__name__)
-    return type(error).__name__
