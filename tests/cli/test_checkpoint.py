@@ -73,7 +73,7 @@ def test_list_tells_what_each_is_kept_for(capsys, run_dir, tmp_path):
 
 
 def test_show_says_what_a_checkpoint_is_and_needs_no_tensor_file(capsys, run_dir):
-    code, found = as_json(capsys, "show", run_dir, "--tensors")
+    code, found = as_json(capsys, "show", run_dir)
     assert code == 0
     assert found["path"].endswith("step-00000015")
     assert (found["progress"]["steps"], found["saved_by"]["task"]) == (15, "Regression")
@@ -81,14 +81,12 @@ def test_show_says_what_a_checkpoint_is_and_needs_no_tensor_file(capsys, run_dir
     assert found["hparams"]["dropout"] == 0.0
     assert found["groups"]["model"] == {"tensors": 2, "elements": 5, "bytes": 20, "dtypes": {"F32": 5}}
     assert found["optimizers"]["default"]["optimizer"] == "SGD"
-    weight = found["tensors"]["model"]["line.weight"]
-    assert (weight["dtype"], weight["shape"], weight["pieces"]) == ("F32", [1, 4], 1)
     path = run_dir / "checkpoints" / "step-00000010"
     for file in path.glob("*.safetensors"):
         file.unlink()
-    code, printed = run(capsys, "show", path, "--tensors")
+    code, printed = run(capsys, "show", path)
     assert code == 0
-    for text in ("  steps          10\n", "  dropout    0", "line.weight  F32[1, 4]", "lr 0.05"):
+    for text in ("  steps          10\n", "  dropout    0", "lr 0.05"):
         assert text in printed.out
 
 
@@ -169,10 +167,9 @@ def test_export_replaces_no_file_unasked(capsys, run_dir, tmp_path, remote):
 
 
 def test_any_text_is_shown_without_harm_to_the_terminal(capsys, tmp_path):
-    name = "層.重み." + "long" * 30
     hparams = {"values": {"title": "\x1b[2Jgone\nnew \ud800", "größe": "naïve"}, "unstored": ["loss"]}
-    save(tmp_path / "a", {name: torch.zeros(1), "b": torch.zeros(1)}, {"hparams": hparams}, task="日本")
-    code, printed = run(capsys, "show", tmp_path / "a", "--tensors")
+    save(tmp_path / "a", {"b": torch.zeros(1)}, {"hparams": hparams}, task="日本")
+    code, printed = run(capsys, "show", tmp_path / "a")
     assert (code, "\x1b" in printed.out) == (0, False)
-    for text in (r"\x1b[2Jgone\nnew \ud800", name, "日本", "größe", "naïve", "not stored"):
+    for text in (r"\x1b[2Jgone\nnew \ud800", "日本", "größe", "naïve", "not stored"):
         assert text in printed.out

@@ -165,7 +165,7 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
     assert capsys.readouterr().out.count("usage: ") == 3
     for line, nearest in {
         "launch --devces 2 train.py": "--devices",
-        "checkpoint show run --tensor": "--tensors",
+        "checkpoint show run --jso": "--json",
         "fti --task a.B": "fit",
         "checkpoint lst run": "list",
     }.items():

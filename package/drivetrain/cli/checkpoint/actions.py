@@ -32,8 +32,6 @@ from drivetrain.cli.checkpoint.output import (
     listing_json,
     print_description,
     print_listing,
-    print_tensors,
-    tensors_json,
     verdict_text,
 )
 from drivetrain.cli.printing import line, print_json
@@ -53,14 +51,11 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    reader = open_checkpoint(resolve(parsed.path))
-    found = describe(reader)
-    tensors = reader.manifest.tensors if parsed.tensors else {}
+    found = describe(open_checkpoint(resolve(parsed.path)))
     if parsed.json:
-        print_json({**asdict(found), **({"tensors": tensors_json(tensors)} if parsed.tensors else {})})
+        print_json(asdict(found))
     else:
         print_description(found)
-        print_tensors(tensors)
     return _FINE
 
 

@@ -73,7 +73,6 @@ def _parser(words: Sequence[str]) -> Parser:
         " Reads tensors only to find a run's newest good checkpoint.",
     )
     add("path", metavar="PATH", help=_ONE)
-    add("--tensors", action="store_true", help="list every tensor, with its dtype, shape and pieces")
 
     add = action(
         "verify",

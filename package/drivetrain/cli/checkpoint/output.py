@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from drivetrain.checkpoint.format.records import TensorRecord
-from drivetrain.checkpoint.inspection.description import CheckpointTotals, Description, totals
+from drivetrain.checkpoint.inspection.description import CheckpointTotals, Description
 from drivetrain.checkpoint.inspection.listing import Listed, Listing
 from drivetrain.cli.printing import line, section, shortened, span, table
 from drivetrain.core.messages import sized
@@ -132,28 +131,6 @@ def _group_row(name: str, group: CheckpointTotals) -> tuple[str, ...]:
     else:
         dtypes = ", ".join(f"{dtype} {elements:,}" for dtype, elements in group.dtypes.items())
     return name, f"{group.tensors:,}", f"{group.elements:,}", sized(group.bytes), dtypes
-
-
-def print_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> None:
-    for group, records in groups.items():
-        if records:
-            line()
-            rows = [
-                (name, record.text, sized(totals([record]).bytes), str(record.count))
-                for name, record in records.items()
-            ]
-            table((group, "dtype and shape", "size", "pieces"), rows, numbers=(2, 3))
-
-
-def tensors_json(groups: Mapping[str, Mapping[str, TensorRecord]]) -> dict[str, Any]:
-    """Return every tensor of a checkpoint as JSON."""
-    return {
-        group: {
-            name: {"dtype": record.dtype, "shape": list(record.shape), "pieces": record.count}
-            for name, record in records.items()
-        }
-        for group, records in groups.items()
-    }
 
 
 def verdict_text(verdict: Verdict) -> str:
