@@ -38,7 +38,7 @@ CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
     "DeviceStats": lambda: [callbacks.DeviceStats()],
     "LearningRateMonitor": lambda: [callbacks.LearningRateMonitor()],
     "Throughput": lambda: [callbacks.Throughput()],
-    'Profile(kinds="table")': lambda: [callbacks.Profile(kinds="table", show=False)],
+    'Profile(kinds="table")': lambda: [callbacks.Profile(kinds="table")],
     "Freeze, after its last point": lambda: [callbacks.Freeze("net.0", until="10 steps")],
     'EarlyStopping("train/loss")': lambda: [callbacks.EarlyStopping("train/loss", patience=1000)],
     "LossSpike": lambda: [callbacks.LossSpike("skip", threshold=1000.0)],

@@ -75,8 +75,8 @@ def test_resumed_run_counts_on_from_its_step_and_ends_with_the_same_weights(tmp_
 
 def test_a_trace_may_have_python_and_memory(tmp_path: Path) -> None:
     options = {"with_stack": True, "profile_memory": True}
-    trace = Profile(ONE, "trace", folder=tmp_path, options=options)
-    fitted(trace)
+    trace = Profile(ONE, "trace", options=options)
+    fitted(trace, run_dir=tmp_path)
     content = gzip.decompress(trace.files[0].read_bytes())
     assert b"functional.py" in content
     assert b"[memory]" in content
@@ -92,11 +92,12 @@ def test_table_counts_every_phase_and_hook(tmp_path: Path) -> None:
     watch = LambdaCallback(**{name: note(name) for name in hooks})
     other = LambdaCallback(on_epoch_end=note("other"))
     options: dict[str, Any] = {"max_epochs": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
-    callbacks = [watch, Profile(kinds="table", folder=tmp_path), other]
+    callbacks = [watch, Profile(kinds="table"), other]
     with heard("profile of steps", level=20) as told:
-        trainer = quiet(**options, log_every="2 steps", callbacks=callbacks)
+        trainer = quiet(**options, log_every="2 steps", run_dir=tmp_path, callbacks=callbacks)
         trainer.fit(Regression(), pairs(), pairs(6))
-    found = calls(tmp_path)
+    folder = tmp_path / "profile"
+    found = calls(folder)
     of_micro_batch = dict.fromkeys(("data", "forward", "backward"), 3 * 5)
     of_step = dict.fromkeys(("step", "clip", "optimizer"), 3 * 3)
     evaluation = {"validation": 3, "validation data": 9, "validation step": 9}
@@ -105,24 +106,24 @@ def test_table_counts_every_phase_and_hook(tmp_path: Path) -> None:
     assert {name: found[name] for name in found if "." not in name} == expected
     assert {name: found[f"LambdaCallback.{name}"] for name in hooks} == {name: seen[name] for name in hooks}
     assert found["LambdaCallback 2.on_epoch_end"] == seen["other"] == 3
-    content = table(tmp_path)
+    content = table(folder)
     assert (content["steps"], content["rank"], content["device"]) == ([0, 8], 0, "cpu")
     assert 0 < sum(each["own_seconds"] for each in content["phases"]) <= content["seconds"]
     by_name = {each["name"]: each for each in content["phases"]}
     inside = sum(by_name[name]["seconds"] for name in ("forward", "backward", "clip", "optimizer"))
     assert by_name["step"]["own_seconds"] <= by_name["step"]["seconds"] - inside + 1e-9
     (text,) = told
-    assert (tmp_path / "table-steps-0-8-rank-0.txt").read_text(encoding="utf-8") == f"{text}\n"
+    assert (folder / "table-steps-0-8-rank-0.txt").read_text(encoding="utf-8") == f"{text}\n"
 
 
 def test_profiling_changes_no_weights_and_leaves_nothing_behind(tmp_path: Path) -> None:
     plain = fitted(None)
-    everything = Profile(ONE, ("table", "trace"), folder=tmp_path / "all")
-    assert weights(fitted(everything)) == weights(plain)
-    assert len(list((tmp_path / "all").iterdir())) == 3
+    everything = Profile(ONE, ("table", "trace"))
+    assert weights(fitted(everything, run_dir=tmp_path)) == weights(plain)
+    assert len(list((tmp_path / "profile").iterdir())) == 3
     strategy, runs = quiet(max_steps=1).select_strategy(), []
     watch = LambdaCallback(on_fit_start=runs.append)
-    fitted(Profile(kinds="table", folder=tmp_path), strategy=strategy, callbacks=[watch])
+    fitted(Profile(kinds="table"), strategy=strategy, callbacks=[watch], run_dir=tmp_path)
     (run,) = runs
     for owner in (run, run.engine, run.train_feed, run.engine.transfer, strategy):
         assert not [name for name, each in vars(owner).items() if hasattr(each, "__wrapped__")]

@@ -74,8 +74,8 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
     table: dict[str, tuple[Any, ...]] = {
         "two averages": (with_callbacks(cb.WeightAverage(), cb.WeightAverage("swa")), "2 WeightAverage"),
         "two freezes": (with_callbacks(cb.Freeze("a"), cb.Freeze("b")), "2 Freeze", "one another"),
-        "profile without a directory": (with_callbacks(cb.Profile()), "Profile(folder="),
-        "profile of no rank": (with_callbacks(cb.Profile(ranks=[0, 1], folder=tmp_path)), "has rank 1"),
+        "profile without a directory": (with_callbacks(cb.Profile()), "Trainer(run_dir="),
+        "profile of no rank": (with_callbacks(cb.Profile(ranks=[0, 1]), run_dir=tmp_path), "has rank 1"),
         "skipped samples": (with_callbacks(ramp, on_bad_batch="skip"), "on_bad_batch='skip'"),
         "detector": (with_callbacks(cb.NonFiniteDetector(), compile=True), "compile=False"),
     }  # fmt: skip

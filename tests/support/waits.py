@@ -121,8 +121,8 @@ CHANGE: dict[str, Callable[[], callbacks.Callback]] = {
     "SequenceLength": lambda: callbacks.SequenceLength({0: 4, "5 steps": 6}, ("input_ids", "labels", "mask")),
 }
 WATCH: dict[str, Callable[[], callbacks.Callback]] = {
-    "table": lambda: callbacks.Profile(kinds="table", show=False),
-    "trace": lambda: callbacks.Profile({"wait": 12, "warmup": 1, "active": 1}, show=False),
+    "table": lambda: callbacks.Profile(kinds="table"),
+    "trace": lambda: callbacks.Profile({"wait": 12, "warmup": 1, "active": 1}),
     "GradientNorms": lambda: callbacks.GradientNorms(per_layer=True),
     "DeviceStats": callbacks.DeviceStats,
     "EarlyStopping": lambda: callbacks.EarlyStopping("train/loss", patience=99),

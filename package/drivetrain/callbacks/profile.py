@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from drivetrain.checkpoint.storage.files import replacing
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import make_directory
 from drivetrain.core.messages import columns, logger
-from drivetrain.core.validation import by_name, check_names, count, flag, local_path, one_of
+from drivetrain.core.validation import by_name, check_names, count, one_of
 from drivetrain.distributed.failure.named_locations import register_opaque
 from drivetrain.run.clock import Clock
 from drivetrain.run.phases import timing_parts
@@ -74,10 +73,8 @@ class Profile(Callback):
             ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the steps 10, 11 and 12.
         kinds: "table", "trace" or both.
         ranks: The ranks to profile: a number, several, or "all". Each writes its own files.
-        folder: The folder for the files; None takes `profile` in the run directory.
         options: Options of `torch.profiler.profile` for "trace": `record_shapes`, `profile_memory`,
             `with_stack`, `with_flops`, `with_modules`, `experimental_config`.
-        show: Whether the main rank prints the table and the folder to stderr.
 
     Attributes:
         files: The files of the last fit: those of all ranks or, after an error, those of this rank.
@@ -94,19 +91,15 @@ class Profile(Callback):
         kinds: Sequence[str] = ("table", "trace"),
         ranks: int | Sequence[int] | str = 0,
         *,
-        folder: str | os.PathLike[str] | None = None,
         options: Mapping[str, Any] | None = None,
-        show: bool = True,
     ) -> None:
         self.kinds = _checked_kinds(kinds)
         self.ranks = _checked_ranks(ranks)
-        self.folder = None if folder is None else local_path("Profile(folder=)", folder).absolute()
         if not isinstance(options, (Mapping, type(None))):
             raise ConfigError(
                 f"Profile(options=) must be a mapping of {', '.join(_OPTIONS)}, not {options!r}"
             )
         self.options = dict(options or {})
-        self.show = flag("Profile(show=)", show)
         self.schedule = _checked_schedule(_SCHEDULE if schedule is None else schedule)
         self.files: list[Path] = []
         check_names("Profile(options=)", self.options, _OPTIONS)
@@ -122,8 +115,11 @@ class Profile(Callback):
             ConfigError: There is no directory, a rank does not exist, or there are two of these callbacks.
             StrategyError: The device cannot be profiled.
         """
-        if self.folder is None and not has_run_dir(trainer):
-            raise _no_directory()
+        if not has_run_dir(trainer):
+            raise ConfigError(
+                "Profile has no directory to write to: the fit writes no checkpoints and no logs, and so has"
+                " no run directory. Give Trainer(run_dir=...)"
+            )
         check_only_one(Profile, trainer, "need the same profiler. Give one, with the kinds of both")
         late = [rank for rank in self.ranks or () if rank >= strategy.world_size]
         if late:
@@ -142,19 +138,19 @@ class Profile(Callback):
         """Profile the block, if it is a fit.
 
         Raises:
-            ConfigError: The folder cannot be made.
+            OSError: The folder cannot be made.
         """
         if run.train_feed is None:
             yield
             return
-        folder = run.run_dir / "profile" if self.folder is None and run.run_dir is not None else self.folder
-        if folder is None:
-            raise _no_directory()
-        if self.show and run.is_main:
+        assert run.run_dir is not None  # `check_trainer` has seen to it
+        folder = run.run_dir / "profile"
+        if run.is_main:
             _LOG.info(f"Profile writes to {folder}")
         ranks, files = run.engine.ranks, []
         if self.ranks is None or ranks.rank in self.ranks:
-            session = _ProfileSession(self, run, _made(folder), ranks.rank)
+            make_directory(folder)
+            session = _ProfileSession(self, run, folder, ranks.rank)
             try:
                 with timing_parts(run, session.before_step):
                     yield
@@ -268,7 +264,7 @@ class _ProfileSession:
             ],
         }
         text = _table(content, self.clock)
-        if self._profile.show and self._run.is_main:
+        if self._run.is_main:
             _LOG.info(text)
         name = f"table-steps-{first}-{last}"
         self._write(name, ".txt", lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
@@ -285,24 +281,6 @@ class _ProfileSession:
             _LOG.warning(f"Profile could not write {path}: {error}. Training is not affected")
         else:
             self._files.append(path)
-
-
-def _no_directory() -> ConfigError:
-    return ConfigError(
-        "Profile has no directory to write to: the fit writes no checkpoints and no logs, and so has no run"
-        " directory. Give Profile(folder=...), or Trainer(run_dir=...)"
-    )
-
-
-def _made(folder: Path) -> Path:
-    try:
-        make_directory(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"Profile cannot make its folder {str(folder)!r}: {error.strerror}. Give another one,"
-            " Profile(folder=...)"
-        ) from error
-    return folder
 
 
 def _checked_kinds(kinds: object) -> tuple[str, ...]:

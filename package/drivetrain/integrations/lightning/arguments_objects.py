@@ -95,7 +95,7 @@ def take_profiler(given: Any) -> list[Profile]:
             f"profiler={type(given).__name__}(...) cannot be taken over. Give callbacks=[Profile(...)] of"
             " drivetrain, whose schedule= and options= are those of torch.profiler"
         )
-    return [Profile(kinds="table", folder=given.dirpath)]
+    return [Profile(kinds="table")]
 
 
 def module_callbacks(module: Any, given: Any = ()) -> TakenCallbacks:
