@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from drivetrain.callbacks.checkpoint import CheckpointSaver
@@ -17,7 +16,7 @@ from drivetrain.checkpoint import (
 )
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, RunDirectory
-from drivetrain.checkpoint.storage.filesystem import FileSystem, StorageError, os_errors
+from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.load import is_weight_file
@@ -66,7 +65,8 @@ def open_checkpoints(
     policies = chosen or (_default_policy(settings, task, loaders[0] if loaders else None),)
     manager = _manager(root, policies, ranks)
     _check_restarts(settings, policies)
-    _lock(settings, manager, engine.closing)
+    engine.closing.callback(manager.release)
+    manager.lock()
     start = decide_start(settings, resume, root, manager, ranks)
     if manager.entries() and start.kind in ("new", "other"):
         raise ConfigError(
@@ -150,21 +150,6 @@ def _has_model(root: str) -> bool:
     files = file_system(root)
     with os_errors("read", root):
         return files.kind(files.join(root, MODEL)) is not None
-
-
-def _lock(settings: RunSettings, manager: CheckpointManager, closing: ExitStack) -> None:
-    """Lock the directory until the fit ends; a refusal of the storage is treated as a failed save."""
-    closing.callback(manager.release)
-    try:
-        manager.lock()
-    except StorageError as error:
-        if settings.on_save_error != "warn":
-            raise
-        if manager.ranks.rank == 0:
-            _LOG.warning(
-                f"the checkpoints of this run are not protected against another job: {error}. The run goes on"
-                " (on_save_error='warn'), and each save tries again"
-            )
 
 
 def _default_policy(settings: RunSettings, task: TaskModule, first_loader: str | None) -> CheckpointConfig:
