@@ -12,25 +12,33 @@ from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.run.settings import RunSettings
 
 _GOES_ON: ContextVar[str | None] = ContextVar("goes_on", default=None)
+_IS_PROBE: ContextVar[bool] = ContextVar("is_probe", default=False)
 
 
 @contextmanager
-def part_of(goes_on: str) -> Iterator[None]:
+def part_of(goes_on: str, is_probe: bool = False) -> Iterator[None]:
     """Run the block, whose fits are parts of something larger, such as a search.
 
     Args:
         goes_on: Says in their last words how the user goes on from a checkpoint.
+        is_probe: Whether they follow no logged values, and the task's own callbacks play no part.
     """
-    token = _GOES_ON.set(goes_on)
+    before, was_probe = _GOES_ON.set(goes_on), _IS_PROBE.set(is_probe)
     try:
         yield
     finally:
-        _GOES_ON.reset(token)
+        _GOES_ON.reset(before)
+        _IS_PROBE.reset(was_probe)
 
 
 def is_part() -> bool:
     """Return whether a fit is a part of something larger."""
     return _GOES_ON.get() is not None
+
+
+def is_probe() -> bool:
+    """Return whether a fit is a short one for our own purposes, such as a finder's."""
+    return _IS_PROBE.get()
 
 
 def may_resume_by_itself(settings: RunSettings) -> bool:

@@ -48,6 +48,7 @@ from drivetrain.engine.updater import long_warmups
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
+from drivetrain.run.messages import is_probe
 from drivetrain.run.run import Run
 from drivetrain.run.setting_checks import checked_callbacks
 from drivetrain.run.settings import (
@@ -256,6 +257,8 @@ def build_fit(
 def with_callbacks_of(task: TaskModule, settings: Settings) -> Settings:
     """Return the settings of a fit with the task's callbacks before the Trainer's, all checked together."""
     own = _own_callbacks(task, "train")
+    if is_probe():  # those that change the task before its optimizers are built are a part of it
+        own = [each for each in own if type(each).modify_task is not built_in.Callback.modify_task]
     if settings.dry_run is not None:
         own = fitting(own, settings)
     try:
@@ -372,7 +375,15 @@ def _connect(settings: RunSettings, run: Run) -> None:
 
 
 def _check_monitored_metrics(settings: RunSettings, run: Run) -> None:
-    """Check that the values that schedules depend on can come, and warn if validations come too late."""
+    """Check that the values that schedules depend on can come, and warn if validations come too late.
+
+    In a probe none of them may come, and such schedules stand still.
+    """
+    if is_probe():
+        for each in run.engine.updaters.values():
+            if each.monitored_metric() is not None:
+                each.torch_schedule = None
+        return
     by_epoch = "One by epochs may follow training: TorchSchedule(..., every='1 epoch', metric='train/loss')"
     names = run.names
     follows = any(

@@ -57,7 +57,8 @@ def benchmark(
     fastest block counts.
 
     The benchmark sets the length of each fit. Checkpoints, loggers, the progress bar and validation are off,
-    unless `over` compares them. Early stopping, and schedules that follow a logged value, play no part. Call
+    unless `over` compares them. Early stopping, schedules that follow a logged value, and the task's own
+    callbacks play no part. Call
     `benchmark` before this process uses a GPU.
 
     Args:

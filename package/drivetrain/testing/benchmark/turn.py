@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.callbacks import MemoryReport
+from drivetrain.callbacks import EarlyStopping, MemoryReport
 from drivetrain.callbacks.base import Callback
 from drivetrain.core.errors import DataError, StrategyError
 from drivetrain.run.messages import part_of
 from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.task import TaskModule
-from drivetrain.trainer.probe import unwatched, without_stopping
 from drivetrain.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -117,7 +116,8 @@ def watched(trainer: Trainer, probe: Probe, folder: str, compared: Iterable[str]
     """Return a Trainer whose fit is watched, and writes into a folder; it saves and logs only if that is
     compared.
     """
-    strategy, watches = trainer.select_strategy(), [*without_stopping(trainer.callbacks), probe]
+    strategy = trainer.select_strategy()
+    watches = [*(each for each in trainer.callbacks if not isinstance(each, EarlyStopping)), probe]
     if as_compile(trainer.compile) is None and strategy.device.type == "cpu" and strategy.name != "deepspeed":
         watches.append(MemoryReport(show=False))  # the second step, which is in the warm-up
     settings = {name: value for name, value in _OFF.items() if name not in compared} | LENGTH
@@ -130,8 +130,8 @@ def turn(
     """Train until the clock has timed enough steps, and return what `_measured` returns."""
     probe = Probe(clock)
     trainer = watched(trainer, probe, folder, compared)
-    with part_of("the benchmark begins anew"):
-        result = trainer.fit(unwatched(task), data)
+    with part_of("the benchmark begins anew", is_probe=True):
+        result = trainer.fit(task, data)
     if not clock.blocks:
         raise DataError(
             f"the fit ended after {result.progress.steps} steps ({result.stop_reason}), before enough of them"
