@@ -48,25 +48,11 @@ _LARGEST_SEED = 2**32
 T = TypeVar("T")
 
 
-def fit(
-    trainer: RunSettings,
-    task: TaskModule,
-    train_data: Any,
-    validation_data: Any,
-    resume: str | None,
-    settings_of: str | None,
-    new_data: bool,
-    skip: Interval | None,
-) -> FitResult:
+def fit(trainer: RunSettings, *given: Any) -> FitResult:
     """Train; see `Trainer.fit`."""
     if _has_to_fork(trainer):
-        given = task, train_data, validation_data, resume, settings_of, new_data, skip
         return _forked(trainer, lambda: fit(trainer, *given))
-    with _begin(trainer, task, train_data, validation_data, resume, settings_of, new_data, skip) as (
-        settings,
-        run,
-        saver,
-    ):
+    with _begin(trainer, *given) as (settings, run, saver):
         for _ in train_steps(run):
             pass
     result = _result(settings, run, saver)
