@@ -51,7 +51,7 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
     profile, stats = cb.Profile, cb.DeviceStats
     table: dict[str, tuple[Any, ...]] = {
         "kind": (partial(profile, kinds="traces"), "did you mean 'trace'"),
-        "ranks": (partial(profile, ranks=-1), "ranks", "at least 0"),
+        "ranks": (partial(profile, all_ranks="all"), "all_ranks", "True or False"),
         "misspelt active": (partial(profile, {**ONE, "actve": 1}), "did you mean 'active'"),
         "schedule of a table": (partial(profile, ONE, "table"), "no effect on 'table'"),
         "misspelt option": (partial(profile, options={"record_shape": True}), "did you mean 'record_shapes'"),
@@ -75,7 +75,6 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
         "two averages": (with_callbacks(cb.WeightAverage(), cb.WeightAverage("swa")), "2 WeightAverage"),
         "two freezes": (with_callbacks(cb.Freeze("a"), cb.Freeze("b")), "2 Freeze", "one another"),
         "profile without a directory": (with_callbacks(cb.Profile()), "Trainer(run_dir="),
-        "profile of no rank": (with_callbacks(cb.Profile(ranks=[0, 1]), run_dir=tmp_path), "has rank 1"),
         "skipped samples": (with_callbacks(ramp, on_bad_batch="skip"), "on_bad_batch='skip'"),
         "detector": (with_callbacks(cb.NonFiniteDetector(), compile=True), "compile=False"),
     }  # fmt: skip

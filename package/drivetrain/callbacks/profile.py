@@ -17,7 +17,7 @@ from drivetrain.checkpoint.storage.files import replacing
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import make_directory
 from drivetrain.core.messages import columns, logger
-from drivetrain.core.validation import by_name, check_names, count, one_of
+from drivetrain.core.validation import by_name, check_names, flag, keywords, one_of
 from drivetrain.distributed.failure.named_locations import register_opaque
 from drivetrain.run.clock import Clock
 from drivetrain.run.phases import timing_parts
@@ -36,16 +36,9 @@ KINDS = ("table", "trace")
 
 _SCHEDULE = {"wait": 8, "warmup": 2, "active": 3, "repeat": 1}
 
-_ARGUMENTS = ("wait", "warmup", "active", "repeat", "skip_first")
+_ARGUMENTS = keywords(torch.profiler.schedule)
 
-_OPTIONS = (
-    "record_shapes",
-    "profile_memory",
-    "with_stack",
-    "with_flops",
-    "with_modules",
-    "experimental_config",
-)
+_OPTIONS = frozenset(keywords(torch.profiler.profile) or ()) - {"schedule", "on_trace_ready"}
 
 _ACTIVE = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
@@ -72,16 +65,16 @@ class Profile(Callback):
         schedule: The steps for "trace": a mapping of the arguments of `torch.profiler.schedule`. None is
             ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the steps 10, 11 and 12.
         kinds: "table", "trace" or both.
-        ranks: The ranks to profile: a number, several, or "all". Each writes its own files.
-        options: Options of `torch.profiler.profile` for "trace": `record_shapes`, `profile_memory`,
-            `with_stack`, `with_flops`, `with_modules`, `experimental_config`.
+        all_ranks: Whether all ranks are profiled, and write files of their own; else rank 0 alone.
+        options: Options of `torch.profiler.profile` for "trace", such as `record_shapes`, `profile_memory`,
+            `with_stack` and `with_flops`.
 
     Attributes:
         files: The files of the last fit: those of all ranks or, after an error, those of this rank.
 
     Raises:
         ConfigError: An argument that is not allowed or would have no effect; when a Trainer is made, no
-            directory to write to, or no such rank; in a fit, another profiler that is active.
+            directory to write to; in a fit, another profiler that is active.
         StrategyError: "trace" on XLA.
     """
 
@@ -89,15 +82,15 @@ class Profile(Callback):
         self,
         schedule: Mapping[str, int] | None = None,
         kinds: Sequence[str] = ("table", "trace"),
-        ranks: int | Sequence[int] | str = 0,
         *,
+        all_ranks: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.kinds = _checked_kinds(kinds)
-        self.ranks = _checked_ranks(ranks)
+        self.all_ranks = flag("Profile(all_ranks=)", all_ranks)
         if not isinstance(options, (Mapping, type(None))):
             raise ConfigError(
-                f"Profile(options=) must be a mapping of {', '.join(_OPTIONS)}, not {options!r}"
+                f"Profile(options=) must be a mapping, such as {{'with_stack': True}}, not {options!r}"
             )
         self.options = dict(options or {})
         self.schedule = _checked_schedule(_SCHEDULE if schedule is None else schedule)
@@ -109,10 +102,10 @@ class Profile(Callback):
             raise ConfigError("Profile(options=) is for 'trace', and kinds= has no 'trace'")
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
-        """Check that there is a directory to write to, and that all ranks can be profiled.
+        """Check that there is a directory to write to, and that the device can be profiled.
 
         Raises:
-            ConfigError: There is no directory, a rank does not exist, or there are two of these callbacks.
+            ConfigError: There is no directory, or there are two of these callbacks.
             StrategyError: The device cannot be profiled.
         """
         if not has_run_dir(trainer):
@@ -121,12 +114,6 @@ class Profile(Callback):
                 " no run directory. Give Trainer(run_dir=...)"
             )
         check_only_one(Profile, trainer, "need the same profiler. Give one, with the kinds of both")
-        late = [rank for rank in self.ranks or () if rank >= strategy.world_size]
-        if late:
-            raise ConfigError(
-                f"Profile(ranks=...) has rank {late[0]}, and this job's ranks are 0 to"
-                f" {strategy.world_size - 1}"
-            )
         if "trace" in self.kinds and strategy.device.type == "xla":
             raise StrategyError(
                 "Profile: torch.profiler cannot see the operations on XLA, which compiles each step as a"
@@ -148,7 +135,7 @@ class Profile(Callback):
         if run.is_main:
             _LOG.info(f"Profile writes to {folder}")
         ranks, files = run.engine.ranks, []
-        if self.ranks is None or ranks.rank in self.ranks:
+        if self.all_ranks or run.is_main:
             make_directory(folder)
             session = _ProfileSession(self, run, folder, ranks.rank)
             try:
@@ -288,16 +275,6 @@ def _checked_kinds(kinds: object) -> tuple[str, ...]:
     if not isinstance(given, Sequence) or not given:
         raise ConfigError(f"Profile(kinds=...) takes some of {', '.join(map(repr, KINDS))}, not {kinds!r}")
     return tuple(dict.fromkeys(one_of("kind of profile", each, KINDS) for each in given))
-
-
-def _checked_ranks(ranks: object) -> tuple[int, ...] | None:
-    """Return the ranks, or None for all."""
-    if ranks == "all":
-        return None
-    given = ranks if isinstance(ranks, Sequence) and not isinstance(ranks, str) else [ranks]
-    if not given:
-        raise ConfigError("Profile(ranks=...) takes a rank, several, or 'all', not an empty list")
-    return tuple(count("Profile: ranks, if not 'all',", each) for each in given)
 
 
 def _checked_schedule(schedule: object) -> Callable[[int], ProfilerAction]:
