@@ -46,7 +46,9 @@ def test_the_callback_prints_the_table_once_with_where_it_runs_and_not_to_stdout
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "net     Sequential" in printed.err
-    assert printed.err.endswith("device cpu | strategy single | precision 32\n")
+    assert printed.err.endswith(
+        "device cpu | strategy single | precision 32 (parameters float32, compute float32)\n"
+    )
     with heard(level=logging.INFO) as texts:
         drive(ModelSummary(), is_main=False).fit()
     assert texts == []

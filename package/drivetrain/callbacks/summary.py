@@ -15,20 +15,11 @@ from drivetrain.checkpoint.weights.module_state import elements
 from drivetrain.core.errors import ConfigError, shown
 from drivetrain.core.messages import columns, logger, sized
 from drivetrain.core.validation import by_name, count
-from drivetrain.strategies.precision.base import Precision
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
 
 _LOG = logger(__name__)
-
-_DTYPES = {
-    "storage": "weights, gradients",
-    "compute": "products",
-    "reduce": "sums over processes",
-    "optimizer": "optimizer state",
-}
-"""The label of each of a precision's dtypes."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +84,7 @@ class Summary:
 class ModelSummary(Callback):
     """Prints a table of the task's parameters by module when a fit starts, on the main rank, to stderr.
 
-    Below it are the totals, their memory, the dtypes of storage and computation, the device, the strategy and
-    the precision.
+    Below it are the totals, their memory, the device, the strategy and the precision with its dtypes.
 
     Args:
         depth: The levels of modules to show; 0 shows the totals alone.
@@ -115,18 +105,11 @@ class ModelSummary(Callback):
         if not run.is_main:
             return
         engine = run.engine
-        where = (
-            f"device {engine.device} | strategy {engine.strategy.name} | precision {engine.precision.name}"
-        )
+        where = f"device {engine.device} | strategy {engine.strategy.name} | precision {engine.precision}"
         if engine.splitter is not None:
             where += f" | micro-batch {engine.splitter}"
         self.summary = summarize(run.task, self.depth)
-        _LOG.info("\n\n".join((str(self.summary), _dtype_table(engine.precision), where)))
-
-
-def _dtype_table(precision: Precision) -> str:
-    """Return `Precision.dtypes`, the dtypes of storage and computation, as a table."""
-    return "\n".join(columns([(_DTYPES[name], each) for name, each in precision.dtypes._asdict().items()]))
+        _LOG.info(f"{self.summary}\n\n{where}")
 
 
 def summarize(task: nn.Module, depth: int = 1) -> Summary:
