@@ -58,7 +58,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
-class WritePlan:
+class SavePlan:
     """The division of the writing among the processes; see `saving.sharding`.
 
     Attributes:
@@ -93,7 +93,7 @@ class Snapshot:
     progress: dict[str, Json] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     task: str = ""
-    plan: WritePlan | None = None
+    plan: SavePlan | None = None
     assets: dict[str, bytes] = field(default_factory=dict)
 
 

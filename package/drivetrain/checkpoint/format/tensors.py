@@ -110,7 +110,7 @@ def has_plain_bytes(tensor: Tensor) -> bool:
     return True
 
 
-def plan_file(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], bytes]:
+def file_layout(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], bytes]:
     """Return the spans of a file's tensors, and the bytes before the first of them.
 
     The widest dtype comes first, as in the reference writer, so that each is aligned.
@@ -167,7 +167,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor], what: str, hashes: Hashes | Non
         what: The name for messages.
         hashes: Filled with the hashes, if given.
     """
-    spans, text = plan_file(tensors, what)
+    spans, text = file_layout(tensors, what)
     hashes = Hashes() if hashes is None else hashes
     hashes.header = xxhash.xxh3_128_hexdigest(text)
     yield text

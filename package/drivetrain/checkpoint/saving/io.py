@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 import xxhash
 
 from drivetrain.checkpoint.format.asset_files import ASSETS, dump_assets
-from drivetrain.checkpoint.format.manifest import MANIFEST, Manifest, Snapshot, WritePlan, check_part_name
+from drivetrain.checkpoint.format.manifest import MANIFEST, Manifest, SavePlan, Snapshot, check_part_name
 from drivetrain.checkpoint.format.records import FileRecord, dump_hashes, file_name, hashes_name
 from drivetrain.checkpoint.format.strict_json import dump_json
 from drivetrain.checkpoint.format.tensors import Hashes, tensor_chunks
@@ -204,7 +204,7 @@ class UnfinishedCheckpoint:
         self._open: list[tuple[str, Sink]] = []
         self._held: dict[str, FileRecord] = {}
 
-    def write_share(self, plan: WritePlan, rank: int, own: Collection[str] = ()) -> dict[str, FileRecord]:
+    def write_share(self, plan: SavePlan, rank: int, own: Collection[str] = ()) -> dict[str, FileRecord]:
         """Write this process's part of every tensor, one file per group.
 
         Several processes write the hashes of their pieces to a file next to each tensor file: together they
@@ -283,7 +283,7 @@ class UnfinishedCheckpoint:
             records[name] = FileRecord(size, xxhash.xxh3_128_hexdigest(content))
         return records
 
-    def write_rest(self, shares: list[dict[str, FileRecord]], plan: WritePlan, snapshot: Snapshot) -> None:
+    def write_rest(self, shares: list[dict[str, FileRecord]], plan: SavePlan, snapshot: Snapshot) -> None:
         """Write everything except tensors, and the manifest last."""
         written = {file: record for share in shares for file, record in share.items()} | self._held
         objects, assets = dict(snapshot.objects), snapshot.assets
@@ -392,7 +392,7 @@ def _check_free(files: FileSystem, path: str, name: str) -> None:
 
 
 def _commit(
-    written: UnfinishedCheckpoint, shares: list[dict[str, FileRecord]], plan: WritePlan, snapshot: Snapshot
+    written: UnfinishedCheckpoint, shares: list[dict[str, FileRecord]], plan: SavePlan, snapshot: Snapshot
 ) -> None:
     written.write_rest(shares, plan, snapshot)
     files = written.files

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.format.manifest import WritePlan
+from drivetrain.checkpoint.format.manifest import SavePlan
 from drivetrain.checkpoint.format.records import (
     MAX_PIECES,
     MAX_PROCESSES,
@@ -55,7 +55,7 @@ def local_box(tensor: Any) -> Box:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> WritePlan:
+def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> SavePlan:
     """Divide the writing among the processes; all of them must call this.
 
     Args:
@@ -64,7 +64,7 @@ def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Write
         unshared: Groups that differ between the processes; rank 0 writes its tensors.
     """
     shared: dict[_Key, Tensor] = {}
-    plan = WritePlan({group: {} for group in tensors}, {group: {} for group in tensors}, ranks.size)
+    plan = SavePlan({group: {} for group in tensors}, {group: {} for group in tensors}, ranks.size)
     for group, named in tensors.items():
         for name, tensor in named.items():
             # An empty tensor has no parts to divide.
@@ -176,7 +176,7 @@ def _layout(tensor: Any, where: str) -> tuple[Layout, list[int]]:
 
 
 def _take(
-    tensors: Mapping[_Key, Tensor], records: Mapping[_Key, TensorRecord], plan: WritePlan, rank: int
+    tensors: Mapping[_Key, Tensor], records: Mapping[_Key, TensorRecord], plan: SavePlan, rank: int
 ) -> None:
     """Add rank 0's records and this process's pieces to the plan."""
     for key, each in tensors.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.strict_json import dump_json
-from drivetrain.checkpoint.format.tensors import WRITER, has_plain_bytes, plan_file, tensor_chunks
+from drivetrain.checkpoint.format.tensors import WRITER, file_layout, has_plain_bytes, tensor_chunks
 from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, write_file
 from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, FileSystem, os_errors
@@ -98,11 +98,11 @@ def write_weights(
             )
     shares = divide(lazy.specs, byte_count("max_shard_size", max_shard_size))
     names = [export.names.single] if len(shares) == 1 else export.names.several(len(shares))
-    plans = [{name: lazy.specs[name] for name in share} for share in shares]
-    order = [span.name for plan in plans for span in plan_file(plan, what)[0]]
+    layouts = [{name: lazy.specs[name] for name in share} for share in shares]
+    order = [span.name for layout in layouts for span in file_layout(layout, what)[0]]
     if write:
         try:
-            export.write(dict(zip(names, plans, strict=True)), lazy)
+            export.write(dict(zip(names, layouts, strict=True)), lazy)
         except DrivetrainError:
             lazy.gather_rest(order)  # the other processes wait for this one in the next gather
             raise
@@ -136,11 +136,11 @@ class _Target:
         """Return the path of a file in the target's directory, relative if the target is."""
         return self.files.join(self.files.split(self.target)[0], name)
 
-    def write(self, plans: Mapping[str, Mapping[str, Tensor]], lazy: TensorSource) -> None:
+    def write(self, layouts: Mapping[str, Mapping[str, Tensor]], lazy: TensorSource) -> None:
         """Write and commit all files.
 
         Args:
-            plans: The planned content of each file.
+            layouts: The tensors of each file, by name.
             lazy: The tensors.
 
         Raises:
@@ -153,7 +153,7 @@ class _Target:
             killed = self._has(self.hidden)
             if killed:
                 self.files.delete(self._at(self.hidden))
-            others = killed or not self.files.renames or len(plans) > 1 or self._has(self.names.index)
+            others = killed or not self.files.renames or len(layouts) > 1 or self._has(self.names.index)
             known = set(self.files.entries(self.directory)) if others else set()
             several = sorted(name for name in known if self.names.is_one_of_several(name))
             older = [*known & {self.names.index}, *several]
@@ -161,12 +161,12 @@ class _Target:
                 if self._has(name):
                     self._check_own(name)
             contents: dict[str, Iterable[Bytes]]
-            contents = {file: _content(plan, lazy, self.target) for file, plan in plans.items()}
-            if len(plans) == 1:
+            contents = {file: _content(layout, lazy, self.target) for file, layout in layouts.items()}
+            if len(layouts) == 1:
                 self._commit(contents, [])
                 self._delete(older[::-1])  # the index last: it says to the next export that there are others
             else:
-                weight_map = {name: file for file, plan in plans.items() for name in plan}
+                weight_map = {name: file for file, layout in layouts.items() for name in layout}
                 total = sum(each.numel() * each.element_size() for each in lazy.specs.values())
                 contents[self.names.index] = [dump_index(total, weight_map)]
                 # Delete first, because the new files may have the names of the old: without the index and the
@@ -242,10 +242,10 @@ class _Target:
         return self.files.join(self.directory, name)
 
 
-def _content(plan: Mapping[str, Tensor], lazy: TensorSource, target: str) -> Iterator[Bytes]:
+def _content(layout: Mapping[str, Tensor], lazy: TensorSource, target: str) -> Iterator[Bytes]:
     """Yield the bytes of a file, for `write_file`; uses the tensors one at a time."""
     what = f"the weights for {target!r}"
-    spans, header = plan_file(plan, what)
+    spans, header = file_layout(layout, what)
     yield header
     for span in spans:
         alone = tensor_chunks({span.name: lazy.materialize(span.name)}, what)

@@ -31,7 +31,7 @@ from drivetrain.core.errors import CheckpointError
 _PIECE = 32 << 20
 """Bytes of a file that are mapped at a time: as long as a page is mapped, it counts as this process's."""
 
-_PLANNED = "_drivetrain_stored_weights"
+_STORED = "_drivetrain_stored_weights"
 
 
 class FileTensor(NamedTuple):
@@ -70,8 +70,8 @@ class _StoredValue:
 class StoredWeights:
     """The values of a module's parameters and buffers by clean name, which are read when they are needed."""
 
-    def __init__(self, planned: Mapping[str, _StoredValue]) -> None:
-        self._planned = planned
+    def __init__(self, stored: Mapping[str, _StoredValue]) -> None:
+        self._stored = stored
 
     def lacking(self, module: nn.Module) -> tuple[list[str], list[str]]:
         """Return the names of parameters and of buffers without memory that have no stored value.
@@ -87,7 +87,7 @@ class StoredWeights:
         for raw, tensor in named:
             if tensor.is_meta:
                 names.setdefault(id(tensor), []).append(clean_name(raw))
-        return [uses[0] for uses in names.values() if not any(each in self._planned for each in uses)]
+        return [uses[0] for uses in names.values() if not any(each in self._stored for each in uses)]
 
     def fill(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Read the values of tensors that have memory: of a `DTensor`, the part that this process holds.
@@ -104,14 +104,14 @@ class StoredWeights:
         with torch.no_grad():
             for raw, tensor in named:
                 name = clean_name(raw)
-                if name not in self._planned:
+                if name not in self._stored:
                     continue
                 first, _ = filled.setdefault(id(tensor), (name, tensor))
-                for part, rows in reader.parts(self._planned[name], tensor):
+                for part, rows in reader.parts(self._stored[name], tensor):
                     if first == name:
                         part.copy_(rows)
                     elif not same(part, rows.to(part)):
-                        raise differ(first, name, self._planned[name].what)
+                        raise differ(first, name, self._stored[name].what)
                     del rows  # which keeps the file mapped
 
 
@@ -123,9 +123,9 @@ class _RowReader:
         self._opened: Any = None
         self._read = 0
 
-    def parts(self, planned: _StoredValue, tensor: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what this process holds of a tensor in pieces, each with its values in the planned dtype."""
-        value = planned.value
+    def parts(self, stored: _StoredValue, tensor: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what this process holds of a tensor in pieces, each with its values in the module's dtype."""
+        value = stored.value
         offset, shape = local_box(tensor) if is_sharded(tensor) else ((0,) * tensor.ndim, tuple(tensor.shape))
         held = tensor.to_local() if is_sharded(tensor) else tensor
         if not held.numel():
@@ -136,7 +136,7 @@ class _RowReader:
         for start in range(0, shape[0] if shape else 1, step):
             part = held[start : start + step] if shape else held
             corner = (offset[0] + start, *offset[1:]) if shape else ()
-            yield part, _converted(self._values(value, (corner, tuple(part.shape))), planned)
+            yield part, _converted(self._values(value, (corner, tuple(part.shape))), stored)
 
     def _values(self, value: FileTensor | Tensor, box: Box) -> Tensor:
         index = tuple(slice(start, start + size) for start, size in zip(*box, strict=True))
@@ -160,10 +160,10 @@ class _RowReader:
         return rows
 
 
-def _converted(rows: Tensor, planned: _StoredValue) -> Tensor:
+def _converted(rows: Tensor, stored: _StoredValue) -> Tensor:
     if rows.is_floating_point():
-        return cast(rows, planned.dtype, planned.what)
-    return rows.to(planned.dtype)
+        return cast(rows, stored.dtype, stored.what)
+    return rows.to(stored.dtype)
 
 
 def same(first: Tensor, second: Tensor) -> bool:
@@ -183,10 +183,10 @@ def differ(first: str, name: str, what: str) -> CheckpointError:
 
 def stored_weights(module: nn.Module) -> StoredWeights | None:
     """Return the weights that a module on the meta device is to get, or None."""
-    return StoredWeights(module.__dict__[_PLANNED]) if _PLANNED in module.__dict__ else None
+    return StoredWeights(module.__dict__[_STORED]) if _STORED in module.__dict__ else None
 
 
-def plan_weights(
+def leave_weights(
     module: nn.Module, values: Mapping[str, FileTensor | Tensor], own: Mapping[str, Tensor], where: str
 ) -> None:
     """Leave weights with a module, for the strategy that shards it; they replace earlier ones of their names.
@@ -196,11 +196,11 @@ def plan_weights(
         own: The module's tensors by clean name.
         where: The source, for messages.
     """
-    planned = module.__dict__.setdefault(_PLANNED, {})
+    stored = module.__dict__.setdefault(_STORED, {})
     for name, value in values.items():
-        planned[name] = _StoredValue(value, own[name].dtype, f"{name!r} of {where}")
+        stored[name] = _StoredValue(value, own[name].dtype, f"{name!r} of {where}")
 
 
 def forget_weights(module: nn.Module) -> None:
     """Remove the weights that a module has got by now."""
-    module.__dict__.pop(_PLANNED, None)
+    module.__dict__.pop(_STORED, None)

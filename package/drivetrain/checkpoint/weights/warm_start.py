@@ -21,7 +21,7 @@ from drivetrain.checkpoint.weights.stored_rows import (
     FileTensor,
     differ,
     forget_weights,
-    plan_weights,
+    leave_weights,
     same,
 )
 from drivetrain.checkpoint.weights.torch_files import TorchWeights
@@ -146,7 +146,7 @@ def load_weights_into(
     if (report.missing or report.unexpected or report.mismatched) and (strict or not fitting):
         raise CheckpointError(_refusal(report, named, own, where, type(module).__name__, strict))
     if later:
-        plan_weights(module, fitting, own, where)
+        leave_weights(module, fitting, own, where)
         note = "; ".join(filter(None, ("each process reads its rows when a run shards the task", note)))
     else:
         put_state(module, fitting)

@@ -44,7 +44,7 @@ from drivetrain.trainer.trainer import Trainer
 if TYPE_CHECKING:
     import optuna
 
-    from drivetrain.integrations.optuna.trials import SearchPlan
+    from drivetrain.integrations.optuna.trials import SearchSettings
 
 _LOG = logger(__name__)
 
@@ -142,7 +142,7 @@ def search(
     )
     from drivetrain.integrations.optuna.space import Space
     from drivetrain.integrations.optuna.study import identify, is_shared, open_storage, record
-    from drivetrain.integrations.optuna.trials import SearchPlan, run_trial
+    from drivetrain.integrations.optuna.trials import SearchSettings, run_trial
 
     if not callable(make_task):
         raise ConfigError(
@@ -201,31 +201,31 @@ def search(
             " an uninterrupted search. Give a function: sampler=lambda seed: TPESampler(seed=seed)"
         )
 
-    plan = SearchPlan(
+    settings = SearchSettings(
         make_task, data, made_space, trainer, objectives, trials, directory, pruner is not None, finished
     )
 
     def one_trial() -> bool:
         study, opened = open_study()
-        return run_trial(plan, study, opened, ranks, _on_forks(trainer))
+        return run_trial(settings, study, opened, ranks, _on_forks(trainer))
 
     with _interruptible(directory):
         if spread:
-            _Spread(plan, open_study, one_trial, parallel).run()
+            _Spread(settings, open_study, one_trial, parallel).run()
         else:
             study, opened = open_study() if ranks.is_first else (None, None)
-            while run_trial(plan, study, opened, ranks):
+            while run_trial(settings, study, opened, ranks):
                 pass
 
     def collect() -> tuple[Any, list[int], bool]:
         study, _ = open_study()
-        found = trials_of(study, objectives, directory, plan.space)
+        found = trials_of(study, objectives, directory, settings.space)
         return found, best_numbers(study), bool(study.user_attrs.get(EXHAUSTED))
 
     found, best, exhausted = ranks.first(collect)
     check_complete(found, best, finished, exhausted)
     pareto = tuple(found[each] for each in best)
-    restore = restorer(plan.task_and_trainer)
+    restore = restorer(settings.task_and_trainer)
     return SearchResult(found, objectives, tuple(directions), directory, pareto, restore)
 
 
@@ -344,7 +344,7 @@ class _Spread:
     dies, its trial has failed.
 
     Args:
-        plan: The search.
+        settings: The search.
         open_study: Returns the study and its storage, opened anew.
         one_trial: Runs one trial, and returns whether there was one.
         parallel: The number of forks at a time.
@@ -352,12 +352,12 @@ class _Spread:
 
     def __init__(
         self,
-        plan: SearchPlan,
+        settings: SearchSettings,
         open_study: Callable[[], tuple[optuna.Study, Any]],
         one_trial: Callable[[], bool],
         parallel: int,
     ) -> None:
-        self._plan = plan
+        self._settings = settings
         self._open_study = open_study
         self._one_trial = one_trial
         self._parallel = parallel
@@ -378,7 +378,7 @@ class _Spread:
                 "trials in processes of their own are forks of this process, and it cannot be forked: CUDA is"
                 " in use here, or the system has no fork. Use parallel=1 and devices=1, or search before that"
             )
-        config = as_preemption(self._plan.trainer.preemption)
+        config = as_preemption(self._settings.trainer.preemption)
         asked: list[signal.Signals] = []
         requeues = [each for each in signal.Signals if config is not None and each.name in config.requeues]
         signals = Signals(requeues, (), lambda number: None, lambda text: write_now(f"drivetrain: {text}\n"))
@@ -395,7 +395,7 @@ class _Spread:
         except BaseException:
             end_all([call.child for call, _ in self._running.values()], grace=_SAVING)
             if asked:
-                again = _how_it_goes_on(self._plan.directory)
+                again = _how_it_goes_on(self._settings.directory)
                 write_now(f"drivetrain: ended by {asked[0].name}: {again}; exit code {EXIT_REQUEUE}\n")
             raise
         finally:
@@ -408,7 +408,7 @@ class _Spread:
         """Begin as many trials as may run."""
         finished = self._finished()
         for slot in range(self._parallel):
-            enough = finished + len(self._running) >= self._plan.trials
+            enough = finished + len(self._running) >= self._settings.trials
             if slot not in self._running and not enough and not self._nothing_left:
                 call = Call(partial(self._in_fork, self._gpus(slot)), slot, method="fork")
                 self._running[slot] = call, finished
@@ -429,7 +429,7 @@ class _Spread:
         if self._parallel == 1 or not there:
             return {}
         given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(there)))
-        names, each = given.split(","), self._plan.trainer.select_strategy().world_size
+        names, each = given.split(","), self._settings.trainer.select_strategy().world_size
         chosen = [names[(slot * each + index) % len(names)] for index in range(min(each, len(names)))]
         return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
@@ -457,5 +457,5 @@ class _Spread:
         from drivetrain.integrations.optuna.study import fail, running_trials_of
 
         study, storage = self._open_study()
-        for number in running_trials_of(study, self._plan.directory, pid):
+        for number in running_trials_of(study, self._settings.directory, pid):
             fail(study, storage, number, reason)

@@ -42,7 +42,7 @@ _ALIKE = 3
 
 
 @dataclass(frozen=True)
-class SearchPlan:
+class SearchSettings:
     """The arguments of a search.
 
     Attributes:
@@ -195,7 +195,7 @@ def _step_of_pruners(run: Run) -> int:
 
 
 def run_trial(
-    plan: SearchPlan,
+    settings: SearchSettings,
     study: optuna.Study | None,
     storage: BaseStorage | None,
     ranks: Ranks,
@@ -206,7 +206,7 @@ def run_trial(
     An error of the trial is recorded. If only some ranks raised it, it ends the processes, and is raised.
 
     Args:
-        plan: The search.
+        settings: The search.
         study: The study; None on all ranks but the first.
         storage: Its storage.
         ranks: The ranks that a launcher has started.
@@ -219,10 +219,10 @@ def run_trial(
 
     def begin() -> tuple[int, Parameters, bool] | None:
         nonlocal claim
-        claim = claim_trial(study, storage, plan.directory, plan.trials)
+        claim = claim_trial(study, storage, settings.directory, settings.trials)
         if claim is None:
             return None
-        return claim.trial.number, plan.space.suggest(claim.trial), claim.has_begun
+        return claim.trial.number, settings.space.suggest(claim.trial), claim.has_begun
 
     try:
         begun = ranks.first(begin)
@@ -230,15 +230,15 @@ def run_trial(
             return False
         number, parameters, has_begun = begun
         judge = None if claim is None else _judge(claim.trial, storage)
-        report = TrialReport(plan.objectives, judge, plan.prunes)
-        resume = has_begun and plan.trainer.checkpoint is not False
+        report = TrialReport(settings.objectives, judge, settings.prunes)
+        resume = has_begun and settings.trainer.checkpoint is not False
         try:
-            result = fit(lambda: plan.fit(number, parameters, resume, report))
+            result = fit(lambda: settings.fit(number, parameters, resume, report))
         except Exception as error:
             if isinstance(error, SearchMistake) or error is report.mistake:
                 raise SearchMistake(str(error)) from error
             reason = reason_of(error)
-            if claim is not None and ranks.size == 1 and _is_of_all(plan, study, reason):
+            if claim is not None and ranks.size == 1 and _is_of_all(settings, study, reason):
                 raise SearchMistake(
                     f"the first trials all failed with the same error, up to trial {number}: {reason}."
                     f" Correct the program and start it again: the search goes on with trial {number}"
@@ -251,7 +251,7 @@ def run_trial(
         else:
             if claim is not None:
                 if report.nonfinite is None:
-                    _finish(plan, study, storage, claim.trial, result, report.pruned)
+                    _finish(settings, study, storage, claim.trial, result, report.pruned)
                 else:
                     fail(study, storage, number, reason_of(report.nonfinite))
         free_caches()
@@ -261,14 +261,14 @@ def run_trial(
             claim.lock.release()
 
 
-def _is_of_all(plan: SearchPlan, study: optuna.Study, reason: str) -> bool:
+def _is_of_all(settings: SearchSettings, study: optuna.Study, reason: str) -> bool:
     """Return whether all trials since the start have failed for one reason, and are enough to blame it."""
     ended = [
         each
         for each in study.get_trials(deepcopy=False)
-        if each.state.is_finished() and each.number not in plan.finished
+        if each.state.is_finished() and each.number not in settings.finished
     ]
-    enough = len(ended) + 1 >= max(2, min(_ALIKE, plan.trials))
+    enough = len(ended) + 1 >= max(2, min(_ALIKE, settings.trials))
     return enough and all(each.user_attrs.get(FAILURE) == reason for each in ended)
 
 
@@ -285,7 +285,7 @@ def _judge(trial: optuna.Trial, storage: BaseStorage) -> Callable[[float | None,
 
 
 def _finish(
-    plan: SearchPlan,
+    settings: SearchSettings,
     study: optuna.Study,
     storage: BaseStorage,
     trial: optuna.Trial,
@@ -296,9 +296,9 @@ def _finish(
     trial.set_user_attr("steps", result.progress.steps)
     for name in ("model_path", "last_checkpoint", "best_checkpoint"):
         path = getattr(result, name)
-        trial.set_user_attr(name, None if path is None else os.path.relpath(path, plan.directory))
-    values = [result.metrics[each] for each in plan.objectives]
-    odd = [each for each, value in zip(plan.objectives, values, strict=True) if not math.isfinite(value)]
+        trial.set_user_attr(name, None if path is None else os.path.relpath(path, settings.directory))
+    values = [result.metrics[each] for each in settings.objectives]
+    odd = [each for each, value in zip(settings.objectives, values, strict=True) if not math.isfinite(value)]
     if pruned:
         study.tell(trial, state=TrialState.PRUNED)
         _LOG.info(f"trial {trial.number} {result.stop_reason}: {_shown(trial.params)}")
@@ -306,7 +306,7 @@ def _finish(
         fail(study, storage, trial.number, f"{odd[0]} is {result.metrics[odd[0]]}")
     else:
         study.tell(trial, values)
-        found = zip(plan.objectives, values, strict=True)
+        found = zip(settings.objectives, values, strict=True)
         told = ", ".join(f"{name} {value:.6g}" for name, value in found)
         _LOG.info(f"trial {trial.number}: {told}, with {_shown(trial.params)}")
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from drivetrain.strategies.base import Memory
 from drivetrain.strategies.fsdp.config import FSDPConfig
-from drivetrain.strategies.fsdp.tensor_parallel import planned
+from drivetrain.strategies.fsdp.tensor_parallel import parallel_modules
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.wrapping import (
     batch_norms,
@@ -33,7 +33,7 @@ def sharded_memory(
         shards: The processes that a parameter is sharded over.
     """
     split = config.tensor_parallel
-    parallel = planned(task) if split > 1 else []
+    parallel = parallel_modules(task) if split > 1 else []
     divided = {each for part in parallel for each in part.module.parameters(recurse=False)}
     kept = parameters_named(task, ignored_names(task, config.ignored) | indivisible_names(task))
     fractions: dict[Tensor, float] = {}

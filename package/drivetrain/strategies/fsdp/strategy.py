@@ -37,7 +37,7 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.memory import sharded_memory
-from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
+from drivetrain.strategies.fsdp.tensor_parallel import ParallelModule, TensorParallel, parallel_modules
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.meta_device import (
@@ -181,7 +181,7 @@ class FSDP(Strategy):
         if received or (deferred is None and on_meta(module)):
             values = Materialization(module, received)
         whole = ignored_names(task, self.config.ignored)
-        plan = planned(task) if self.config.tensor_parallel > 1 else []
+        plan = parallel_modules(task) if self.config.tensor_parallel > 1 else []
         _check(whole, plan)
         whole |= indivisible_names(task)
         check_contiguous(task, whole)
@@ -230,7 +230,7 @@ class FSDP(Strategy):
         precision: Precision,
         values: Materialization | None,
         whole: frozenset[str],
-        plan: list[Planned],
+        plan: list[ParallelModule],
     ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -424,7 +424,7 @@ def _check_parts(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[s
         )
 
 
-def _check(whole: frozenset[str], plan: Sequence[Planned]) -> None:
+def _check(whole: frozenset[str], plan: Sequence[ParallelModule]) -> None:
     for each in plan:
         check_dimensions(each.module)
         for name, _ in each.module.named_parameters(each.name):

@@ -18,7 +18,7 @@ from drivetrain.strategies.wrapping import Use, tie, uses_of_parameters
 from drivetrain.task.model_info import info_of
 
 
-class Planned(NamedTuple):
+class ParallelModule(NamedTuple):
     """A module of a plan, its name, and its parallel style."""
 
     name: str
@@ -26,7 +26,7 @@ class Planned(NamedTuple):
     style: Any
 
 
-def planned(task: nn.Module) -> list[Planned]:
+def parallel_modules(task: nn.Module) -> list[ParallelModule]:
     """Return the modules of a task's `parallel_plan`, in the order of the plan.
 
     Raises:
@@ -63,7 +63,7 @@ def planned(task: nn.Module) -> list[Planned]:
                 f"{kind}: the parallel_plan names {pattern!r}, which is not a module of the task."
                 f" {nearest(pattern, filter(None, modules))}"
             )
-        chosen += [Planned(name, modules[name], style) for name in names]
+        chosen += [ParallelModule(name, modules[name], style) for name in names]
     return chosen
 
 
@@ -81,7 +81,7 @@ class TensorParallel:
         mesh: The one-dimensional mesh that modules are split over.
     """
 
-    def __init__(self, plan: list[Planned], mesh: Any) -> None:
+    def __init__(self, plan: list[ParallelModule], mesh: Any) -> None:
         self._waiting = plan
         self._mesh = mesh
 
@@ -103,7 +103,7 @@ class TensorParallel:
         for modules in uses:
             _check_and_tie(modules)
 
-    def _split(self, each: Planned) -> None:
+    def _split(self, each: ParallelModule) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
 
         try:
