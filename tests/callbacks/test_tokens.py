@@ -51,3 +51,47 @@ def test_batches_by_tokens_are_the_same_when_resumed_and_on_two_ranks(tmp_path: 
     (found, first), (_, second) = on_two_ranks(lambda: trained(tmp_path / "two", **TWO))
     assert [a + b for a, b in zip(first, second, strict=True)] == steps[3:]
     assert found == pytest.approx(weights, abs=1e-6)
+
+
+def counted(folder: Path, *, stop: int | None = None, **options: Any) -> Any:
+    """Train to 900 tokens; return the weights, and the tokens after each step and at each validation."""
+    after, validated = [], []
+
+    def end_step(run: Any) -> None:
+        after.append(run.progress.tokens)
+        if run.progress.steps == stop:
+            run.stop("enough")
+
+    seen = LambdaCallback(
+        on_step_end=end_step, on_evaluation_end=lambda run: validated.append(run.progress.tokens)
+    )
+    task = NextToken(options.pop("optimizer", OptimizerConfig("sgd", lr=0.5)))
+    loader: Any = DataLoader(TEXTS, batch_size=options.pop("batch_size", 4), collate_fn=pad, shuffle=True)  # type: ignore[arg-type]
+    trainer = quiet(
+        max_tokens="0.9K tokens",
+        checkpoint=True,
+        run_dir=folder,
+        callbacks=[seen, *options.pop("callbacks", ())],
+        **options,
+    )
+    result = trainer.fit(task, loader, loader, resume="auto")
+    return task.head.weight.flatten().tolist(), after, validated, result.stop_reason
+
+
+VALIDATE: dict[str, Any] = {"validate_every": "100 tokens", "validate_from": "0.25"}
+
+
+def test_a_fit_ends_with_the_step_that_reaches_max_tokens_also_resumed_and_on_two_ranks(
+    tmp_path: Path,
+) -> None:
+    weights, after, validated, reason = counted(tmp_path / "whole", **VALIDATE)
+    assert after[-2] < 900 <= after[-1]
+    assert reason == "max_tokens=900 reached"
+    assert validated == [
+        b for a, b in zip([0, *after], after, strict=False) if a // 100 < b // 100 and b >= 225
+    ]
+    first = counted(tmp_path / "parts", stop=12, **VALIDATE)
+    rest = counted(tmp_path / "parts", **VALIDATE)
+    assert (rest[0], first[1] + rest[1], first[2] + rest[2]) == (weights, after, validated)
+    one, other = on_two_ranks(lambda: counted(tmp_path / "two", batch_size=2, **TWO, **VALIDATE))
+    assert one == other == (pytest.approx(weights, abs=1e-6), after, validated, reason)

@@ -92,7 +92,7 @@ def test_a_default_tells_the_type_that_no_annotation_does_and_is_added_to(typed)
 
 RUNS: tuple[dict[str, tuple[Any, str]], ...] = (
     {
-        "max_epochs": (2.5, "2.5"), "max_time": (1000.0, "1e3"), "min_epochs": (1, "1"),
+        "max_epochs": (2.5, "2.5"), "max_time": (1000.0, "1e3"), "max_tokens": (10**7, "10M tokens"),
         "strategy": ("cpu", "cpu"), "devices": (1, "1"), "num_nodes": (1, "1"), "compile": (True, "true"),
         "precision": ("bf16-mixed", "bf16-mixed"), "on_bad_batch": ("skip", "skip"),
         "memory": (MemoryConfig(activation_checkpointing=True), '{"activation_checkpointing":true}'),

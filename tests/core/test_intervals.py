@@ -29,12 +29,17 @@ def test_an_interval_may_be_written_in_many_ways() -> None:
         timedelta(minutes=2): (120, "seconds"),
         "1_000_000 tokens": (1_000_000, "tokens"),
         "2.5e3 samples": (2500, "samples"),
+        **dict.fromkeys(("1.1B tokens", "1_100 m tokens", "1.1e9 tokens"), (1_100_000_000, "tokens")),
+        **dict.fromkeys(("0.2", " .2 "), (0.2, "runs")),
     }
     assert {each: (Every(each).amount, Every(each).unit) for each in written} == written
     assert (Every(2, "epochs"), Every(0.5, "hour")) == (Every("2 epoch"), Every("0.5 hours"))
     texts = ["1 step", "500 steps", "1000000 tokens", "0.25 epochs"]
     assert [str(Every(each)) for each in (1, 500, "1_000_000 tokens", "0.25 epochs")] == texts
-    for every in (*map(Every, ("0.1 epochs", "1234567.25 seconds", "1e12 tokens", 3)), Every(1e-7, "hours")):
+    for every in (
+        *map(Every, ("0.1 epochs", "1234567.25 seconds", "1e12 tokens", "0.2", 3)),
+        Every(1e-7, "hours"),
+    ):
         assert Every(str(every)) == pickle.loads(pickle.dumps(every)) == copy.deepcopy(every) == every
     assert [Every(each).seconds for each in ("2 minutes", "1 hour", "2 epochs")] == [120, 3600, None]
 

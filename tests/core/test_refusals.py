@@ -26,6 +26,8 @@ def test_intervals_and_stages_that_are_refused() -> None:
         "5 min": ("Did you mean 'minutes'",),
         **dict.fromkeys([0, "0 epochs", math.nan, "1e999 steps", timedelta(0)], ("must be positive",)),
         2.5: ("not a whole number of steps",),
+        0.2: ("'0.2 epochs'", "the run the text '0.2'"),
+        "10Mtokens": ("Did you mean 'tokens'?",),
         "0.5 tokens": ("not a whole number of tokens",),
     }
     schedules: dict[str, tuple[Any, str]] = {

@@ -98,9 +98,9 @@ class StopsAt(Callback):  # asks once to stop, after one step and on one rank
 
 @pytest.mark.parametrize(
     ("least", "ends"),
-    [({}, 2), ({"min_steps": 2}, 2), ({"min_steps": 9}, 9), ({"min_steps": 3, "min_epochs": 1}, 6)],
+    [({}, 2), ({"min_steps": 2}, 2), ({"min_steps": 9}, 9)],
 )
-def test_run_stop_waits_for_min_steps_and_min_epochs(least: dict[str, int], ends: int) -> None:
+def test_run_stop_waits_for_min_steps(least: dict[str, int], ends: int) -> None:
     result = fit(StopsAt(2), max_epochs=4, **least)
     assert (result.progress.steps, result.stop_reason) == (ends, "enough")
 
@@ -109,12 +109,12 @@ def test_limits_and_nonfinite_losses_do_not_wait_for_the_minimum_but_early_stopp
     result = fit(StopsAt(2), max_epochs=4, min_steps=100)
     assert (result.progress.steps, result.stop_reason) == (24, "max_epochs=4 reached")
     stopping = EarlyStopping("train/loss", patience=1, threshold=1e9)
-    result = fit(stopping, log_every="1 epoch", max_epochs=9, min_epochs=5)
+    result = fit(stopping, log_every="1 epoch", max_epochs=9, min_steps=30)
     assert result.progress.epoch == 5
     assert "for 4 log points" in result.stop_reason
     task = Regression()
     torch.nn.init.constant_(task.line.weight, torch.inf)
-    result = quiet(max_epochs=4, min_epochs=4, on_nonfinite="stop", log_every=1).fit(task, pairs(12))
+    result = quiet(max_epochs=4, min_steps=9, on_nonfinite="stop", log_every=1).fit(task, pairs(12))
     assert result.progress.steps == 1
 
 

@@ -36,7 +36,7 @@ from drivetrain.core.errors import CheckpointError, ConfigError, DataError, Stra
 COUNT = ((0, ""), (1.5, ""), (True, ""))  # no words: the name of the argument
 SHARE = ((0, ""), (1.0, ""), ("0.5", ""))
 WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
-    **dict.fromkeys(("max_steps", "min_epochs", "min_steps", "batch_size", "evaluation_batch_size"), COUNT),
+    **dict.fromkeys(("max_steps", "min_steps", "batch_size", "evaluation_batch_size"), COUNT),
     **dict.fromkeys(("gradient_accumulation_steps", "sanity_validation"), COUNT),
     "dry_run": ((0, ""), (1.5, ""), ("overfit", "islice")),
     **{f"limit_{stage}_batches": SHARE for stage in ("train", "validation", "test", "predict")},
@@ -45,6 +45,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
     **dict.fromkeys(("data_seed", "num_workers"), ((-1, ""),)),
     **dict.fromkeys(("log_first_step", "train_metrics"), ((1, ""),)),
     "max_epochs": ((-0.5, ""), (float("inf"), "")),
+    "max_tokens": ((0, ""), ("2 epochs", "'10M tokens'"), ("0.5 tokens", "not a whole number")),
     "max_time": (("3 steps", "positive time"), ("3 parsecs", "max_time must"), (timedelta(0), "positive")),
     "strategy": (("cup", "did you mean 'cpu'"), ("fsdp2", "called 'fsdp'"), ("npu", "ascend"), (3, "")),
     "devices": (("two", ""), ([0, 2], "CUDA_VISIBLE_DEVICES")),
@@ -119,6 +120,14 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
     big = {"evaluation_batch_size": 5, "batch_size": 4}
     table: dict[str, tuple[Any, ...]] = {
         "no limit": (fit(pairs(), max_epochs=None), "how long to train"),
+        "no tokens": (fit(pairs(), max_tokens=9), "'9 tokens' cannot be counted", "tokens(self, batch)"),
+        "only zeros": (
+            fit(pairs(), max_tokens=9, task=variant(tokens=lambda self, batch: 0)()),
+            "counted none in the first step",
+        ),
+        "tokens of an interval": (fit(pairs(), log_every="9 tokens"), "tokens(self, batch)"),
+        "part of a run": (fit(Stream(), batch_size=2, log_every="0.5"), "'0.5' is a part of the run"),
+        "epochs": (lambda: quiet(min_epochs=2), "EarlyStopping(..., min_epochs=3)", "min_steps="),
         "a class": (fit(pairs(), task=Regression), "pass an instance", "Regression("),
         "a module": (fit(pairs(), task=nn.Linear(2, 2)), "drivetrain.TaskModule"),
         "half a module": (lambda: quiet().predict(Regression(), half), "has no predict_data()"),

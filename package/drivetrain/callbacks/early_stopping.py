@@ -37,8 +37,8 @@ class EarlyStopping(Callback):
         patience: The number of values without improvement that stops the fit; at least 1.
         threshold: The difference that an improvement must exceed; not negative.
         threshold_mode: "abs" or "rel".
-        min_epochs: The number of complete epochs before the first possible stop. `Trainer(min_epochs=...)`
-            sets it for all callbacks.
+        min_epochs: The number of complete epochs before the first possible stop. `Trainer(min_steps=...)`
+            holds for all callbacks.
         stop_at: A target value: reaching it stops the fit at once.
         diverged_at: A value so bad that reaching it stops the fit at once; None disables it.
         check_finite: Whether a NaN or an infinity is treated as `Trainer(on_nonfinite=...)` says. A

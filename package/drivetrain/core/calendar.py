@@ -79,6 +79,9 @@ class Calendar:
     Attributes:
         lengths: The length of sequences, if a callback cuts them.
         begun: The position where the run goes on.
+        whole: The length of the run in steps, or in the tokens that limit it; None if it is unknown.
+        counts_tokens: Whether the task counts tokens.
+        needs_tokens: Whether an interval or the length of the run is in tokens.
     """
 
     def __init__(
@@ -103,6 +106,9 @@ class Calendar:
         self._drop_last = drop_last
         self._exact = exact
         self.begun = RunPosition()
+        self.whole: Every | None = None
+        self.counts_tokens = True
+        self.needs_tokens = False
 
     @property
     def varies(self) -> bool:
@@ -173,6 +179,27 @@ class Calendar:
                 return self._moved(segment.start, made, rounds, segment.batch_size)
             at = segment.end
         return at
+
+    def resolved(self, every: Every) -> Every:
+        """Return an interval, a part of the run as the steps or tokens that it is.
+
+        Raises:
+            ConfigError: The length of the run is unknown, or tokens are not counted.
+        """
+        if every.unit == "runs":
+            if self.whole is None:
+                raise ConfigError(
+                    f"'{every}' is a part of the run, whose length is not known. Give the Trainer max_steps,"
+                    " max_tokens, or max_epochs with data of known length; or give another interval"
+                )
+            return Every(max(1, math.ceil(exact(every.amount) * int(self.whole.amount))), self.whole.unit)
+        if every.unit == "tokens" and not self.counts_tokens:
+            raise ConfigError(
+                f"'{every}' cannot be counted, because the task does not count its tokens. Define"
+                " tokens(self, batch) in it, such as `return batch['input_ids'].numel()`"
+            )
+        self.needs_tokens = self.needs_tokens or every.unit == "tokens"
+        return every
 
     def step_of(self, every: Every) -> int:
         """Return the windows of a run from its start to the end of so many steps or epochs."""
@@ -299,13 +326,13 @@ class RunLength:
         max_steps: The limit that was set, if one was.
         max_seconds: The limit of wall time, if one was set.
         max_epochs: The limit of epochs that was set, if one was; it may be a fraction.
+        max_tokens: The limit of tokens over all processes, if one was set.
         end: The epoch, and the number of micro-batches in it, at which `max_epochs` is reached.
         gradient_accumulation_steps: Micro-batches per step on each process, if a fit has begun; the largest
             number if it changes.
         samples_per_step: Samples of a full step over all processes, at the start if they change.
         world_size: The number of processes, if a fit has begun.
         min_steps: The steps before which no callback stops the fit.
-        min_epochs: The epochs before which no callback stops the fit.
         calendar: The windows of the fit; `calendar.windows_in(epoch)` are the steps of an epoch.
     """
 
@@ -315,12 +342,12 @@ class RunLength:
     max_steps: int | None = None
     max_seconds: float | None = None
     max_epochs: float | None = None
+    max_tokens: int | None = None
     end: tuple[int, int] | None = None
     gradient_accumulation_steps: int | None = None
     samples_per_step: int | None = None
     world_size: int | None = None
     min_steps: int = 0
-    min_epochs: int = 0
     calendar: Calendar = field(default_factory=Calendar, compare=False, repr=False)
 
     def limit_reached(self, progress: Progress) -> str | None:
@@ -329,13 +356,15 @@ class RunLength:
             return f"max_steps={self.max_steps} reached"
         if self.max_seconds is not None and progress.seconds >= self.max_seconds:
             return f"max_time={self.max_seconds:g} seconds reached"
+        if self.max_tokens is not None and progress.tokens >= self.max_tokens:
+            return f"max_tokens={self.max_tokens} reached"
         if self.end is not None and (progress.epoch, progress.epoch_batches) >= self.end:
             return f"max_epochs={self.max_epochs} reached"
         return None
 
     def is_early(self, progress: Progress) -> bool:
         """Return whether callbacks may not stop the fit yet."""
-        return progress.steps < self.min_steps or progress.epoch < self.min_epochs
+        return progress.steps < self.min_steps
 
     def epochs_until(self, progress: Progress) -> int | None:
         """Return the end of the range of epochs that a fit reads from `progress` on; None if unknown."""
@@ -352,7 +381,7 @@ class Point:
     """A point of a run, given as the interval from its start. It follows from the progress alone."""
 
     def __init__(self, begins: Every, calendar: Calendar) -> None:
-        self.begins = begins
+        self.begins = begins = calendar.resolved(begins)
         self._whole, self._part = divmod(exact(begins.amount), 1)
         if self._part and begins.unit == "epochs":
             if calendar.length is None:
@@ -394,15 +423,15 @@ class Trigger:
         first_step: bool = False,
         ends_epochs: bool = False,
     ) -> None:
-        self.every = every
-        self.begins = None if begins is None else Point(begins, calendar or Calendar())
+        self._calendar = calendar = calendar or Calendar()
+        self.every = every = None if every is None else calendar.resolved(every)
+        self.begins = None if begins is None else Point(begins, calendar)
         self.first_step = self._awaits_first = first_step
         self.ends_epochs = ends_epochs
         self.by_time = any(each is not None and each.seconds is not None for each in (every, begins))
-        self._calendar = calendar or Calendar()
         unit, amount = ("", math.inf) if every is None else (every.unit, every.seconds or every.amount)
         self._counter, self._amount = COUNTS.get(unit, "seconds"), amount
-        self._part = Fraction(0) if every is None else _part_of_epoch(every, self._calendar)
+        self._part = Fraction(0) if every is None else _part_of_epoch(every, calendar)
         # Between these steps, and within epochs, nothing is due, and the counts need not be looked at.
         self._steps = int(amount) if unit == "steps" else 1
         self._only_at_ends = unit == "epochs" and not self._part

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -16,20 +17,24 @@ COUNTS = {"steps": "steps", "epochs": "epoch", "samples": "samples", "tokens": "
 """The counts of `Progress` by unit."""
 _DIGITS = r"\d+(?:_\d+)*"
 _INTERVAL = re.compile(
-    rf"((?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d+)?)?\s*([a-z]+)?", re.ASCII | re.IGNORECASE
+    rf"((?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d+)?)?\s*([kmbt](?=\s+[a-z]))?\s*([a-z]+)?",
+    re.ASCII | re.IGNORECASE,
 )
 """A number as Python writes it, underscores included, and a unit; either may be missing, not both."""
+_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SYNONYMS = {"updates": "steps", "step": "steps", "update": "steps"}
 
 
 @dataclass(frozen=True)
 class Every:
-    """An interval: ``Every("500 steps")``, ``"1 epoch"``, ``"10 minutes"``, ``"1_000_000 tokens"`` or a
-    number of steps.
+    """An interval: ``Every("500 steps")``, ``"1 epoch"``, ``"10 minutes"``, ``"10M tokens"`` or a number of
+    steps. K, M, B and T after a number are thousand, million, billion and trillion. A text without a unit
+    that is below 1, such as ``"0.2"``, is that part of the run.
 
     Attributes:
         amount: The number of units; only times and epochs may be fractions ("0.25 epochs").
-        unit: "steps", "epochs", "samples", "tokens", "seconds", "minutes" or "hours".
+        unit: "steps", "epochs", "samples", "tokens", "seconds", "minutes", "hours"; or "runs" for a part
+            of the run.
     """
 
     amount: float
@@ -43,7 +48,7 @@ class Every:
             part = f"{amount:g}" if amount < 1 else "0.5"
             raise ConfigError(
                 f"an interval of {spec!r} is not a whole number of {name}. A part of an epoch is"
-                f" '{part} epochs'"
+                f" '{part} epochs', and a part of the run the text '{part}'"
             )
         object.__setattr__(self, "amount", amount)
         object.__setattr__(self, "unit", name)
@@ -55,6 +60,8 @@ class Every:
 
     def __str__(self) -> str:
         number = str(int(self.amount)) if self.amount == int(self.amount) else repr(self.amount)
+        if self.unit == "runs":
+            return number
         return f"{number} {self.unit[:-1] if self.amount == 1 else self.unit}"
 
 
@@ -88,11 +95,12 @@ def _parse(spec: object) -> tuple[float, str]:
         return float(spec), "steps"
     if isinstance(spec, str):
         match = _INTERVAL.fullmatch(spec.strip())
-        if match and (match[1] or match[2]):
-            return float(match[1] or "1"), _unit(match[2] or "steps", spec)
+        if match and (match[1] or match[3]):
+            amount = Decimal(match[1] or "1") * _MULTIPLES[(match[2] or "").lower()]
+            return float(amount), "runs" if amount < 1 and not match[3] else _unit(match[3] or "steps", spec)
     raise ConfigError(
         f"{spec!r} is not an interval. Write a number of steps, or a text such as "
-        "'500 steps', '1 epoch', '10 minutes' or '1_000_000 tokens'"
+        "'500 steps', '1 epoch', '10 minutes' or '10M tokens'"
         + ("; None leaves out what it is for" if spec is False else "")
     )
 

@@ -101,6 +101,16 @@ def duration(name: str, value: str | float | timedelta | None) -> float | None:
     return found
 
 
+def token_count(name: str, value: Any) -> int:
+    """Check that a value is a number of tokens, or a text such as "10M tokens", and return it."""
+    if not isinstance(value, (str, Every)):
+        return count(name, value, at_least=1)
+    every = Every(value)
+    if every.unit != "tokens":
+        raise ConfigError(f"{name} takes a number of tokens, such as '10M tokens', not {value!r}")
+    return int(every.amount)
+
+
 def count(name: str, value: object, *, at_least: int = 0) -> int:
     """Check that a value is a whole number, and return it as an int."""
     if not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least:

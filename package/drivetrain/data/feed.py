@@ -243,6 +243,7 @@ class Feed:
         self._length_told = False
         size = 1 if source.samples_per_epoch is None else source.batch_size or 1
         self.calendar = self._make_calendar(accumulation, batch_sizes or size)
+        self.calendar.counts_tokens = self._measure.tokens is not None
         _check_unit("gradient_accumulation_steps", self.calendar.batches, self.calendar)
         if batch_sizes is not None:
             source.calendar = self.calendar

@@ -81,7 +81,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             if run.result is None:  # the first step of this program
                 with checking_first_step(run.engine):
                     run.result = train_step(window.micro_batches)
-                run.engine.ranks.all_gather(None)  # compares the calls of the first step
+                _check_first_step(run, run.result)
             else:
                 run.result = train_step(window.micro_batches)
             timing["compute"] += perf_counter() - fetched
@@ -108,6 +108,15 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         windows.close()
         run.agreed -= {"end_epoch"}  # of an epoch that has ended
     _end(run, left)
+
+
+def _check_first_step(run: Run, result: StepResult) -> None:
+    run.engine.ranks.all_gather(None)  # compares the calls of all ranks
+    if run.length.calendar.needs_tokens and result.applied and not run.progress.tokens:
+        raise ConfigError(
+            f"{type(run.task).__name__}.tokens counted none in the first step, and an interval or the length"
+            " of the fit is in tokens"
+        )
 
 
 def _train_step(run: Run) -> Callable[[Sequence[MicroBatch]], StepResult]:

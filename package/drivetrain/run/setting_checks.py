@@ -15,7 +15,7 @@ from drivetrain.core.files import check_path
 from drivetrain.core.int_schedule import number_or_schedule
 from drivetrain.core.intervals import Every
 from drivetrain.core.registry import Registry
-from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of
+from drivetrain.core.validation import check_no_class, count, duration, flag, number, one_of, token_count
 from drivetrain.run.hooks import Hooks
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import check_supported
@@ -52,8 +52,8 @@ def _epochs(name: str, value: object) -> float:
 def _steps(name: str, value: object) -> int:
     if isinstance(value, str):
         raise ConfigError(
-            f"{name} must be a whole number of steps, not {value!r}. For epochs give"
-            f" {name.replace('steps', 'epochs')}, for a time max_time"
+            f"{name} must be a whole number of steps, not {value!r}. For epochs give max_epochs, for"
+            " tokens max_tokens, and for a time max_time"
         )
     return count(name, value, at_least=1)
 
@@ -177,7 +177,7 @@ CHECKS: Mapping[str, Check] = {
     "max_epochs": _optional(_epochs),
     "max_steps": _optional(_steps),
     "max_time": duration,
-    "min_epochs": _optional(partial(count, at_least=1)),
+    "max_tokens": _optional(token_count),
     "min_steps": _optional(_steps),
     "dry_run": _optional(_dry_run),
     "seed": count,

@@ -61,7 +61,7 @@ class RunSettings:
     max_epochs: float | None = None
     max_steps: int | None = None
     max_time: str | float | timedelta | None = None
-    min_epochs: int | None = None
+    max_tokens: int | str | Every | None = None
     min_steps: int | None = None
     dry_run: bool | int | str | None = None
     strategy: str | Strategy | StrategyConfig = "auto"
@@ -148,13 +148,11 @@ class RunSettings:
 
 def _check_together(settings: RunSettings) -> None:
     """Check the arguments that exclude or need one another."""
-    for name in ("epochs", "steps"):
-        least, most = getattr(settings, f"min_{name}"), getattr(settings, f"max_{name}")
-        if least is not None and most is not None and least > most:
-            raise ConfigError(
-                f"min_{name}={least} with max_{name}={most}: the fit ends before. Give a min_{name} of at"
-                f" most {most}"
-            )
+    least, most = settings.min_steps, settings.max_steps
+    if least is not None and most is not None and least > most:
+        raise ConfigError(
+            f"min_steps={least} with max_steps={most}: the fit ends before. Give min_steps of at most {most}"
+        )
     if settings.validate_every is None and settings.sanity_validation not in (None, "auto"):
         raise ConfigError(
             f"sanity_validation={settings.sanity_validation} with validate_every=None: a fit that never"

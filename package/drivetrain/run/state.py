@@ -113,9 +113,9 @@ class RunState:
     def stop(self, reason: str) -> None:
         """End the run after the current step; the first reason is kept.
 
-        Before `Trainer(min_epochs=, min_steps=)` the request waits: the run ends once they are reached, with
-        that reason. One rank may ask alone. All stop after the same step, the first that
-        none of them has ended, with its reason. `stop_reason` stays None until they have agreed.
+        Before `Trainer(min_steps=)` the request waits: the run ends once they are made, with that reason. One
+        rank may ask alone. All stop after the same step, the first that none of them has ended, with its
+        reason. `stop_reason` stays None until they have agreed.
         """
         if self.length.is_early(self.progress):
             self.postponed = self.postponed or reason

@@ -34,7 +34,7 @@ from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.synonyms import check_task_names, foreign
-from drivetrain.core.validation import duration
+from drivetrain.core.validation import duration, token_count
 from drivetrain.data import Feed, map_tensors
 from drivetrain.data.consistency import check_data
 from drivetrain.data.reading import check_evaluation_size, check_settings_used
@@ -154,9 +154,10 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
 
 def planned_length(settings: RunSettings, feed: Feed, world_size: int) -> RunLength:
     """Return the length of a fit, as far as it is known."""
-    if settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
-        raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
     max_epochs, calendar = settings.max_epochs, feed.calendar
+    max_tokens = None if settings.max_tokens is None else token_count("max_tokens", settings.max_tokens)
+    if {max_epochs, max_tokens, settings.max_steps, settings.max_time} == {None}:
+        raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps, max_tokens or max_time")
     known = [] if settings.max_steps is None else [settings.max_steps]
     epochs = end = None
     if max_epochs is not None:
@@ -172,19 +173,24 @@ def planned_length(settings: RunSettings, feed: Feed, world_size: int) -> RunLen
                 f"max_epochs={max_epochs} needs training data of known length. Give whole epochs,"
                 " or max_steps"
             )
+    total = min(known) if known else None
+    if max_tokens is not None:
+        calendar.whole = calendar.resolved(Every(max_tokens, "tokens"))
+    elif total:
+        calendar.whole = Every(total)
     return RunLength(
-        steps=min(known) if known else None,
+        steps=total,
         epochs=epochs,
         steps_per_epoch=calendar.steps_per_epoch,
         max_steps=settings.max_steps,
         max_seconds=duration("max_time", settings.max_time),
         max_epochs=max_epochs,
+        max_tokens=max_tokens,
         end=end,
         gradient_accumulation_steps=feed.accumulation,
         samples_per_step=feed.samples_per_step,
         world_size=world_size,
         min_steps=settings.min_steps or 0,
-        min_epochs=settings.min_epochs or 0,
         calendar=calendar,
     )
 

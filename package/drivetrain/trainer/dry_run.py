@@ -26,7 +26,7 @@ def as_tried(settings: Settings, verb: str) -> Settings:
     if asked is None:
         return settings
     batches = 1 if isinstance(asked, str) else asked
-    changes: dict[str, Any] = {"checkpoint": False, "assets": (), "min_epochs": None, "min_steps": None}
+    changes: dict[str, Any] = {"checkpoint": False, "assets": (), "min_steps": None}
     changes |= {f"limit_{stage}_batches": batches for stage in ("train", "validation", "test", "predict")}
     changes |= {"max_epochs": 1, "loggers": (), "run_dir": None, "validate_from": None}
     changes |= {"sanity_validation": None, "on_bad_batch": "raise"}

@@ -27,7 +27,7 @@ def probe(settings: Settings, task: TaskModule, data: Any, fit: Fit[Settings], *
         **changes: Arguments of the Trainer that makes the fit.
     """
     nothing: dict[str, Any] = dict.fromkeys(
-        ("max_epochs", "max_time", "min_epochs", "min_steps", "dry_run", "validate_every", "validate_from")
+        ("max_epochs", "max_time", "max_tokens", "min_steps", "dry_run", "validate_every", "validate_from")
     )
     nothing |= {"run_dir": None, "sanity_validation": None, "checkpoint": False, "assets": (), "loggers": ()}
     nothing |= {"progress_bar": False, "train_metrics": False, "log_first_step": False, "log_every": 1}

@@ -28,7 +28,8 @@ class Trainer(RunSettings):
     """The configuration of runs: validated when it is made, never changed. Each `fit` builds a new run.
 
     Its arguments are in eight groups: length, where it runs, numbers, gradient, data, evaluation, records and
-    safety. To train, give `max_epochs`, `max_steps` or `max_time`; every other argument has a default.
+    safety. To train, give `max_epochs`, `max_steps`, `max_time` or `max_tokens`; every other argument has a
+    default.
 
     Attributes: Length
         max_epochs: Passes over the training data; a fraction (2.5) needs data of known length. Default:
@@ -36,10 +37,10 @@ class Trainer(RunSettings):
         max_steps: Optimizer steps. Default: None. Example: max_steps=10_000.
         max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta. Default: None. Example:
             max_time="12 hours".
-        min_epochs: The complete epochs before which no callback, such as `EarlyStopping`, ends a fit. The
-            three limits, signals and non-finite losses still end it. Default: None. Example: min_epochs=3.
-        min_steps: The same in steps; if both are given, both must be reached. Default: None. Example:
-            min_steps=1_000.
+        max_tokens: Tokens over all processes and restarts, as `TaskModule.tokens` counts them; the fit ends
+            with the step that reaches them. Default: None. Example: max_tokens="10B tokens".
+        min_steps: The steps before which no callback, such as `EarlyStopping`, ends a fit. The limits,
+            signals and non-finite losses still end it. Default: None. Example: min_steps=1_000.
         dry_run: A trial fit. True ("batches") or a number fits one epoch with one batch, or that many
             batches, of each loader. It starts afresh and writes nothing: no checkpoints, logs, results or
             predictions. `validate`, `test` and `predict` take the same number of batches. Callbacks that need

@@ -242,8 +242,8 @@ def _result(settings: RunSettings, run: Run, saver: CheckpointSaver | None) -> F
 def _report_early_end(run: Run) -> None:
     """Log why a fit has ended before its planned length, if it has."""
     length, reason = run.length, run.stop_reason or ""
-    planned = ["max_steps=", "max_epochs="]
-    if length.max_steps is None and length.max_epochs is None:
+    planned = ["max_steps=", "max_epochs=", "max_tokens="]
+    if length.max_steps is None and length.max_epochs is None and length.max_tokens is None:
         planned.append("max_time=")
     if not reason.startswith(tuple(planned)) and not is_part():
         of = "" if length.steps is None else f" of {length.steps}"

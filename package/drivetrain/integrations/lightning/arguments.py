@@ -31,6 +31,7 @@ from drivetrain.integrations.lightning.arguments_table import (
     STRATEGIES,
 )
 from drivetrain.integrations.lightning.bridge import LightningCallbacks
+from drivetrain.integrations.lightning.least_epochs import LeastEpochs
 from drivetrain.integrations.lightning.torch_flags import TorchFlags
 from drivetrain.strategies.ddp import DDPConfig
 from drivetrain.strategies.fsdp.config import FSDPConfig
@@ -170,6 +171,8 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
     warns, anomalies = given["deterministic"] == "warn", bool(given["detect_anomaly"])
     if warns or anomalies or given["benchmark"] is not None:
         options["callbacks"].append(TorchFlags(warns, given["benchmark"], anomalies))
+    if given["min_epochs"]:
+        options["callbacks"].insert(0, LeastEpochs(given["min_epochs"]))
     if callbacks.max_time is not None:
         limit = options["max_time"]
         options["max_time"] = callbacks.max_time if limit is None else min(limit, callbacks.max_time)
@@ -192,7 +195,6 @@ def _length(given: _Given) -> dict[str, Any]:
         "max_epochs": epochs,
         "max_steps": steps,
         "max_time": time,
-        "min_epochs": given["min_epochs"] or None,
         "min_steps": given["min_steps"] or None,
     }
 

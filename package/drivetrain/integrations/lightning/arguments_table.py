@@ -65,7 +65,7 @@ _ARGUMENTS = (
         "callbacks that need no checkpoints stay on",
     ),
     _mapped("max_epochs", "`Trainer(max_epochs=)`; -1 is no limit, and without any limit it is 1000", 3),
-    _mapped("min_epochs", "`Trainer(min_epochs=)`", 2),
+    _mapped("min_epochs", "the least number of epochs; it needs data of known length", 2),
     _mapped(
         "max_steps",
         "`Trainer(max_steps=)`; -1 is no limit",

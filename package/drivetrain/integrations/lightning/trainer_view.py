@@ -14,6 +14,7 @@ from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.core.errors import nearest
 from drivetrain.core.intervals import Every
 from drivetrain.integrations.lightning.kinds import is_kind
+from drivetrain.integrations.lightning.least_epochs import LeastEpochs
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_parts import (
     CheckpointPart,
@@ -161,7 +162,8 @@ class TrainerView(ProcessPart):
     @property
     def min_epochs(self) -> int:
         """The least number of epochs; 0 for none."""
-        return self._state.length.min_epochs
+        found = self._of_run(LeastEpochs)
+        return 0 if found is None else found.epochs
 
     @property
     def log_every_n_steps(self) -> int:

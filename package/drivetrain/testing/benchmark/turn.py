@@ -25,7 +25,7 @@ _WARM_UP = 4
 """The fewest steps between the first and those that are timed."""
 
 LENGTH: dict[str, Any] = {
-    **dict.fromkeys(("max_epochs", "max_time", "min_epochs", "min_steps", "dry_run")),
+    **dict.fromkeys(("max_epochs", "max_time", "max_tokens", "min_steps", "dry_run")),
     "max_steps": 10**9,
 }
 """The Trainer's arguments that the clock replaces, which ends the fit."""

@@ -325,4 +325,6 @@ def _why_unknown(epoch: Epoch, length: RunLength) -> str:
         reasons.append("epochs have different numbers of steps")
     if length.max_seconds is not None:
         reasons.append(f"max_time ends the run after {length.max_seconds:g} seconds at the latest")
+    if length.max_tokens is not None:
+        reasons.append(f"max_tokens ends the run at {length.max_tokens:,} tokens")
     return "; ".join(reasons)
