@@ -104,7 +104,7 @@ def test_a_run_begins_alike_and_a_step_leaves_the_host_streams_alone() -> None:
     assert all(new != old for new, old in zip(drawn(), expected, strict=True))
 
 
-def test_a_batch_is_drawn_from_its_own_place() -> None:
+def test_a_batch_is_drawn_from_its_own_position() -> None:
     draws = {}
     for epoch in range(3):
         for position in range(0, 40, 4):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain import Callback, CompileConfig, ConfigError, Engine, OptimizerConfig, Trainer
-from drivetrain.core.synonyms import PLACES, help_with, row
+from drivetrain.core.synonyms import OWNERS, help_with, row
 from drivetrain.loggers.base import LOGGERS
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.run import Run
@@ -28,7 +28,7 @@ from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.task.optim.config import OPTIMIZERS
 
 VERBS = {"fit": Trainer.fit, "test": Trainer.test, "predict": Trainer.predict, "DataLoader": DataLoader}
-PARTS = {place: VERBS[place] if place in VERBS else getattr(drivetrain, place) for place in PLACES}
+PARTS = {owner: VERBS[owner] if owner in VERBS else getattr(drivetrain, owner) for owner in OWNERS}
 ANSWERED = re.compile(r"Here it is |It has no counterpart(?: here: )?")
 SYNONYMS = tomllib.loads(resources.files("drivetrain.core").joinpath("other_names.toml").read_text("utf-8"))
 STOPPED = set(re.findall(r"\w+", "Trainer none the and for in is"))
@@ -55,9 +55,9 @@ def test_each_row_of_the_table_is_one_and_names_an_argument_of_ours() -> None:
         wrong += [f"{name}: two rows" for name in set(names) if names.count(name) > 1]
     for name, ours in rows("argument"):
         for part in ours.split(" | "):
-            place, _, rest = part.partition(".")
+            owner, _, rest = part.partition(".")
             argument = rest.partition("; ")[0].partition("=")[0]
-            known = inspect.signature(PARTS[place]).parameters.keys() if place in PARTS else {argument}
+            known = inspect.signature(PARTS[owner]).parameters.keys() if owner in PARTS else {argument}
             wrong += [] if argument in {*known, *of_optimizers} else [f"{name}: {part}"]
     same = {name for name, ours in rows("argument", "hook", "name") if ours[:4] == "same"}
     taken = {name for part in PARTS.values() for name in inspect.signature(part).parameters}
@@ -142,9 +142,9 @@ def test_lightnings_names_arguments_and_members_have_rows() -> None:
         given |= arguments(classes("lightning", "pytorch", "callbacks", f"{module}.py")[name])
     assert not without_row(given, "argument")
     found = dict[str, ast.ClassDef]()
-    places = "core/module core/hooks core/datamodule core/mixins/hparams_mixin callbacks/callback"
-    for place in places.split():
-        found |= classes("lightning", "pytorch", f"{place}.py")
+    modules = "core/module core/hooks core/datamodule core/mixins/hparams_mixin callbacks/callback"
+    for module in modules.split():
+        found |= classes("lightning", "pytorch", f"{module}.py")
     assert {"LightningModule", "ModelHooks", "DataHooks", "LightningDataModule", "Callback"} <= found.keys()
     theirs = set[str]().union(*map(members, found.values())) - {"forward", "load_state_dict", "state_dict"}
     assert len(theirs) > 90

@@ -128,7 +128,7 @@ class NonFiniteError(DrivetrainError, ArithmeticError):
     """A loss, metric or weight became NaN or infinite; names the step, the rank and the metrics.
 
     Attributes:
-        what: The value that is not finite, and its place.
+        what: The value that is not finite, and where it came from.
         help: How to fix it.
         step: The step, from 0; None if it is not known.
     """

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.public import public_classes
 
-PLACES = {
+OWNERS = {
     "Trainer": "Trainer({})",
     "fit": "trainer.fit({})",
     "test": "trainer.test({})",
@@ -34,13 +34,13 @@ PLACES = {
     "OptimizerConfig": "OptimizerConfig({}), returned by the task's configure_optimizers",
     "DataLoader": "DataLoader({}), the loader that you give to fit",
 }
-"""How to write an argument of each place, seen from another place."""
+"""How to write an argument of each owner, seen from another owner."""
 
 _CLASS_OF_OURS = "drivetrain's class of that name, whose arguments differ"
 _PAGE = "docs/how-to/from-other-libraries.md"
 
 _MANY = 4
-"""The most places that may take an argument of one name for all of them to count."""
+"""The most calls that may take an argument of one name for all of them to count."""
 
 STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
@@ -67,7 +67,7 @@ def row(name: str, kind: str, owner: str = "") -> str | None:
 
     Args:
         name: The name that the user wrote; lower case is tried too.
-        owner: The place where it was written: "Trainer", "Trainer.fit". A row for the owner comes first.
+        owner: The call that it was given to: "Trainer", "Trainer.fit". A row for the owner comes first.
     """
     rows: Mapping[str, str] = table().get(kind, {})
     return rows.get(f"{owner}.{name}") or rows.get(name) or rows.get(name.lower())
@@ -84,56 +84,56 @@ def help_with(name: str, allowed: Iterable[str], kind: str = "argument", owner: 
     listed = f"Allowed: {', '.join(map(repr, names)) or 'none'}."
     if ours is not None and not ours.startswith("same"):
         return f"{_sentence(ours, names, owner)} {listed}"
-    if kind == "argument" and (places := takers(name, owner)):
-        return f"It is an argument of {' or '.join(places[:3])}. {listed}"  # of verbs, the first three
+    if kind == "argument" and (calls := takers(name, owner)):
+        return f"It is an argument of {' or '.join(calls[:3])}. {listed}"  # of verbs, the first three
     return nearest(name, names)
 
 
 def takers(name: str, owner: str = "") -> list[str]:
     """Return the calls of ours that take an argument, as a user writes them; those of `owner` come first."""
     first = owner.partition(".")[0]
-    places = [first, "Trainer", *PLACES]
+    owners = [first, "Trainer", *OWNERS]
     found: dict[str, int] = {}
     for kind in public_classes():
         title = kind.__name__
-        order = places.index(title) if title in places else len(places)
+        order = owners.index(title) if title in owners else len(owners)
         for method in dir(kind):
             call = getattr(kind, method, None)
             taken = getattr(call, "arguments_by_name", ())
-            if method == "__init__" and not taken and title in PLACES:
+            if method == "__init__" and not taken and title in OWNERS:
                 taken = inspect.signature(kind).parameters
             if name not in taken:
                 continue
             if method == "__init__":
-                shown = PLACES.get(title, f"{title}({{}})")
+                shown = OWNERS.get(title, f"{title}({{}})")
             elif title == "Trainer":
-                shown = PLACES.get(method, f"trainer.{method}({{}})")
+                shown = OWNERS.get(method, f"trainer.{method}({{}})")
             else:
                 continue
             found.setdefault(shown.format(f"{name}=..."), order)
-    if len(found) > _MANY:  # a common word, which means something of its own in each place
-        found = {shown: order for shown, order in found.items() if order < len(places) and first == "Trainer"}
+    if len(found) > _MANY:  # a common word, which means something of its own in each
+        found = {shown: order for shown, order in found.items() if order < len(owners) and first == "Trainer"}
     return sorted(found, key=found.__getitem__)
 
 
 def _sentence(ours: str, allowed: Iterable[str] = (), owner: str = "") -> str:
-    """Put an answer of the table into words; `owner` is the place that takes the allowed names."""
+    """Put an answer of the table into words; `owner` is the call that takes the allowed names."""
     if ours.startswith("none: "):
         return f"It has no counterpart here: {ours.removeprefix('none: ')}."
     shown: list[str] = []
     for part in ours.split(" | "):
-        place, _, rest = part.partition(".")
-        if place not in PLACES:
+        theirs, _, rest = part.partition(".")
+        if theirs not in OWNERS:
             shown.append(f"called {part!r}" if part in allowed else part)
             continue
         argument, _, note = rest.partition("; ")
         name, _, value = argument.partition("=")
         note = f", {note}" if note else ""
-        is_verb = place in ("fit", "test", "predict")
+        is_verb = theirs in ("fit", "test", "predict")
         if name in allowed and (is_verb == ("." in owner) or not owner.startswith("Trainer")):
             called = argument if value not in ("", "True") else f"called {name!r}"
             return f"Here it is {called}{note}."
-        shown.append(PLACES[place].format(argument if value else f"{name}=...") + note)
+        shown.append(OWNERS[theirs].format(argument if value else f"{name}=...") + note)
     return f"Here it is {' or '.join(shown)}."
 
 

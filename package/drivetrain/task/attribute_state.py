@@ -127,7 +127,7 @@ class AttributeState:
         return new
 
     def load(self, state: Mapping[str, Node], device: torch.device) -> list[str]:
-        """Restore attributes; return those that the program has no place for any more.
+        """Restore attributes; return those that the program does not have any more.
 
         Args:
             device: Receives the tensors that were not on a CPU.
@@ -369,7 +369,7 @@ class _Digest(pickle.Pickler):
 
 
 class _MissingError(Exception):
-    """The program has no place for a stored value any more."""
+    """The program does not have the object of a stored value any more."""
 
 
 class _Restorer:

@@ -36,8 +36,7 @@ _NOT_SEARCHED = (DataLoader, Dataset, Sampler)
 """Classes that are searched, and that are not, whatever their package; data goes on by its own state."""
 
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, partial)
-PLACES = (torch.device, torch.dtype)
-"""Classes of attributes' values that are no state; where a tensor is, the program that resumes says."""
+"""Classes of attributes' values that are no state."""
 
 OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "_hparams", "hparams"})
 """Attributes that torch and this package store in modules of any class."""
@@ -85,7 +84,7 @@ def modules_of(task: nn.Module, besides: Iterable[Any] = ()) -> Iterator[tuple[s
 def is_skipped(value: Any) -> bool:
     """Return whether an object is neither searched nor stored: code, data, or an object of a library."""
     package = type(value).__module__.partition(".")[0]
-    return isinstance(value, (*CODE, *PLACES, *_NOT_SEARCHED)) or package in _skipped
+    return isinstance(value, (*CODE, torch.device, torch.dtype, *_NOT_SEARCHED)) or package in _skipped
 
 
 def is_opaque(value: Any) -> bool:

@@ -86,7 +86,7 @@ class Subclass(dict):
     pass
 
 
-def test_what_cannot_be_stored_is_named_with_its_place():
+def test_what_cannot_be_stored_is_named_with_its_path():
     cycle = []
     cycle.append(cycle)
     table = {

@@ -95,7 +95,7 @@ def test_shuffled_epochs_differ_and_each_is_itself_in_any_process_and_after_a_re
     assert tuple(other.indices(0).tolist()) != flat[0]
 
 
-def test_many_samples_are_shuffled_by_a_formula_which_is_found_at_any_place() -> None:
+def test_many_samples_are_shuffled_by_a_formula_which_is_found_at_any_position() -> None:
     for length in (2, 3, 5, 8, 9, 1_000, 4_097, 70_001):
         order = FormulaOrder(length, seed=length)
         whole = order[0:length]

@@ -33,7 +33,7 @@ ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
-def test_the_first_cause_is_the_last_line_with_its_place() -> None:
+def test_the_first_cause_is_the_last_line_with_its_location() -> None:
     found = run_all("training.py", {where: {"where": where, **each[0]} for where, each in ENDS.items()})
     for where, ended in found.items():
         _, code, last = ENDS[where]

@@ -19,7 +19,7 @@ def pack(value: Any) -> tuple[Json, dict[str, Tensor]]:
     """Return a tree as JSON and tensors that a checkpoint can store; see `distributed.tree.pack`.
 
     Raises:
-        CheckpointError: A value cannot be stored; names its place and the allowed types.
+        CheckpointError: A value cannot be stored; names its path and the allowed types.
     """
     return tree.pack(value, check_tensor)
 

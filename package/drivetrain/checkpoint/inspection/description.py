@@ -47,7 +47,7 @@ class Description:
 
     Attributes:
         saved_by: Versions, and the task's name.
-        purpose: Its purpose and its place in the order; empty if no manager saved it.
+        purpose: Its purpose and its position in the order; empty if no manager saved it.
         unstored: The names of arguments that a file cannot store.
         files: The size of each file in bytes, except the assets and the files of hashes.
         assets: The size of each file stored beside the weights.

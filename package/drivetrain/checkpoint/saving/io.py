@@ -57,7 +57,7 @@ class CheckpointIO(Protocol):
     best one are the manager's business. A checkpoint is committed or does not exist: no method shows a
     partial one.
 
-    Paths are `str`, not `pathlib.Path`, because `Path("s3://bucket/run")` is `s3:/bucket/run`, another place.
+    Paths are `str`, not `pathlib.Path`: `Path("s3://bucket/run")` is `s3:/bucket/run`, another address.
     """
 
     def save(self, path: str, snapshot: Snapshot) -> None:

@@ -62,7 +62,7 @@ class RunDirectory:
 
         Raises:
             DamagedCheckpointError: All checkpoints are damaged.
-            CheckpointError: There is no checkpoint; names the places searched, and similar paths.
+            CheckpointError: There is no checkpoint; names the paths searched, and similar paths.
         """
         damaged: list[str] = []
         for directory in (self.directory, self.root):
@@ -142,7 +142,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
 
     Raises:
         DamagedCheckpointError: All checkpoints are damaged.
-        CheckpointError: There is no checkpoint; names the places searched, and similar paths.
+        CheckpointError: There is no checkpoint; names the paths searched, and similar paths.
     """
     run = RunDirectory(path)
     return run.root if DirectoryCheckpointIO().exists(run.root) else run.newest()[0]

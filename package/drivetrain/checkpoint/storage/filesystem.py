@@ -89,7 +89,7 @@ class Sink(Protocol):
 
 
 class FileSystem(Protocol):
-    """A place for files. Its methods raise `OSError` and nothing else.
+    """A store of files. Its methods raise `OSError` and nothing else.
 
     Attributes:
         renames: Whether a directory can be renamed in one step. In an object store it cannot; there each file

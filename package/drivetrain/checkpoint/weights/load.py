@@ -59,7 +59,7 @@ def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         DamagedCheckpointError: A file is damaged or malformed.
-        CheckpointError: The path does not exist, has no weights, or may not be read; names the places
+        CheckpointError: The path does not exist, has no weights, or may not be read; names the paths
             searched, and similar paths.
     """
     return find_weights(source).tensors
@@ -222,7 +222,7 @@ def _map(path: str, files: FileSystem) -> dict[str, Any]:
 
 
 def _describe(path: str, files: FileSystem) -> dict[str, Any]:
-    """Return the places of the tensors of a safetensors file on a disk."""
+    """Return the positions of the tensors of a safetensors file on a disk."""
     if not files.renames:
         return _read(path, files)
     with os_errors("read", path):
@@ -265,9 +265,9 @@ def _check_names(index: str, file: str, found: set[str], told: set[str]) -> None
         return
     name = min(found ^ told)
     what = "but the file does not contain it" if name in told else "but the file contains it"
-    places = "places" if name in told else "does not place"
+    verb = "places" if name in told else "does not place"
     raise DamagedCheckpointError(
-        f"{index!r} {places} {name!r} in {file!r}, {what} (differing names: {len(found ^ told)}). The files "
+        f"{index!r} {verb} {name!r} in {file!r}, {what} (differing names: {len(found ^ told)}). The files "
         "do not belong to the index: fetch or export all of them again"
     )
 

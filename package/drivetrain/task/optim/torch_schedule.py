@@ -111,9 +111,7 @@ class TorchSchedule:
             )
         check_stateful(found)
         if getattr(found, "optimizer", optimizer) is not optimizer:
-            raise ConfigError(
-                f"the schedule {what} belongs to another optimizer than the one returned with it"
-            )
+            raise ConfigError(f"the schedule {what} was made for another optimizer than the one returned")
         if isinstance(found, ReduceLROnPlateau) and self.mode not in ("auto", found.mode):
             raise ConfigError(
                 f"TorchSchedule(mode={self.mode!r}) with a ReduceLROnPlateau(mode={found.mode!r}): give both"
