@@ -51,7 +51,7 @@ class _PendingSave:
 
     Attributes:
         entry: The checkpoint that is saved, or that gets an additional purpose.
-        there: The entries that exist at this stage.
+        there: The entries that exist by now.
         every: The entries with this one, before pruning.
         trouble: Harmless problems to warn of.
     """
