@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from drivetrain.checkpoint import Manifest
-from drivetrain.checkpoint.format.manifest import WritePlan
+from drivetrain.checkpoint.format.manifest import SavePlan
 from drivetrain.checkpoint.format.records import FileRecord, file_name
 from drivetrain.checkpoint.saving.sharding import box_to_read, is_sharded, plan_save
 from drivetrain.distributed.ranks import Ranks
@@ -93,7 +93,7 @@ class Simulated(Ranks):
         return [act()]
 
 
-def planned(parameters: dict[str, tuple[int, ...]], ranks: int, rank: int) -> tuple[WritePlan, Any, float]:
+def planned(parameters: dict[str, tuple[int, ...]], ranks: int, rank: int) -> tuple[SavePlan, Any, float]:
     """The plan that one of the ranks makes, its state, and the seconds that the plan took."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -107,7 +107,7 @@ def planned(parameters: dict[str, tuple[int, ...]], ranks: int, rank: int) -> tu
         torch.distributed.destroy_process_group()
 
 
-def manifest_of(plan: WritePlan) -> Manifest:
+def manifest_of(plan: SavePlan) -> Manifest:
     """The manifest of a planned save, with the sizes and hashes made up."""
     files = {}
     for group, records in plan.records.items():

@@ -15,7 +15,7 @@ from drivetrain import ConfigError, FSDPConfig, OptimizerConfig, StrategyError
 from drivetrain.checkpoint.weights.stored_rows import stored_weights
 from drivetrain.core.errors import CheckpointError
 from drivetrain.integrations.transformers import Trainer, TransformersTask, from_training_arguments
-from drivetrain.strategies.fsdp.tensor_parallel import planned
+from drivetrain.strategies.fsdp.tensor_parallel import parallel_modules
 from drivetrain.strategies.meta_device import Materialization
 
 transformers = Lazy("transformers")
@@ -73,7 +73,7 @@ def test_models_without_a_plan_or_with_too_few_heads_are_refused_by_name() -> No
         model = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config)
         if change:
             model._tp_plan = change
-        return planned(TransformersTask(model))
+        return parallel_modules(TransformersTask(model))
 
     class OfThree:
         def size(self) -> int:

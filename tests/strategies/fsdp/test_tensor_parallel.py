@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import ConfigError, FSDPConfig, LambdaCallback, StrategyError, TaskModule, Throughput
 from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
-from drivetrain.strategies.fsdp.tensor_parallel import planned
+from drivetrain.strategies.fsdp.tensor_parallel import parallel_modules
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.task import StepModule
@@ -182,7 +182,7 @@ def style(name: str, **options: Any) -> Any:
 
 def test_plan_refusals() -> None:
     def plan(plan: Any) -> Any:
-        return lambda: planned(Transformer(plan=plan))
+        return lambda: parallel_modules(Transformer(plan=plan))
 
     columns = style("ColwiseParallel")
     cases: dict[str, Any] = {
@@ -192,7 +192,7 @@ def test_plan_refusals() -> None:
     }
     assert_refused(ConfigError, cases)
     task = Transformer(plan={"blocks.*.w*": columns})  # a star stays within the dots
-    assert [each.name for each in planned(task)] == ["blocks.0.wide", "blocks.1.wide"]
+    assert [each.name for each in parallel_modules(task)] == ["blocks.0.wide", "blocks.1.wide"]
 
     def of(task: TaskModule, **options: Any) -> Any:
         return lambda: split(2, **options).prepare(StepModule(task), lambda _: {}, as_precision("32"))
