@@ -36,7 +36,6 @@ from drivetrain.task.optim.given import (
     fresh_values,
     given_settings,
     is_restored,
-    reordered_settings,
 )
 from drivetrain.task.optim.groups import group_titles
 from drivetrain.task.optim.low_precision import WeightUpdates
@@ -99,16 +98,13 @@ class Updater:
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
 
-    def take_given(
-        self, before: Mapping[str, str], settings_of: str | None, order: Sequence[int]
-    ) -> tuple[str, str]:
+    def take_given(self, before: Mapping[str, str], settings_of: str | None) -> tuple[str, str]:
         """Reconcile what the user gives now with what they gave to the run that a checkpoint is of.
 
         Args:
             before: `given` of that run.
             settings_of: "program" for the settings of now, "checkpoint" for those of the checkpoint,
                 None for neither.
-            order: The number in the checkpoint of each group here.
 
         Returns:
             A text of the changes that the run keeps out, and one of those that it goes on with; empty if
@@ -117,7 +113,7 @@ class Updater:
         Raises:
             ConfigError: There are some, and `optimizer_settings` is None.
         """
-        changed = changes(reordered_settings(before, self._fresh, order), self.given)
+        changed = changes(before, self.given)
         if settings_of == "checkpoint":  # loading the state has restored them
             self.kept = {name: old for name, (old, _) in changed.items() if is_restored(name)}
             self.given |= self.kept

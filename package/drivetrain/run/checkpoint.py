@@ -13,7 +13,7 @@ from drivetrain.checkpoint.format.tree import pack, unpack, well_formed
 from drivetrain.checkpoint.formats import origin_of
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
-from drivetrain.checkpoint.weights.module_state import SHOWN, load_module_state, module_state, parameter_names
+from drivetrain.checkpoint.weights.module_state import SHOWN, load_module_state, module_state
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import host_state
@@ -24,8 +24,7 @@ from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
 from drivetrain.run.run import Run
 from drivetrain.task.model_info import info_of
-from drivetrain.task.optim.given import reordered_state
-from drivetrain.task.optim.state import TRAINED, order_of_groups, take_averages
+from drivetrain.task.optim.state import TRAINED, take_averages
 from drivetrain.task.stored import pack_hparams
 
 _LOG = logger(__name__)
@@ -224,10 +223,10 @@ def restore_run(
                 " weights, use from_checkpoint(path) or load_weights(path)"
             )
         _check_frozen(run, snapshot)
-        orders = _take_over(run, snapshot, tree, how)
+        _take_over(run, snapshot, tree, how)
         for name, before in tree["given"].items():
             try:
-                kept_out, taken = run.engine.updaters[name].take_given(before, settings_of, orders[name])
+                kept_out, taken = run.engine.updaters[name].take_given(before, settings_of)
             except ConfigError as error:
                 was, size = len(tree.get("ranks", ())) + 1, run.engine.data_ranks.size
                 if was != size:
@@ -324,10 +323,8 @@ def _check_seed_of_data(run: Run, tree: Any) -> None:
         )
 
 
-def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> dict[str, list[int]]:
-    """Restore the state; return the numbers in the checkpoint of each optimizer's groups, which may be listed
-    in another order here.
-    """
+def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> None:
+    """Restore the state."""
     engine = run.engine
     lacking = {"seed", "optimizers", "schedules", "buffer", "callbacks", "loggers"} - set(tree)
     if lacking:
@@ -347,12 +344,8 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> dict
         restore_optimizer_state(
             run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"]
         )
-        names = parameter_names(run.task)
-        orders = {
-            name: order_of_groups(each, names, tree["optimizers"][name]) for name, each in optimizers.items()
-        }
     for name, updater in engine.updaters.items():
-        updater.load_state_dict(reordered_state(tree["schedules"][name], orders[name]))
+        updater.load_state_dict(tree["schedules"][name])
     engine.strategy.load_state_dict(tree["strategy"])
     if engine.splitter is not None:
         engine.splitter.load_state_dict(tree.get("micro_batch"))
@@ -374,7 +367,6 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> dict
     run.validated = bool(tree["validated"])
     run.timing.update(_numbers(tree, "timing"))
     _restore_parts(run, tree)
-    return orders
 
 
 def _restore_attributes(run: Run, tree: Any) -> None:

@@ -20,9 +20,6 @@ _OF_SCHEDULE = ("schedule", "schedule_options", "warmup_steps", "warmup_ratio", 
 _OF_TIMES = ("scheduler every", "scheduler metric")
 _RATE = "initial_lr"
 
-_BY_GROUP = frozenset({"base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas"})
-"""The lists in which torch's schedulers keep a value for each group of an optimizer."""
-
 SETTINGS_OF = ("program", "checkpoint")
 """Whose settings an optimizer has after a resume; values of `optimizer_settings`."""
 
@@ -39,44 +36,6 @@ def given_settings(
         found |= {name: _text(getattr(config, name)) for name in _OF_SCHEDULE}
     if timed is not None:
         found |= {"scheduler every": str(timed.every), "scheduler metric": str(timed.metric)}
-    return found
-
-
-def reordered_state(state: Any, order: Sequence[int]) -> Any:
-    """Return the state of a schedule with the lists that it keeps by group in another order."""
-    if type(state) is list:
-        return [reordered_state(each, order) for each in state]
-    if type(state) is not dict:
-        return state
-    return {
-        name: [value[number] for number in order]
-        if name in _BY_GROUP and isinstance(value, (list, tuple)) and len(value) == len(order)
-        else reordered_state(value, order)
-        for name, value in state.items()
-    }
-
-
-def reordered_settings(
-    before: Mapping[str, str], fresh: Mapping[str, Any], order: Sequence[int]
-) -> dict[str, str]:
-    """Return the settings of a checkpoint with the numbers that its groups have here.
-
-    Args:
-        before: As `given_settings` returned them.
-        fresh: The values of this run; see `fresh_values`.
-        order: The number in the checkpoint of each group here.
-    """
-    here, found = {number: index for index, number in enumerate(order)}, {}
-    for name, text in before.items():
-        first, _, setting = name.partition(" ")
-        if first.isdigit():
-            found[f"{here.get(int(first), first)} {setting}"] = text
-            continue
-        values = fresh.get(name) if setting.rpartition(".")[2] in _BY_GROUP else None
-        if isinstance(values, (list, tuple)) and len(values) == len(order) == len(here):
-            there = [values[here[number]] for number in range(len(order))]
-            text = _text(values) if text == _text(there) else text
-        found[name] = text
     return found
 
 

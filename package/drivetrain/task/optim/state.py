@@ -154,21 +154,6 @@ def load_state_by_name(
     start_momenta(optimizer)
 
 
-def order_of_groups(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], meta: Mapping[str, Any]
-) -> list[int]:
-    """Return for each group of an optimizer the number that the group of its parameters has in a checkpoint.
-
-    Args:
-        meta: What `state_by_name` returned with the checkpoint's tensors, and was loaded.
-    """
-    numbers = {name: number for number, group in enumerate(meta["groups"]) for name in group["parameters"]}
-    return [
-        numbers[names[group["params"][0]]] if group["params"] else number
-        for number, group in enumerate(optimizer.param_groups)
-    ]
-
-
 def start_momenta(optimizer: Optimizer) -> None:
     """Give every trained parameter of torch's fused SGD a momentum, which is zero at first.
 
@@ -303,10 +288,10 @@ def _tree(meta: Mapping[str, Any]) -> dict[str, str]:
     """Return a description of an optimizer's parameters and groups, by the name of each part."""
     tree = {"the optimizer": repr(meta["optimizer"])}
     tree.update({f"the parameter {name!r}": text for name, text in meta["parameters"].items()})
-    for group in meta["groups"]:
+    for number, group in enumerate(meta["groups"]):
         updates = str(group.get(WEIGHT_UPDATES, "nearest"))
         for name in group["parameters"]:
-            tree[f"the parameter group of {name!r}"] = f"that of {min(group['parameters'])!r}"
+            tree[f"the parameter group of {name!r}"] = f"number {number}, of {min(group['parameters'])!r}"
             tree[f"the way to update {name!r}"] = f"Precision(updates={updates!r})"
     return tree
 
@@ -318,10 +303,10 @@ def _require_same(there: Mapping[str, str], here: Mapping[str, str], remedy: str
         if theirs != ours:
             if name.startswith("the parameter group of"):
                 remedy = (
-                    "Weights with decay and weights without it are separate groups. They change if"
-                    " weight_decay becomes zero or stops being zero, or if a ParameterGroup changes. To end"
-                    " the decay in a resume, give weight_decay=1e-30 with optimizer_settings='program', which"
-                    f" keeps the groups. {remedy}"
+                    "List the groups in the checkpoint's order. Weights with decay and weights without it are"
+                    " separate groups. They change if weight_decay becomes zero or stops being zero, or if a"
+                    " ParameterGroup changes. To end the decay in a resume, give weight_decay=1e-30 with"
+                    f" optimizer_settings='program', which keeps the groups. {remedy}"
                 )
             raise CheckpointError(
                 f"the optimizer state does not fit: in the checkpoint {name} is {theirs}, here {ours}."
