@@ -17,15 +17,12 @@ from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.run_directory import load_newest
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, fingerprints
-from drivetrain.checkpoint.weights.load import is_torch_file, is_weight_file, torch_weights
+from drivetrain.checkpoint.weights.load import is_weight_file
 from drivetrain.checkpoint.weights.module_state import full_state
 from drivetrain.core.errors import CheckpointError, ConfigError, without_secrets
-from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
 from drivetrain.task.hparams import parameters_of
 from drivetrain.task.model_info import info_of
-
-_LOG = logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +33,6 @@ class StoredTask:
         path: The checkpoint that was read.
         hparams: Constructor arguments by name.
         dataclasses: The arguments that are dataclasses, in their stored form.
-        argument: The name of the single argument whose entries `hparams` holds, as Lightning stores a
-            mapping; otherwise "".
-        is_foreign: Whether another program stored them. The task then takes only what its constructor names.
         unstored: Names of the arguments that a file cannot hold.
         tensors: The weights.
     """
@@ -48,19 +42,11 @@ class StoredTask:
     unstored: tuple[str, ...]
     tensors: dict[str, Tensor]
     dataclasses: dict[str, Json] = dataclasses.field(default_factory=dict)
-    argument: str = ""
-    is_foreign: bool = False
 
     def arguments(self, cls: type[nn.Module], overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the constructor arguments: the stored ones, updated with `overrides`.
-
-        Warns about arguments of another program's task that this class does not take.
-        """
+        """Return the constructor arguments: the stored ones, updated with `overrides`."""
         arguments = dict(self.hparams)
-        lacking = set(self.unstored)
-        if self.is_foreign:
-            arguments, lacking = self._taken(cls, set(overrides))
-        lacking -= set(overrides)
+        lacking = set(self.unstored) - set(overrides)
         kinds = _dataclasses_of(cls)  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
         for name, stored in self.dataclasses.items():
             if name not in overrides:
@@ -83,24 +69,6 @@ class StoredTask:
                 f" them: {cls.__name__}.from_checkpoint(path, {first}=...)"
             )
         return {**arguments, **overrides}
-
-    def _taken(self, cls: type[nn.Module], given: set[str]) -> tuple[dict[str, Any], set[str]]:
-        """Return the arguments of another program's task that the constructor takes, and all other names."""
-        parameters = parameters_of(cls)
-        names = {each.name for each in parameters}
-        if self.argument in names:
-            lacking = {self.argument} if self.unstored else set()
-            return {} if lacking else {self.argument: dict(self.hparams)}, lacking
-        if any(each.kind is each.VAR_KEYWORD for each in parameters):
-            return dict(self.hparams), set(self.unstored)
-        left = sorted(({*self.hparams, *self.unstored} - names) - given)
-        if left:
-            _LOG.warning(
-                f"{self.path!r} has hyper-parameters that {cls.__name__} does not take, which are left out:"
-                f" {', '.join(left)}"
-            )
-        taken = {name: value for name, value in self.hparams.items() if name in names}
-        return taken, set(self.unstored) & names
 
 
 def pack_hparams(task: nn.Module) -> Json:
@@ -195,17 +163,12 @@ def _make(kinds: Iterable[type], stored: Json, what: str) -> Any:
 
 
 def read_task(path: str) -> StoredTask:
-    """Return the constructor arguments and weights of a checkpoint, given as to `resolve`, or Lightning's."""
+    """Return the constructor arguments and weights of a checkpoint, given as to `resolve`."""
     files = file_system(path)
-    if is_torch_file(path):
-        read = torch_weights(path)
-        return StoredTask(
-            path, read.hparams, tuple(read.objects), read.tensors, argument=read.argument, is_foreign=True
-        )
     if is_weight_file(path) and not DirectoryCheckpointIO().exists(files.split(path)[0]):
         raise CheckpointError(
             f"{path!r} is a file of weights, without the constructor's arguments. Make the task, and call its"
-            " load_weights(path)"
+            " load_weights(path); or make a checkpoint of Lightning's file by `drivetrain checkpoint import`"
         )
     found, snapshot = load_newest(path, ("model",))
     stored = snapshot.objects.get("hparams")

@@ -35,7 +35,6 @@ class Net(TaskModule):
 
 
 PLAIN = {"lr": 0.5, "args": {"sizes": [1, (2, 3)], "name": "x"}}
-UNSTORED = {"lr": torch.ones(2), "args": 1}
 
 
 def saved(path: Path, hparams: dict[str, Any] | None, **changes: Any) -> str:  # without the averaging
@@ -52,25 +51,11 @@ def values(tensors: Any) -> dict[str, float]:
     return {name: round(float(tensor), 4) for name, tensor in tensors.items()}
 
 
-def test_from_checkpoint_takes_the_plain_hyper_parameters_of_lightning(tmp_path: Path) -> None:
-    path = saved(tmp_path / "plain.ckpt", PLAIN)
-    assert values(load_weights(path)) == AVERAGES
-    task = Net.from_checkpoint(path)
-    assert (task.lr, task.args, values(task.state_dict())) == (0.5, PLAIN["args"], AVERAGES)
-    path = saved(tmp_path / "other.ckpt", UNSTORED)
-    with pytest.raises(ConfigError, match=r"that a file cannot hold.*Net\.from_checkpoint\(path, "):
-        Net.from_checkpoint(path)
-    task = Net.from_checkpoint(path, lr=3.0)
-    assert (task.lr, task.args, values(task.state_dict())) == (3.0, 1, AVERAGES)
-    assert Net.from_checkpoint(saved(tmp_path / "none.ckpt", None), lr=2.0).lr == 2.0
-
-
 def test_of_averaged_weights_the_averages_are_taken_with_a_warning() -> None:
+    task = Net()
     with warned(r"the averages are read.*'current_model_state'|averaged weights"):
-        report = Net.from_checkpoint(LIGHTNING)
-    assert values(report.state_dict()) == AVERAGES
-    with warned("averages are read"):
-        assert "the averages (state_dict) of" in str(Net().load_weights(LIGHTNING))
+        assert "the averages (state_dict) of" in str(task.load_weights(LIGHTNING))
+    assert values(task.state_dict()) == AVERAGES
 
 
 STATE = {"net.weight": torch.full((1, 1), 3.0), "net.bias": torch.full((1,), 4.0)}
@@ -149,10 +134,16 @@ def test_weights_that_share_storages_take_the_space_of_the_storages(tmp_path: Pa
 
 
 def test_another_programs_file_is_imported_but_no_run_resumed_from_it(tmp_path: Path) -> None:
+    import_weights(saved(tmp_path / "plain.ckpt", PLAIN), tmp_path / "plain")
+    task = Net.from_checkpoint(tmp_path / "plain")
+    assert (task.lr, task.args, values(task.state_dict())) == (0.5, PLAIN["args"], AVERAGES)
     path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "args": torch.ones(2)})
     import_weights(path, tmp_path / "ours")
-    task = Net.from_checkpoint(tmp_path / "ours", args=1)
-    assert (task.lr, values(task.state_dict())) == (0.5, AVERAGES)
+    with pytest.raises(ConfigError, match=r"that a file cannot hold.*Net\.from_checkpoint\(path, "):
+        Net.from_checkpoint(tmp_path / "ours")
+    assert Net.from_checkpoint(tmp_path / "ours", args=1).lr == 0.5
+    with pytest.raises(CheckpointError, match=r"a file of weights, .*`drivetrain checkpoint import`"):
+        Net.from_checkpoint(path)
     with pytest.raises(CheckpointError, match="nothing is ever overwritten"):
         import_weights(path, tmp_path / "ours")
     with pytest.raises(ConfigError, match=r"Only its weights can be read.*task\.load_weights\(path\) before"):
