@@ -146,12 +146,9 @@ def test_accelerate_config_refusals() -> None:
         return lambda: Trainer(max_epochs=1, strategy=made, precision=precision)
 
     before, group, like = _shared(), InitProcessGroupKwargs(), type("Accelerator", (), {})()
-    steps = AccelerateConfig(options={"gradient_accumulation_steps": 4})
-    fit(steps, gradient_accumulation_steps=4)
-    unlike = lambda: fit(steps, gradient_accumulation_steps=2)  # noqa: E731
     alone = "distributed_type: 'NO'\n"
     cases: dict[str, Any] = {
-        "DeepSpeed": (of({"deepspeed_plugin": object()}), "'zero0' to 'zero3', or DeepSpeedConfig"),
+        "DeepSpeed": (of({"deepspeed_plugin": object()}), "DeepSpeedConfig(config=...)"),
         "Megatron": (of({"megatron_lm_plugin": object()}), "FSDPConfig(tensor_parallel=...)"),
         "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
         "option": (of({"step_scheduler_with_optimiser": True}), "'step_scheduler_with_optimizer'"),
@@ -163,14 +160,16 @@ def test_accelerate_config_refusals() -> None:
         "fp8": (fitted(mixed_precision="fp8"), "mixed_precision='fp8'", "'no', 'bf16'"),
         "placement": (fitted(device_placment=True), "no option 'device_placment'"),
         "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
-        "steps": (unlike, "steps=4, but the Trainer for 2", "accumulation_steps=4"),
-        "variable": (variable("ACCELERATE_USE_DEEPSPEED"), "not support DEEPSPEED", "DeepSpeedConfig"),
+        "steps": (of({"gradient_accumulation_steps": 4}), "Trainer(gradient_accumulation_steps=...)"),
+        "variable": (
+            variable("ACCELERATE_USE_DEEPSPEED"),
+            "ACCELERATE_USE_DEEPSPEED=true",
+            "DeepSpeedConfig",
+        ),
+        "kind": (file("xla.yaml", "distributed_type: XLA\n"), "does not support XLA"),
+        "file's plugin": (file("zero.yaml", "distributed_type: DEEPSPEED\n"), "DeepSpeedConfig(config"),
         "plugin's handlers": (sharded(kwargs_handlers=[group]), "no effect with the FSDP plugin"),
         "plugin's precision": (sharded(precision="32"), "mixed_precision='bf16'; give"),
-        "plugin's steps": (
-            sharded(gradient_accumulation_steps=2),
-            "give Trainer(gradient_accumulation_steps=2)",
-        ),
         "no file": (file("none.yaml"), "the file does not exist"),
         "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
     }
@@ -215,18 +214,13 @@ def test_config_file_is_enough_without_accelerate_launch() -> None:
 def test_config_file_is_read_and_counts_alone() -> None:
     config = AccelerateConfig(config_file=FSDP_YAML)
     fsdp = {"sharding": "full_shard", "wrap": ("Block",)}
-    assert asked(config, {"ACCELERATE_MIXED_PRECISION": "fp16"}) == ("bf16", "cpu", fsdp, 1)
+    assert asked(config, {"ACCELERATE_MIXED_PRECISION": "fp16"}) == ("bf16", "cpu", fsdp)
     assert config.asked_precision == "bf16-mixed"
     plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: no\n"
     Path("plain.yaml").write_text(plain, encoding="utf-8")
-    assert asked(AccelerateConfig(config_file="plain.yaml"), FSDP2) == ("no", None, None, 1)
+    assert asked(AccelerateConfig(config_file="plain.yaml"), FSDP2) == ("no", None, None)
     none = AccelerateConfig()  # without a file the environment counts
-    assert asked(none, {}) == (None, None, None, 1)
+    assert asked(none, {}) == (None, None, None)
     mixed = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"}
-    assert asked(none, mixed) == ("bf16", "cpu", None, 1)
-    assert asked(none, {**FSDP2, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}) == (
-        None,
-        None,
-        {**fsdp, "wrap": ()},
-        4,
-    )
+    assert asked(none, mixed) == ("bf16", "cpu", None)
+    assert asked(none, FSDP2) == (None, None, {**fsdp, "wrap": ()})

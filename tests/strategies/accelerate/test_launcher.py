@@ -5,9 +5,7 @@ from typing import Any
 from tests.support.refusals import assert_refused
 
 from drivetrain import ConfigError, StrategyError
-from drivetrain.strategies import Choice, Hardware, choose
 from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
-from drivetrain.strategies.deepspeed.config import DeepSpeedConfig
 
 # What accelerate 1.15 sets for --use_fsdp and nothing else.
 SET = """
@@ -55,46 +53,22 @@ def test_strategy_device_and_precision_of_accelerate_launch_are_read() -> None:
     assert (found, read_precision({})) == (words, None)
 
 
-DEEPSPEED = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_DEEPSPEED": "true"}
-STAGE, OPTIMIZER = "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"
-PARAMETERS, FILE = "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-STEPS, CLIPPING = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
-
-
-def test_deepspeed_variables_of_accelerate_launch_are_read() -> None:
-    given = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
-    both = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
-    rows: list[tuple[dict[str, str], dict[str, Any]]] = [
-        ({}, {"stage": 2}),
-        ({STAGE: "3", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, {"stage": 3}),
-        ({STAGE: "3", OPTIMIZER: "cpu", PARAMETERS: "CPU"}, {"stage": 3, **both}),
-        ({STAGE: "1", OPTIMIZER: "none", STEPS: "4", CLIPPING: "1.0"}, {"stage": 1, "config": given}),
-        # A file of DeepSpeed's own says it all.
-        ({FILE: "zero.json", STAGE: "3"}, {"config": "zero.json"}),
-    ]
-    for variables, options in rows:
-        assert read_request({**DEEPSPEED, **variables}) == Request("deepspeed", options), variables
-    found = choose("auto", Hardware(), request=read_request({**DEEPSPEED, STAGE: "3"}))
-    assert found == Choice("deepspeed", "cpu", 1, 1, DeepSpeedConfig(stage=3))
-
-
 def test_accelerate_launch_refusals() -> None:
     def fsdp(name: str, value: str, *words: str) -> Any:
         told = f"asked for {name}={value}, which is not supported"
         return (lambda: read_request({**DEFAULTS, name: value}), told, *words)
 
-    def deepspeed(name: str, value: str, *words: str) -> Any:
-        return (lambda: choose("auto", Hardware(), request=read_request({**DEEPSPEED, name: value})), *words)
-
     precision = {"ACCELERATE_MIXED_PRECISION": "fp8"}
     cases: dict[str, Any] = {
         "precision": (lambda: read_precision(precision), "MIXED_PRECISION=fp8", "'no', 'bf16', 'fp16'"),
-        "Megatron": fsdp("ACCELERATE_USE_MEGATRON_LM", "true", "not part of this version"),
+        "Megatron": fsdp("ACCELERATE_USE_MEGATRON_LM", "true", "tensor_parallel=..."),
+        "DeepSpeed": fsdp("ACCELERATE_USE_DEEPSPEED", "true", "DeepSpeedConfig(config=...)"),
+        "steps": fsdp(
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "Trainer(gradient_accumulation_steps=4)"
+        ),
         "word": fsdp("ACCELERATE_USE_FSDP", "perhaps", "must be true or false"),
         "sharding": fsdp("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD_ZERO2", "allowed are FULL_SHARD"),
         "wrap": fsdp(WRAP, "MAGIC", "allowed are TRANSFORMER_BASED_WRAP"),
         "ignored": fsdp("FSDP_IGNORED_MODULES", ".*bias", "FSDPConfig"),
-        "stage": deepspeed(STAGE, "4", "stage must be 0, 1, 2 or 3, not 4"),
-        "NVMe": deepspeed(OPTIMIZER, "nvme", "must be None or 'cpu', not 'nvme'"),
     }
     assert_refused((ConfigError, StrategyError), cases)

@@ -29,7 +29,6 @@ from drivetrain.strategies.accelerate.options import (
 from drivetrain.strategies.base import (
     MakeOptimizers,
     Prepared,
-    SharedSettings,
     Support,
     has_collectives,
     installed,
@@ -105,19 +104,6 @@ class Accelerate(Replicated):
         if word == "fp16" and self.device.type == "cpu":
             return Support(False, "accelerate has no fp16 on CPUs, and would ignore it; use 'bf16-mixed'")
         return Support(True)
-
-    def check_settings(self, asked: SharedSettings, precision: Precision) -> None:
-        """Check that accelerate's accumulation is the Trainer's, or 1.
-
-        Raises:
-            ConfigError: It is neither.
-        """
-        steps = self._asked.accumulation
-        if steps not in (1, asked.gradient_accumulation_steps):
-            raise ConfigError(
-                f"accelerate is asked for gradient_accumulation_steps={steps}, but the Trainer for"
-                f" {asked.gradient_accumulation_steps}: give Trainer(gradient_accumulation_steps={steps})"
-            )
 
     def setup(self) -> None:
         """Join the process group; a single process needs none."""

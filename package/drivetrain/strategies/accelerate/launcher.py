@@ -26,10 +26,15 @@ _SHARDINGS = {
 _NAME = re.compile(r"\w+(\.\w+)*")
 """A module's name, which as a regular expression matches itself."""
 
-_OTHERS = {
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a configuration of several parallelisms",
+_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+_REFUSED = {
+    "ACCELERATE_USE_DEEPSPEED": "its strategies are 'zero0' to 'zero3', or DeepSpeedConfig(config=...)",
+    "ACCELERATE_USE_MEGATRON_LM": "strategy 'fsdp' splits matrices with FSDPConfig(tensor_parallel=...)",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "strategy 'fsdp' has FSDPConfig(sharding='hybrid',"
+    " tensor_parallel=...)",
 }
+"""Variables of other plugins, and what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,27 @@ def read_request(environment: Mapping[str, str]) -> Request | None:
     """Return the settings of `accelerate launch`; None if it has not started this process.
 
     Settings that do not change results are ignored: backward prefetching, the type of state dict, original
-    parameters, loading on one rank, and DeepSpeed's handling of 16-bit copies of a model.
+    parameters, and loading on one rank.
     """
     if not any(name.startswith("ACCELERATE_") for name in environment):
         return None
-    for name, what in _OTHERS.items():
-        if _flag(environment, name):
-            raise _refused(name, environment[name], f"{what} is not part of this version")
-    device = "cpu" if _flag(environment, "ACCELERATE_USE_CPU") else None
-    if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
-        return Request("deepspeed", _deepspeed_options(environment), device)
-    if _flag(environment, "ACCELERATE_USE_FSDP"):
+    check_variables(environment)
+    device = "cpu" if is_on(environment, "ACCELERATE_USE_CPU") else None
+    if is_on(environment, "ACCELERATE_USE_FSDP"):
         return Request("fsdp", fsdp_options(environment), device)
     return Request(device=device)
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Check that the settings ask for no other plugin than FSDP's, and leave accumulation to the Trainer."""
+    for name, instead in _REFUSED.items():
+        if is_on(environment, name):
+            raise _refused(name, environment[name], instead)
+    steps = environment.get(_STEPS, "1")
+    if steps.lower() not in ("1", "auto", "none"):
+        raise _refused(
+            _STEPS, steps, f"leave it out there, and give Trainer(gradient_accumulation_steps={steps})"
+        )
 
 
 def read_precision(environment: Mapping[str, str]) -> str | None:
@@ -77,37 +90,12 @@ def read_precision(environment: Mapping[str, str]) -> str | None:
     return _PRECISIONS[given]
 
 
-def _deepspeed_options(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options of `DeepSpeedConfig`; only the path if there is a file of DeepSpeed's.
-
-    Accumulation and clipping go into DeepSpeed's own configuration, where contradictions with the Trainer are
-    refused. `accelerate launch` has already checked that numbers are numbers.
-    """
-    moe = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
-    if environment.get(moe, "").lower() not in _FALSE:
-        raise _refused(moe, environment[moe], "mixture-of-experts layers cannot be kept together")
-    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if path.lower() not in _FALSE:
-        return {"config": path}
-    options: dict[str, Any] = {"stage": int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
-    for name, option in (("OPTIMIZER", "offload_optimizer"), ("PARAM", "offload_parameters")):
-        device = environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE", "none").lower()
-        if device != "none":
-            options[option] = device
-    config: dict[str, Any] = {}
-    for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
-        given = environment.get(f"ACCELERATE_{key.upper()}", "auto").lower()
-        if given not in ("auto", "none"):
-            config[key] = kind(given)
-    return {**options, "config": config} if config else options
-
-
 def fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the options of `FSDPConfig` that the variables of either version of the FSDP plugin ask for.
 
     The sharding and the wrapping are always among them; of the others only what differs from a default.
     """
-    if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
+    if is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
         name = "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
         raise _refused(name, environment[name], "activations cannot be kept on the host")
     options: dict[str, Any] = {"sharding": _sharding(environment), "wrap": _wrapping(environment)}
@@ -117,11 +105,11 @@ def fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
     elif ignored.lower() not in _FALSE:
         why = "give names of modules or parameters, or globs: strategy=FSDPConfig(ignored=(...))"
         raise _refused("FSDP_IGNORED_MODULES", ignored, why)
-    if _flag(environment, "FSDP_OFFLOAD_PARAMS"):
+    if is_on(environment, "FSDP_OFFLOAD_PARAMS"):
         options["cpu_offload"] = True
-    if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
+    if is_on(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
         options["activation_checkpointing"] = "full"
-    if _flag(environment, "FSDP_FORWARD_PREFETCH"):
+    if is_on(environment, "FSDP_FORWARD_PREFETCH"):
         options["forward_prefetch"] = 1
     return options
 
@@ -153,7 +141,8 @@ def _wrapping(environment: Mapping[str, str]) -> str | int | tuple[str, ...]:
     raise _refused(name, policy, "allowed are TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP and NO_WRAP")
 
 
-def _flag(environment: Mapping[str, str], name: str) -> bool:
+def is_on(environment: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable that is true or false is true."""
     given = environment.get(name, "").strip().lower()
     if given not in (*_TRUE, *_FALSE):
         raise _refused(name, environment[name], "it must be true or false")

@@ -13,7 +13,7 @@ import torch
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from drivetrain.core.files import check_path
 from drivetrain.core.validation import by_name, check_names, keywords
-from drivetrain.strategies.accelerate.launcher import Request, fsdp_options
+from drivetrain.strategies.accelerate.launcher import Request, check_variables, fsdp_options, is_on
 from drivetrain.strategies.base import installed
 from drivetrain.strategies.checks import check_options
 from drivetrain.strategies.precision.base import Precision
@@ -23,35 +23,27 @@ PRECISIONS = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 _WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
-"""The distributed types that this strategy supports."""
-
-_INSTEAD = {
-    "DEEPSPEED": "use our own strategy for it: 'zero0' to 'zero3', or DeepSpeedConfig(config=...)",
-    "MEGATRON_LM": "strategy 'fsdp' splits matrices with FSDPConfig(tensor_parallel=...)",
-    "XLA": "use strategy 'xla'",
-}
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+"""The distributed types in a file that the launcher has a variable for, or needs none."""
 
 _OPTIONS = {
-    "deepspeed_plugin": _INSTEAD["DEEPSPEED"],
-    "deepspeed_plugins": _INSTEAD["DEEPSPEED"],
-    "megatron_lm_plugin": _INSTEAD["MEGATRON_LM"],
-    "torch_tp_plugin": _INSTEAD["MEGATRON_LM"],
+    **dict.fromkeys(
+        ("deepspeed_plugin", "deepspeed_plugins"), "give Trainer(strategy=DeepSpeedConfig(config=...))"
+    ),
+    **dict.fromkeys(
+        ("megatron_lm_plugin", "torch_tp_plugin"),
+        "strategy 'fsdp' splits matrices with FSDPConfig(tensor_parallel=...)",
+    ),
     "fsdp_plugin": "give Trainer(strategy=FSDPConfig(...)), or a file of `accelerate config` with the plugin",
     "parallelism_config": "strategy 'fsdp' has FSDPConfig(sharding='hybrid', tensor_parallel=...)",
     "dynamo_backend": "give Trainer(compile=True)",
     "dynamo_plugin": "give Trainer(compile={...})",
-    "gradient_accumulation_plugin": "give Trainer(gradient_accumulation_steps=...)",
+    **dict.fromkeys(
+        ("gradient_accumulation_plugin", "gradient_accumulation_steps"),
+        "give Trainer(gradient_accumulation_steps=...)",
+    ),
 }
 """Arguments of an Accelerator that the engine cannot honour, and what to do instead."""
-
-_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-
-_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": ("DEEPSPEED", "true"),
-    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM", "true"),
-    "ACCELERATE_USE_FSDP": ("FSDP", "true"),
-}
 
 
 @by_name
@@ -109,13 +101,11 @@ class Asked(NamedTuple):
         mixed_precision: One of `PRECISIONS`; None if it is not set.
         device: "cpu", or None for the fastest.
         fsdp: The options of `FSDPConfig` that the FSDP plugin asks for; None without the plugin.
-        accumulation: Micro-batches in a step; 1, the default, if it is not set.
     """
 
     mixed_precision: str | None
     device: str | None
     fsdp: Mapping[str, Any] | None = None
-    accumulation: int = 1
 
 
 def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
@@ -125,40 +115,31 @@ def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
         environment: The variables, such as `os.environ`; used if there is no file.
     """
     found = variables(config, environment)
-    kind = next((kind for name, (kind, on) in _VARIABLES.items() if found.get(name, "").lower() == on), "NO")
-    _check_kind(kind)
+    check_variables(found)
     word = _word(config.options.get("mixed_precision", found.get("ACCELERATE_MIXED_PRECISION")))
     if found.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise StrategyError(f"accelerate is asked to compile the model: {_OPTIONS['dynamo_backend']} instead")
-    if found.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        raise StrategyError(f"accelerate's parallelism_config: {_OPTIONS['parallelism_config']}")
-    fsdp = fsdp_options(found) if kind == "FSDP" else None
+    fsdp = fsdp_options(found) if is_on(found, "ACCELERATE_USE_FSDP") else None
     if fsdp is not None and config.options.get("kwargs_handlers"):
         raise ConfigError(
             "AccelerateConfig(options={'kwargs_handlers': ...}) has no effect with the FSDP plugin, because"
             " our own strategy 'fsdp' trains. Leave it out"
         )
-    cpu = config.options.get("cpu") or found.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    steps = config.options.get("gradient_accumulation_steps", found.get(_STEPS, 1))
-    return Asked(word, "cpu" if cpu else None, fsdp, _count(steps))
+    cpu = config.options.get("cpu") or is_on(found, "ACCELERATE_USE_CPU")
+    return Asked(word, "cpu" if cpu else None, fsdp)
 
 
 def request_of(config: AccelerateConfig, environment: Mapping[str, str], precision: Precision) -> Request:
     """Return the strategy that a configuration asks for: our own "fsdp" for the FSDP plugin, else any.
 
     Raises:
-        StrategyError: The configuration has another precision than the Trainer, or accumulates by itself.
+        StrategyError: The configuration has another precision than the Trainer.
     """
     found = asked(config, environment)
     if found.fsdp is None:
         return Request(device=found.device)
     if reason := other_precision(config, precision):
         raise StrategyError(f"precision {precision.name!r} with accelerate's FSDP plugin: {reason}")
-    if found.accumulation != 1:
-        raise StrategyError(
-            f"gradient_accumulation_steps={found.accumulation} has no effect with accelerate's FSDP plugin."
-            f" Give Trainer(gradient_accumulation_steps={found.accumulation}) instead"
-        )
     return Request("fsdp", {**found.fsdp, "timeout": config.timeout}, found.device)
 
 
@@ -204,8 +185,9 @@ def _read(path: str | os.PathLike[str]) -> dict[str, str]:
     except Exception as error:  # includes those of the YAML library
         raise ConfigError(f"AccelerateConfig(config_file={str(path)!r}) cannot be read: {error}") from error
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
-    _check_kind(kind)
-    found = {"ACCELERATE_USE_CPU": str(config.use_cpu), "ACCELERATE_USE_FSDP": str(kind == "FSDP").lower()}
+    if kind not in _KINDS:
+        raise StrategyError(f"strategy 'accelerate' does not support {kind}: use another strategy")
+    found = {"ACCELERATE_USE_CPU": str(config.use_cpu), f"ACCELERATE_USE_{kind}": "true"}
     if config.mixed_precision is not None:
         # YAML reads an unquoted `no` as false.
         word = "no" if config.mixed_precision is False else str(config.mixed_precision)
@@ -218,20 +200,6 @@ def _read(path: str | os.PathLike[str]) -> dict[str, str]:
         name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
         found[name] = str(value)
     return found
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in _KINDS:
-        instead = _INSTEAD.get(kind, "use another strategy")
-        raise StrategyError(f"strategy 'accelerate' does not support {kind}: {instead}")
-
-
-def _count(given: Any) -> int:
-    if not str(given).isdigit() or int(given) < 1:
-        raise StrategyError(
-            f"accelerate's gradient_accumulation_steps={given!r} must be a positive number of micro-batches"
-        )
-    return int(given)
 
 
 def _word(given: Any) -> str | None:

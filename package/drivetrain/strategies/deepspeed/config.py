@@ -13,7 +13,7 @@ from drivetrain.core.int_schedule import most
 from drivetrain.core.validation import by_name
 from drivetrain.strategies.base import SharedSettings
 from drivetrain.strategies.checks import check_options
-from drivetrain.strategies.deepspeed.ds_config import AUTO, REFUSED, REFUSED_ZERO, read
+from drivetrain.strategies.deepspeed.ds_config import AUTO, REFUSED, read
 from drivetrain.strategies.precision.base import Precision
 
 PRECISIONS = {"32": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -123,8 +123,9 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings
     """
     made: dict[str, Any] = copy.deepcopy(dict(config.mapping))
     _fill(made)
-    for key in ("train_batch_size", *REFUSED):  # these are off, and DeepSpeed may refuse even that
-        made.pop(key, None)
+    for path in REFUSED:  # these are off, and DeepSpeed may refuse even that
+        name, _, key = path.rpartition(".")
+        (made.get(name, {}) if name else made).pop(key, None)
     section = PRECISIONS[precision.name]
     for each in ("bf16", "fp16"):
         made.setdefault(each, {})["enabled"] = each == section
@@ -132,8 +133,6 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings
     if section is not None:
         made.setdefault("communication_data_type", {"32": "fp32", "16": "fp16"}.get(reduced, "bf16"))
     zero = made.setdefault("zero_optimization", {})
-    for key in REFUSED_ZERO:
-        zero.pop(key, None)
     zero["stage"] = config.stage
     for name, chosen in (
         ("offload_optimizer", config.offload_optimizer),
@@ -163,30 +162,7 @@ def check_contradictions(config: DeepSpeedConfig, precision: Precision, asked: S
         ConfigError: It does; the message gives the setting, both values, and what to write.
     """
     given = config.mapping
-    size, steps = asked.batch_size, asked.gradient_accumulation_steps
-    norm = asked.max_grad_norm or 0.0
-    total: Any = None
-    if isinstance(size, int):
-        total = size * steps * asked.world_size if isinstance(steps, int) else steps
-    wanted: list[tuple[str, Any, str]] = [
-        ("gradient_accumulation_steps", steps, f"Trainer(gradient_accumulation_steps={steps})"),
-        ("gradient_clipping", norm, f"Trainer(max_grad_norm={asked.max_grad_norm})"),
-    ]
-    if size is not None:
-        wanted += [
-            ("train_micro_batch_size_per_gpu", size, f"the data's batch size {size}"),
-            ("train_batch_size", total, f"{size} x {steps} x {asked.world_size} processes"),
-        ]
-    for key, value, source in wanted:
-        there = given.get(key, AUTO)
-        if there != AUTO and there != value:
-            told = f"ACCELERATE_{key.upper()}"
-            whose = f" (set by accelerate launch in {told})" if told in os.environ else ""
-            raise ConfigError(
-                f"DeepSpeed's configuration has {key}={there!r}{whose}, which contradicts {source}. Write"
-                f' "{key}": "auto" there, or give both the same value'
-            )
-    if norm and given.get("zero_optimization", {}).get("compute_grad_norm") is False:
+    if asked.max_grad_norm and given.get("zero_optimization", {}).get("compute_grad_norm") is False:
         raise ConfigError(
             "DeepSpeed's configuration has zero_optimization.compute_grad_norm=false, which contradicts"
             f" Trainer(max_grad_norm={asked.max_grad_norm}). Remove it, or leave max_grad_norm out"

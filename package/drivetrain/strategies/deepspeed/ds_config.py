@@ -51,28 +51,34 @@ REFUSED = {
     " OptimizerConfig(..., schedule='linear', warmup_steps=...)",
     "gradient_allreduce_op": "would sum the gradients of all processes, but the engine's weights need their"
     " mean; remove it",
+    "compile.deepcompile": "replaces the engine's step; remove it, and give Trainer(compile=True)",
+    "zero_optimization.round_robin_gradients": "makes DeepSpeed 0.19 lose track of where its flat pieces hold"
+    " a parameter, so that weights would be mixed up in checkpoints, its own included",
+    "zero_optimization.zero_hpz_partition_size": "keeps a second copy of the weights, which would not be"
+    " updated when a checkpoint is read",
+    "zero_optimization.elastic_checkpoint": "is for DeepSpeed's own checkpoints, which are not written",
+    "zero_optimization.zenflow": "makes steps at other times than the engine",
+    "zero_optimization.super_offload": "makes steps at other times than the engine",
+    "zero_optimization.cpu_offload": 'is called "offload_optimizer": {"device": "cpu"} today',
+    "zero_optimization.cpu_offload_param": 'is called "offload_param": {"device": "cpu"} today',
+    **dict.fromkeys(
+        (
+            "bf16.bf16_master_weights_and_grads",
+            "bf16.bf16_optimizer_states",
+            "fp16.fp16_master_weights_and_grads",
+        ),
+        "keeps no float32 weights, which steps and checkpoints need; remove it",
+    ),
 }
 """Settings of DeepSpeed that the engine cannot honour, each with the reason and what to do instead."""
 
-REFUSED_ZERO = {
-    "round_robin_gradients": "DeepSpeed 0.19 then loses track of where its flat pieces hold a parameter, so"
-    " weights would be mixed up in checkpoints, its own included",
-    "zero_hpz_partition_size": "it keeps a second copy of the weights, which would not be updated when a"
-    " checkpoint is read",
-    "elastic_checkpoint": "it is for DeepSpeed's own checkpoints, which are not written",
-    "zenflow": "it makes steps at other times than the engine",
-    "super_offload": "it makes steps at other times than the engine",
-    "cpu_offload": 'today that is "offload_optimizer": {"device": "cpu"}',
-    "cpu_offload_param": 'today that is "offload_param": {"device": "cpu"}',
+_OF_TRAINER = {
+    "train_batch_size": "follows from the data",
+    "train_micro_batch_size_per_gpu": "is that of the data",
+    "gradient_accumulation_steps": "is given to the Trainer",
+    "gradient_clipping": "is Trainer(max_grad_norm=...)",
 }
-"""The same for names in "zero_optimization"."""
-
-REFUSED_PRECISION = (
-    "bf16_master_weights_and_grads",
-    "bf16_optimizer_states",
-    "fp16_master_weights_and_grads",
-)
-"""Switches in "bf16" and "fp16" that the engine cannot honour."""
+"""Settings that a program gives elsewhere, and where."""
 
 AUTO = "auto"
 """The value in DeepSpeed's configuration that means the Trainer's value, or DeepSpeed's default."""
@@ -150,25 +156,16 @@ def _check_name(key: Any, value: Any) -> None:
 
 def _check_honoured(given: Mapping[str, Any]) -> None:
     """Check that the engine can honour all settings."""
-    for key, why in REFUSED.items():
-        if not is_off(given.get(key)):
-            raise ConfigError(f"DeepSpeed's configuration has {key!r}, which {why}")
-    zero = given.get("zero_optimization", {})
-    for key, why in REFUSED_ZERO.items():
-        if not is_off(zero.get(key)):
-            raise ConfigError(f"DeepSpeed's configuration has {key}={zero[key]!r}: {why}")
-    for section in ("bf16", "fp16"):
-        for key in REFUSED_PRECISION:
-            if not is_off(given.get(section, {}).get(key)):
-                raise ConfigError(
-                    f"DeepSpeed's configuration has {section}.{key}, which keeps no float32 weights. Steps"
-                    " and checkpoints need them. Remove it"
-                )
-    if given.get("compile", {}).get("deepcompile"):
-        raise ConfigError(
-            "DeepSpeed's configuration has compile.deepcompile, which replaces the engine's step. Remove it,"
-            " and give Trainer(compile=True)"
-        )
+    for key, where in _OF_TRAINER.items():
+        if given.get(key, AUTO) != AUTO:
+            raise ConfigError(
+                f"DeepSpeed's configuration has {key}={given[key]!r}, which {where}. Write"
+                f' "{key}": "auto" there, or leave it out'
+            )
+    for path, why in REFUSED.items():
+        section, _, key = path.rpartition(".")
+        if not is_off((given.get(section, {}) if section else given).get(key)):
+            raise ConfigError(f"DeepSpeed's configuration has {path!r}, which {why}")
     if given.get("managed_gradient_accumulation") is False:
         raise ConfigError(
             "DeepSpeed's configuration has managed_gradient_accumulation=false, but the engine needs it to"
