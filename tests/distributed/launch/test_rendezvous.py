@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed import group
-from drivetrain.distributed.launch import meeting, rendezvous
+from drivetrain.distributed.launch import rendezvous
 from drivetrain.distributed.launch.meeting import Meeting
 
 ADVICE = "and this run needs all ranks. Call fit, validate, test and predict on all ranks, not under `if rank"
@@ -37,7 +36,7 @@ def test_a_rank_that_has_ended_is_named_with_what_to_do() -> None:
         assert last in ended.errors[-1]
 
 
-def test_two_processes_with_one_number_are_named_and_one_that_has_ended_is_replaced() -> None:
+def test_the_second_process_with_a_number_is_refused_and_one_that_has_ended_is_replaced() -> None:
     for each, option in (("rank", "RANK"), ("machine", "--node-rank")):
         store = HashStore()
         store.set("drivetrain/here/1", f"{socket.gethostname()} process 4194305")  # above the largest number
@@ -46,36 +45,7 @@ def test_two_processes_with_one_number_are_named_and_one_that_has_ended_is_repla
         store.set("drivetrain/here/1", "other process 7")
         with pytest.raises(StrategyError, match=rf"{each} 1 of 3 is there twice: other process 7.*{option}"):
             second._claim(store)
-
-
-@pytest.mark.parametrize("has_store", [False, True])
-def test_two_processes_with_number_0_both_say_so(has_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the second has come to the same machine or has a store of its own on another."""
-    monkeypatch.setattr(meeting, "LATE", 0.0)
-    monkeypatch.setattr(Meeting, "_choose_interface", lambda self: None)
-    told: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    first, second = (
-        Meeting(0, 2, "127.0.0.1", port, each="machine", one_machine=True, says=False) for _ in range(2)
-    )
-    monkeypatch.setattr(Meeting, "_own", lambda self: f"host process {8 if self is second else 7}")
-    store = first.store(timedelta(seconds=60))
-
-    def wait() -> None:
-        with pytest.raises(StrategyError) as refused:
-            first.wait(store)
-        told.append(str(refused.value))
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    with pytest.raises(StrategyError) as refused:
-        second.wait(HashStore() if has_store else second.store(timedelta(seconds=60)))
-    waiting.join()
-    twice = "machine 0 of 2 is there twice: host process 7 and host process 8. Give each machine a number"
-    assert told == [str(refused.value)]
-    assert told[0].startswith(twice)
-    assert told[0].endswith("(--node-rank)")
+        assert store.get("drivetrain/here/1") == b"other process 7", "the first one goes on"
 
 
 def test_a_group_of_gpus_is_left_to_the_interpreter_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

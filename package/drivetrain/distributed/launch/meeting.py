@@ -53,9 +53,6 @@ _HERE = "drivetrain/here/{}"
 
 _ALL = "drivetrain/all here"
 
-_TWICE = "drivetrain/here twice"
-"""A key in the store: the error that two processes with one number are for the whole job."""
-
 LATE, REPEAT = 10.0, 60.0
 """Seconds after which a missing process is named, and after which it is named again."""
 
@@ -73,9 +70,6 @@ _ANSWERS = timedelta(seconds=30)
 
 _TRY = 3.0
 """Seconds that one attempt to connect may take."""
-
-_READ = 2 * _PAUSES[1]
-"""Seconds that a process keeps its store before it ends, so that the others can read the reason."""
 
 
 def make_store_folder(port: int) -> dict[str, str]:
@@ -155,20 +149,20 @@ class Meeting:
             return self._host(timeout)
         return self._connected(self._reach(host), timeout)
 
-    def _connected(self, host: str, timeout: timedelta, answers: timedelta = _ANSWERS) -> Store:
+    def _connected(self, host: str, timeout: timedelta) -> Store:
         """Return the store of another process at an address where somebody takes connections."""
         made: list[TCPStore | RuntimeError] = []
 
         def connect() -> None:
             try:
                 made.append(
-                    TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=answers)
+                    TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=_ANSWERS)
                 )
             except RuntimeError as error:
                 made.append(error)
 
         # torch has no limit for the first answer of a port that takes connections, and pauses between tries.
-        within(2 * answers.total_seconds(), connect, "drivetrain-connect")
+        within(2 * _ANSWERS.total_seconds(), connect, "drivetrain-connect")
         found = made[0] if made else RuntimeError("it takes connections and does not answer")
         if isinstance(found, RuntimeError):
             reason = str(found).partition("\n")[0]
@@ -193,12 +187,8 @@ class Meeting:
                 store.set(_ALL, "")
                 return
             check()
-            if store.check([_TWICE]):
-                time.sleep(_READ)
-                raise StrategyError(shown(store.get(_TWICE).decode()))
             whom = f"all {self.size} {self.each}s"
             if self.number == 0 and patience.is_due():
-                self._check_address()
                 missing = [each for each, key in enumerate(keys) if not store.check([key])]
                 more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
                 whom = f"{self.each} {', '.join(map(str, missing[:_SHOWN]))}{more} of {self.size}"
@@ -208,37 +198,17 @@ class Meeting:
         """Check that no other process has this one's number.
 
         Raises:
-            StrategyError: One has. All processes that wait at this store raise the error too.
+            StrategyError: One has, and goes on.
         """
         found = store.compare_set(_HERE.format(self.number), "", self._own()).decode()
         host, _, pid = found.rpartition(" process ")
         if found == self._own() or (host == socket.gethostname() and is_gone(int(pid))):
             return
         option = "--node-rank" if self.each == "machine" else "RANK"
-        text = (
-            f"{self.each} {self.number} of {self.size} is there twice: {found} and {self._own()}."
+        raise StrategyError(
+            f"{self.each} {self.number} of {self.size} is there twice: {shown(found)} and {self._own()}."
             f" Give each {self.each} a number of its own ({option})"
         )
-        store.set(_TWICE, text)
-        raise StrategyError(shown(text))
-
-    def _check_address(self) -> None:
-        """Check that this process, which has the store, shares its number with none at the address.
-
-        Raises:
-            StrategyError: One has.
-        """
-        if self.is_hosted or self._is_private():
-            return
-        seconds = timedelta(seconds=_TRY)
-        try:
-            with socket.create_connection((self.address, self.port), _TRY) as line:
-                host = str(line.getpeername()[0])
-            store = self._connected(host, seconds, seconds)
-            store.wait([_HERE.format(self.number)], seconds)
-        except (OSError, RuntimeError, StrategyError):  # nobody is there, or another program
-            return
-        self._claim(store)
 
     def _own(self) -> str:
         return f"{socket.gethostname()} process {os.getpid()}"
@@ -275,7 +245,6 @@ class Meeting:
         try:
             line = listen(host, self.port)
         except OSError as error:
-            self._check_address()
             raise StrategyError(
                 f"the process group could not be formed: {self.each} 0 cannot listen on {self._where()}"
                 f" ({error}). Set MASTER_PORT to a free port, the same for all"
