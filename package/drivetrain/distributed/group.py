@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
 )
 
 from drivetrain.core.errors import RankFailure, StrategyError
-from drivetrain.distributed.interfaces import GLOO, check_interface
+from drivetrain.distributed.interfaces import GLOO
 from drivetrain.distributed.launch.children import ending, started
 from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch.meeting import HOSTED, Meeting
@@ -109,8 +109,6 @@ def _connect(
         )
     global _formed, _bound
     own = own_device(device, environment.local_rank if environment is not None else 0)
-    if environment is not None:
-        check_interface()
     if own.type == "cuda":
         torch.cuda.set_device(own)
     try:

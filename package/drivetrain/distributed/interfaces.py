@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from drivetrain.core.errors import StrategyError, nearest
+from drivetrain.core.errors import StrategyError
 
 GLOO = "GLOO_SOCKET_IFNAME"
 """The variable that tells gloo which interface to listen on."""
@@ -120,30 +120,6 @@ def loopback_variables() -> dict[str, str]:
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     wanted = {} if name is None else {GLOO: name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {each: value for each, value in wanted.items() if each not in os.environ}
-
-
-def check_interface() -> None:
-    """Check that the interface that the user names for gloo is one of this machine."""
-    given = [] if sys.platform == "win32" else os.environ.get(GLOO, "").split(",")
-    known = [name for _, name in socket.if_nameindex()]
-    wrong = next((each for each in given if each and each not in known), None)
-    if wrong is not None:
-        raise StrategyError(
-            f"{GLOO} names the network interface {wrong!r}, which {socket.gethostname()} does not have."
-            f" {nearest(wrong, known)} Set {GLOO} to one of them, or unset it"
-        )
-
-
-def check_loopback() -> None:
-    """Check that processes of this machine can connect to one another; torch would try for half an hour."""
-    try:
-        with listen("127.0.0.1") as server:
-            socket.create_connection(server.getsockname(), timeout=3.0).close()
-    except OSError as error:
-        raise StrategyError(
-            "the processes of a job on one machine connect to one another at 127.0.0.1, and this process"
-            f" cannot ({error}). Start the loopback interface, in its network namespace: ip link set lo up"
-        ) from error
 
 
 def check_users(inodes: Iterable[int]) -> None:

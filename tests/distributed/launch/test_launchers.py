@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from tests.support.forked import Forked, undisturbed
 
 from drivetrain.core.registry import is_installed
 from drivetrain.distributed.failure.last_words import record
-from drivetrain.distributed.launch import torchrun
 from drivetrain.distributed.sockets import reserved_port
 
 pytestmark = [
@@ -52,22 +50,6 @@ def launch(*words: str, **variables: str) -> list[dict[str, Any]]:
 @pytest.mark.landing
 def test_torchrun() -> None:
     assert launch("torch.distributed.run", "--standalone", "--nproc-per-node=2") == [DDP, DDP]
-
-
-def test_what_is_left_long_after_a_rank_has_failed_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = subprocess.Popen(["sleep", "600"])
-    monkeypatch.setattr(torchrun, "children_of", lambda pid: [left.pid])
-    assert torchrun._kill_stuck(tmp_path, 2, None) is None, "one that has ended in order is no failure"
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "error.json").touch()
-    assert torchrun._kill_stuck(tmp_path, 1, None) is None, "nobody has ended"
-    since = torchrun._kill_stuck(tmp_path, 2, None)
-    assert since is not None
-    assert (torchrun._kill_stuck(tmp_path, 2, since), left.poll()) == (since, None)
-    torchrun._kill_stuck(tmp_path, 2, since - torchrun._STUCK - 1)
-    assert left.wait() == -signal.SIGKILL
 
 
 @pytest.mark.landing

@@ -24,7 +24,6 @@ from drivetrain.core.messages import logger
 from drivetrain.distributed.failure.heartbeat import is_gone
 from drivetrain.distributed.interfaces import (
     GLOO,
-    check_loopback,
     check_resolves,
     interface_of,
     listen,
@@ -78,7 +77,6 @@ def make_store_folder(port: int) -> dict[str, str]:
     Args:
         port: The job's MASTER_PORT. A process of another job that has inherited the variables has another.
     """
-    check_loopback()
     try:
         folder = tempfile.mkdtemp(prefix="drivetrain-")  # which only this user may enter
     except OSError as error:
@@ -98,7 +96,6 @@ def loopback_store() -> TCPStore:
 
     Theirs would listen on all interfaces. They become clients of this one where `HOSTED` is set.
     """
-    check_loopback()
     with closing_sockets_in_forks():
         return _store_on(listen("127.0.0.1"), _LIMIT)
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,6 @@ from drivetrain.distributed.launch.environment import AGAIN
 from drivetrain.distributed.launch.machines import register
 from drivetrain.distributed.launch.meeting import LATE, LIMIT, REPEAT, join_timeout
 
-_STUCK = 10.0
-"""Seconds that the ranks have to end after another has failed; by themselves they need about five."""
-
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """An option of torch's agent: restarted ranks would find the earlier ranks' addresses in its store."""
 
@@ -68,12 +64,10 @@ def main(words: Sequence[str], logs: Path) -> int:
 
     thread = threading.Thread(target=run, name="torchrun")
     thread.start()
-    failed: float | None = None
     begun = time.monotonic()
     late = begun + LATE
     while thread.is_alive():
         thread.join(0.1)
-        failed = _kill_stuck(logs, int(arguments.nproc_per_node), failed)
         if os.environ.get(AGAIN) == "0" and len(children_of(os.getpid())) >= int(arguments.nproc_per_node):
             os.environ[AGAIN] = "1"  # later starts follow a machine that has come or gone
         if time.monotonic() >= late:
@@ -104,29 +98,6 @@ def main(words: Sequence[str], logs: Path) -> int:
     text = first_cause(logs.rglob("error.json")) or f"rank {rank} failed first: it {ending(failure.exitcode)}"
     _write_failure(logs, rank=rank, code=failure.exitcode, text=text, closed=False)
     return code if code > 0 else 1
-
-
-def _kill_stuck(logs: Path, started: int, failed: float | None) -> float | None:
-    """Kill the ranks that are left long after another has failed, as one that keeps its interpreter's lock.
-
-    torch's agent does the same after 30 seconds, and has no option for the time.
-
-    Args:
-        failed: The result of the last call.
-
-    Returns:
-        When a rank was first seen to have failed, on the monotonic clock; None if none has.
-    """
-    ranks = children_of(os.getpid())
-    if not ranks or len(ranks) == started:
-        return None
-    if failed is None:
-        return time.monotonic() if any(logs.rglob("error.json")) else None
-    if time.monotonic() - failed > _STUCK:
-        for pid in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    return failed
 
 
 def first_cause(files: Iterable[Path]) -> str:
