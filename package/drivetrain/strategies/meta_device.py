@@ -40,11 +40,9 @@ class Materialization:
 
     Args:
         model: The whole model.
-        received: Whether the values are those that rank 0 has; see `starts_from_rank_0`.
     """
 
-    def __init__(self, model: nn.Module, received: bool = False) -> None:
-        self._received = received
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = {id(module): name for name, module in model.named_modules()}
         self._dtypes = {
@@ -84,9 +82,8 @@ class Materialization:
         def visit(module: nn.Module, held: bool) -> None:
             pending = id(module) in self._pending
             self._pending.discard(id(module))
-            resets = pending and not self._received
-            given = _given_reset(self._info, module) if resets else None
-            reset = given or (_reset_of(module) if resets else None)
+            given = _given_reset(self._info, module) if pending else None
+            reset = given or (_reset_of(module) if pending else None)
             for child in module.children():
                 visit(child, held or (reset is not None and given is None))
             if pending:
@@ -101,16 +98,15 @@ class Materialization:
     def _fill(self, module: nn.Module, reset: Callable[[], None] | None) -> None:
         """Allocate the module's direct meta tensors, and call its reset to initialise them."""
         empty = [(name, tensor) for name, tensor in _own(module) if tensor.is_meta]
-        if reset is None and not self._received:
+        if reset is None:
             if empty:
                 raise _cannot(self._names[id(module)], module, [name for name, _ in empty])
             return
         tied = [(name, self._made[id(tensor)][1]) for name, tensor in empty if id(tensor) in self._made]
         for name, tensor in empty:
             setattr(module, name, self._allocate(module, name, tensor))
-        if reset is not None:
-            with torch.no_grad():
-                reset()
+        with torch.no_grad():
+            reset()
         # A tied module draws values in its constructor that are then replaced by those of the first module.
         for name, first in tied:
             setattr(module, name, first)
@@ -149,24 +145,19 @@ def _cannot(name: str, module: nn.Module, lacking: Sequence[str]) -> StrategyErr
     )
 
 
-def starts_from_rank_0(module: nn.Module, task: nn.Module, ranks: Ranks) -> bool:
-    """Return whether rank 0 has the values of a model that another rank made on the meta device.
-
-    Some programs load the weights in one process only. All ranks must call it together.
+def check_alike(module: nn.Module, task: nn.Module, ranks: Ranks) -> None:
+    """Check that all ranks have made a model on the meta device, or none. All ranks must call it together.
 
     Raises:
-        StrategyError: Another rank has values, and rank 0 has none.
+        StrategyError: Some have, and others have not.
     """
     empty = ranks.all_gather(on_meta(module))
-    if empty[0] and not all(empty):
+    if len(set(empty)) > 1:
         raise StrategyError(
-            f"rank 0 has made {type(task).__name__} on the meta device, and rank {empty.index(False)} has"
-            " not. Make it on the meta device on all ranks, or with its values on rank 0"
+            f"rank {empty.index(True)} has made {type(task).__name__} on the meta device, and rank"
+            f" {empty.index(False)} has not. Make it in the same way on all ranks; on the meta device each"
+            " reads its part of the files that load_weights(path) names"
         )
-    if not any(empty) or empty[0]:
-        return False
-    forget_weights(task)
-    return True
 
 
 def deferred_weights(task: nn.Module) -> StoredWeights | None:

@@ -39,11 +39,11 @@ from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, 
 from drivetrain.strategies.deepspeed.unshard import ModulesBeforeZero, full_shapes
 from drivetrain.strategies.meta_device import (
     Materialization,
+    check_alike,
     deferred_weights,
     on_meta,
     read_each,
     read_stored,
-    starts_from_rank_0,
 )
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.unused import UsedParameters, note_forwards
@@ -253,9 +253,10 @@ class DeepSpeed(Strategy):
     def _place(self, module: StepModule, precision: Precision, prepared: _Preparation) -> None:
         """Place the weights on the device, the same on all ranks; note dtypes and values in `prepared`."""
         task = module.task
-        received = self.sharded and starts_from_rank_0(module, task, self.ranks)
-        if received or on_meta(module):
-            self._materialize(module, precision, prepared, received)
+        if self.sharded:
+            check_alike(module, task, self.ranks)
+        if on_meta(module):
+            self._materialize(module, precision, prepared)
         else:
             read_stored(module, task, self.device, self.device)
         module.to(self.device)
@@ -295,19 +296,14 @@ class DeepSpeed(Strategy):
             check_optimizer(each, allowed or self._plain)
         return optimizers
 
-    def _materialize(
-        self, module: StepModule, precision: Precision, prepared: _Preparation, received: bool
-    ) -> None:
+    def _materialize(self, module: StepModule, precision: Precision, prepared: _Preparation) -> None:
         """Initialise a task on the meta device block by block, and shard each block at once.
 
         Stored weights are read by each process, one whole parameter at a time: `zero.Init` takes whole ones,
         and gives all processes those of rank 0.
-
-        Args:
-            received: Whether the values are those that rank 0 has.
         """
         dtype, task = precision.compute_dtype, module.task
-        deferred = None if received else deferred_weights(task)
+        deferred = deferred_weights(task)
         stored_values = None if deferred is not None else stored_weights(task)
 
         def divide(part: nn.Module) -> None:
@@ -328,7 +324,7 @@ class DeepSpeed(Strategy):
 
         if deferred is None:
             blocks = units(task, "auto")
-            Materialization(module, received).run([*blocks, module], self.device, self.world_size, divide)
+            Materialization(module).run([*blocks, module], self.device, self.world_size, divide)
         else:
             for each in read_each(task, self.device):
                 divide(nn.ParameterList([each]))

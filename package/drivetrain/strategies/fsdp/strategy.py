@@ -42,11 +42,11 @@ from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, r
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.meta_device import (
     Materialization,
+    check_alike,
     deferred_weights,
     on_meta,
     place,
     read_stored,
-    starts_from_rank_0,
 )
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
@@ -175,11 +175,9 @@ class FSDP(Strategy):
         if make_optimizers is not None:
             refuse_sparse(task, self.name, "torch has no sparse gradients of shards")
         before = OriginalModules(module)
-        received = starts_from_rank_0(module, task, self.ranks)
-        deferred = None if received else deferred_weights(task)
-        values = None
-        if received or (deferred is None and on_meta(module)):
-            values = Materialization(module, received)
+        check_alike(module, task, self.ranks)
+        deferred = deferred_weights(task)
+        values = Materialization(module) if deferred is None and on_meta(module) else None
         whole = ignored_names(task, self.config.ignored)
         plan = parallel_modules(task) if self.config.tensor_parallel > 1 else []
         _check(whole, plan)
