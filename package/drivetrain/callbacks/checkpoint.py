@@ -17,7 +17,7 @@ from drivetrain.checkpoint.saving.assets import Assets, checked_assets, make_ass
 from drivetrain.checkpoint.saving.config import rankings
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.checkpoint.weights.export import write_weights
+from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.core.calendar import Trigger
@@ -253,7 +253,7 @@ class CheckpointSaver(Callback):
         if path is None:
             path = files.join(self.root, MODEL)
             kept = weights if run.frozen is None else run.frozen.without(weights)
-            write_weights(kept, path, write=run.is_main, owned=self._goes_on)
+            export_weights(kept, path, write=run.is_main, overwrite=self._goes_on)
         if run.is_main:
             write_assets(files.join(self.root, ASSETS), self._assets)
         self.weights = path

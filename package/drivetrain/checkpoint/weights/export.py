@@ -35,6 +35,7 @@ def export_weights(
     max_shard_size: int | str = "50 GB",
     write: bool = True,
     files: FileSystem | None = None,
+    overwrite: bool = False,
 ) -> list[str]:
     """Write safetensors for `safetensors.torch.load_file` and ``load_state_dict(strict=True)``.
 
@@ -57,6 +58,7 @@ def export_weights(
         write: Whether this process writes. One of several processes does, and only that one raises on
             failure.
         files: The file system; None chooses it by the path.
+        overwrite: Replace files of these names even if drivetrain has not written them.
 
     Returns:
         The paths of the files, the index last.
@@ -66,27 +68,8 @@ def export_weights(
             that drivetrain has not written is in the way.
         ConfigError: The dtype is unknown, or the size is invalid.
     """
-    return write_weights(tensors, path, dtype, max_shard_size, write, files)
-
-
-def write_weights(
-    tensors: Mapping[str, Tensor] | TensorSource,
-    path: str | os.PathLike[str],
-    dtype: str | torch.dtype | None = None,
-    max_shard_size: int | str = "50 GB",
-    write: bool = True,
-    files: FileSystem | None = None,
-    *,
-    owned: bool = False,
-) -> list[str]:
-    """Do what `export_weights` does.
-
-    Args:
-        owned: Whether files at the path are drivetrain's even without its mark, as those of a run that is
-            resumed.
-    """
     target = os.fspath(path)
-    export = _Target(target, file_system(target) if files is None else files, owned)
+    export = _Target(target, file_system(target) if files is None else files, overwrite)
     what = f"the weights for {target!r}"
     lazy: TensorSource
     lazy = tensors if isinstance(tensors, TensorSource) else LazyTensors(tensors, floating_dtype(dtype), what)
@@ -117,12 +100,12 @@ class _Target:
     Args:
         target: The user's path of a single file.
         files: The file system.
-        owned: See `write_weights`.
+        overwrite: See `export_weights`.
     """
 
-    def __init__(self, target: str, files: FileSystem, owned: bool) -> None:
+    def __init__(self, target: str, files: FileSystem, overwrite: bool) -> None:
         self.files = files
-        self.owned = owned
+        self.overwrite = overwrite
         self.target = target
         self.directory, name = files.split(files.absolute(target))
         if not name or target.endswith(("/", os.sep)):
@@ -185,7 +168,7 @@ class _Target:
             )
 
     def _check_own(self, name: str) -> None:
-        if self.owned:
+        if self.overwrite:
             return
         if self.files.kind(self._at(name)) == "file":
             with closing(self.files.open(self._at(name))) as source:
@@ -194,7 +177,7 @@ class _Target:
                 return
         raise CheckpointError(
             f"{self.given(name)!r} is a file that drivetrain has not written, and stays as it is. Remove"
-            " it, or give another path"
+            " it, give another path, or overwrite=True"
         )
 
     def _is_checkpoint(self) -> bool:

@@ -19,7 +19,7 @@ from drivetrain.checkpoint.saving.assets import Asset, make_assets
 from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
-from drivetrain.checkpoint.weights.export import write_weights
+from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import INDEX, MODEL
 from drivetrain.checkpoint.weights.lazy_tensors import TensorSource
 from drivetrain.core.errors import CheckpointError, ConfigError
@@ -143,14 +143,14 @@ def write_pretrained(
     if base is model:
         saved = SavedTensors(model, tensors, final)
         path = disk.join(target, MODEL)
-        written += write_weights(saved, path, None, max_shard_size, write, owned=owned)
+        written += export_weights(saved, path, max_shard_size=max_shard_size, write=write, overwrite=owned)
     else:
         stored: set[str] = set()
         for name in model.peft_config:
             adapter = AdapterTensors(model, tensors, name, _has_embeddings(model, name), final)
             stored |= adapter.sources
             path = disk.join(_adapter_folder(target, name, disk.join), ADAPTER)
-            written += write_weights(adapter, path, None, _WHOLE, write, owned=owned)
+            written += export_weights(adapter, path, max_shard_size=_WHOLE, write=write, overwrite=owned)
         _warn_of_others(model, stored)
     if write:
         if files is None:
