@@ -36,8 +36,9 @@ class FSDPConfig:
         cpu_offload: Keep shards and optimizer states in the host's memory.
         activation_checkpointing: What backward recomputes. False recomputes nothing; True or "full" each
             block's activations; "selective" all but the results of matrix products, convolutions and
-            attention. Otherwise the classes, or their names, to recompute, or a function of (context,
-            operation, *arguments, **keywords) that returns a `torch.utils.checkpoint.CheckpointPolicy`.
+            attention. Otherwise the classes, their names, or globs on the names of modules to recompute, or a
+            function of (context, operation, *arguments, **keywords) that returns a
+            `torch.utils.checkpoint.CheckpointPolicy`.
         forward_prefetch: How many further blocks forward gathers in advance.
         backward_prefetch: How many blocks backward gathers in advance; it always gathers at least one, so 0
             and 1 are the same.

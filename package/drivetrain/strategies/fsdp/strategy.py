@@ -50,7 +50,7 @@ from drivetrain.strategies.meta_device import (
 )
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
-from drivetrain.strategies.transforms.recompute import checkpoint_blocks
+from drivetrain.strategies.transforms.recompute import Recomputation
 from drivetrain.strategies.unused import ShardOrder
 from drivetrain.strategies.wrapping import (
     batch_norms,
@@ -259,11 +259,11 @@ class FSDP(Strategy):
 
         if values is None:
             split(task)
-            checkpoint_blocks(task, config.activation_checkpointing)
+            Recomputation(task, config.activation_checkpointing)
             for part in (*norms, *blocks):
                 shard(part)
         else:
-            checkpoint_blocks(task, config.activation_checkpointing)
+            Recomputation(task, config.activation_checkpointing)
             values.run([*norms, *blocks], self.device, self.world_size, shard)
             split(task)
         # The root's parameters stay gathered: backward, which needs them, follows at once.

@@ -24,7 +24,7 @@ from drivetrain.core.devices import has_values
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.random_streams import HostDraws, shielded
 from drivetrain.strategies.transforms.compile import compiled_forward
-from drivetrain.strategies.wrapping import named_blocks, units
+from drivetrain.strategies.wrapping import named_blocks
 from drivetrain.task.blocks import is_called, repeated_blocks
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -62,16 +62,6 @@ def as_recompute_option(owner: str, again: object) -> RecomputeOption:
             f" modules or their names, such as ('Block',), or a policy, not {again!r}"
         )
     return tuple(each if isinstance(each, str) else each.__name__ for each in given)
-
-
-def checkpoint_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
-    """Recompute blocks in backward, as `FSDPConfig.activation_checkpointing` says."""
-    if not again:
-        return []
-    classes = isinstance(again, (tuple, list))
-    blocks = units(model, tuple(again)) if classes else repeated_blocks(model)  # type: ignore[arg-type]
-    recompute(blocks, again)
-    return blocks
 
 
 def recompute(blocks: Sequence[nn.Module], again: RecomputeOption) -> None:
@@ -132,10 +122,10 @@ def _blocks_named(model: nn.Module, again: Sequence[str]) -> list[nn.Module]:
 
 
 class Recomputation:
-    """Recomputation of a model's blocks, until `remove`."""
+    """Recomputation of a model's blocks, if any are to be recomputed, until `remove`."""
 
     def __init__(self, model: nn.Module, again: RecomputeOption) -> None:
-        self.blocks = chosen_blocks(model, again)
+        self.blocks = chosen_blocks(model, again) if again else []
         recompute(self.blocks, again)
 
     def remove(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Memory, Strategy
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.transforms.recompute import Recomputation, checkpoint_blocks
+from drivetrain.strategies.transforms.recompute import Recomputation
 from drivetrain.strategies.wrapping import apply_tied, batch_norms
 from drivetrain.task.model_info import info_of
 from drivetrain.task.output import read_output
@@ -184,11 +184,10 @@ def _recompute(
     """
     sizes: dict[str, int] = {}
     plain = {id(each): each.forward for each in copy.modules()}
-    blocks: Sequence[nn.Module] = ()
-    if again := as_memory(settings.memory).activation_checkpointing:
-        blocks = Recomputation(copy, again).blocks
-    elif isinstance(config := getattr(strategy, "config", None), FSDPConfig):
-        blocks = checkpoint_blocks(copy, config.activation_checkpointing)
+    again, config = as_memory(settings.memory).activation_checkpointing, getattr(strategy, "config", None)
+    if not again and isinstance(config, FSDPConfig):
+        again = config.activation_checkpointing
+    blocks = Recomputation(copy, again).blocks
 
     def call(name: str, own: Any, recomputing: Any, *args: Any, **kwargs: Any) -> Any:
         if name not in sizes:
