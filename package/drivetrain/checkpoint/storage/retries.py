@@ -10,11 +10,11 @@ import errno
 import os
 import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from drivetrain.core.errors import MissingDependencyError
 from drivetrain.core.messages import logger
 
 T = TypeVar("T")
@@ -88,40 +88,24 @@ class Retry:
 
         Raises:
             OSError: The service or the network failed.
-            MissingDependencyError: tenacity is not installed.
         """
-        try:
-            from tenacity import (
-                RetryCallState,
-                Retrying,
-                retry_if_exception,
-                stop_after_attempt,
-                stop_after_delay,
-            )
-        except ImportError as error:
-            raise MissingDependencyError("tenacity", "remote", "an object store") from error
-
-        def report(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            pause = state.next_action.sleep if state.next_action else 0.0
-            _LOG.warning(
-                f"{what} {path!r}: {_text_of(error)} ({type(error).__name__}); trying again in {pause:.1f} s"
-                f" ({state.attempt_number + 1} of {self.tries})"
-            )
-
-        retrying = Retrying(
-            retry=retry_if_exception(is_transient),
-            stop=stop_after_attempt(self.tries) | stop_after_delay(self.patience),
-            wait=lambda state: self.draw_pause(state.attempt_number),
-            before_sleep=report,
-            reraise=True,
-        )
-        try:
-            return retrying(request)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise as_os_error(error, path) from error
+        begun, failures = time.monotonic(), 0
+        while True:
+            try:
+                return request()
+            except MemoryError:
+                raise
+            except Exception as error:
+                failures += 1
+                is_last = failures == self.tries or time.monotonic() - begun > self.patience
+                if is_last or not is_transient(error):
+                    raise as_os_error(error, path) from error
+                pause = self.draw_pause(failures)
+                _LOG.warning(
+                    f"{what} {path!r}: {_text_of(error)} ({type(error).__name__}); trying again in"
+                    f" {pause:.1f} s ({failures + 1} of {self.tries})"
+                )
+            time.sleep(pause)
 
 
 def is_transient(error: BaseException) -> bool:

@@ -122,7 +122,7 @@ def _blocks_named(model: nn.Module, again: Sequence[str]) -> list[nn.Module]:
 
 
 class Recomputation:
-    """Recomputation of a model's blocks, if any are to be recomputed, until `remove`."""
+    """Recomputation of a model's blocks, if any, until `remove`."""
 
     def __init__(self, model: nn.Module, again: RecomputeOption) -> None:
         self.blocks = chosen_blocks(model, again) if again else []
