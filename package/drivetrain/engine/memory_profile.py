@@ -66,7 +66,7 @@ class MemoryUse:
 
 
 @dataclass(eq=False, slots=True)
-class _Memory:
+class _Allocation:
     """The memory of one storage; `kind` may change during the watch, `size` never does."""
 
     kind: str
@@ -100,11 +100,11 @@ class MemoryWatch(TorchDispatchMode):
         self._optimizers = list(optimizers)
         self._steps: list[Any] = []
         self._in_step = False
-        self._held: dict[int, _Memory] = {}
+        self._held: dict[int, _Allocation] = {}
         # Memory that exists before this step.
         self._older: set[int] = set()
         self.total = self._peak = 0
-        self._at_peak: list[_Memory] = []
+        self._at_peak: list[_Allocation] = []
         self._count(model.parameters(), "parameters")
         self._count(model.buffers(), "buffers")
         states = (slots for each in self._optimizers for slots in each.state.values())
@@ -177,7 +177,7 @@ class MemoryWatch(TorchDispatchMode):
             key, size = storage._cdata, storage.nbytes()
             if key not in self._held and size and storage.device.type == self._device.type:
                 freed = functools.partial(self._freed, key)
-                self._held[key] = _Memory(kind, size, weakref.ref(storage, freed))
+                self._held[key] = _Allocation(kind, size, weakref.ref(storage, freed))
                 self.total += size
                 if older:
                     self._older.add(key)
@@ -188,7 +188,7 @@ class MemoryWatch(TorchDispatchMode):
             memory = self._held[key]
             storage = memory.storage()
             if storage is not None and storage.nbytes() != memory.size:
-                self._held[key] = _Memory(memory.kind, storage.nbytes(), memory.storage)
+                self._held[key] = _Allocation(memory.kind, storage.nbytes(), memory.storage)
                 self.total += storage.nbytes() - memory.size
 
     def _freed(self, key: int, _: object) -> None:
