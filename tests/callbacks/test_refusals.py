@@ -34,7 +34,7 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
         "roll back": (partial(spike, action="rollback"), "resume from a checkpoint before the spike"),
         "limit of skip": (partial(spike, max_in_a_row=3), "max_in_a_row=3", "limit of 'skip'"),
         "decay 1": (partial(average, decay=1.0), "below 1"),
-        "every of time": (partial(average, every="10 minutes"), "every=", "steps or whole epochs"),
+        "every of time": (partial(average, every="10 minutes"), "every=", "cannot be a time"),
         "decay of swa": (partial(average, kind="swa", decay=0.9), "decay is for 'ema' alone"),
         "no pattern": (partial(freeze, {}), "needs a pattern"),
         "until twice": (partial(freeze, {"encoder": None}, until=3), "leave out until="),

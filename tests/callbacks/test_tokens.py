@@ -10,8 +10,9 @@ from tests.support.tasks import PADDING, NextToken, quiet
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from drivetrain import LambdaCallback, OptimizerConfig
+from drivetrain import LambdaCallback, OptimizerConfig, WeightAverage
 from drivetrain.data import by_tokens
+from drivetrain.task.optim.schedules import warmup_stable_decay
 
 LENGTHS = torch.randint(2, 20, (61,), generator=torch.Generator().manual_seed(4)).tolist()
 TEXTS = [{"tokens": torch.arange(number, number + each) % 11} for number, each in enumerate(LENGTHS)]
@@ -53,9 +54,11 @@ def test_batches_by_tokens_are_the_same_when_resumed_and_on_two_ranks(tmp_path: 
     assert found == pytest.approx(weights, abs=1e-6)
 
 
-def counted(folder: Path, *, stop: int | None = None, **options: Any) -> Any:
-    """Train to 900 tokens; return the weights, and the tokens after each step and at each validation."""
-    after, validated = [], []
+def counted(folder: Path, *, stop: int | None = None, batch_size: int = 4, **options: Any) -> list[Any]:
+    """Train to 900 tokens; return the weights, the rate of each step, and the tokens after each step and at
+    each validation.
+    """
+    rates, after, validated = [], [], []
 
     def end_step(run: Any) -> None:
         after.append(run.progress.tokens)
@@ -63,35 +66,44 @@ def counted(folder: Path, *, stop: int | None = None, **options: Any) -> Any:
             run.stop("enough")
 
     seen = LambdaCallback(
-        on_step_end=end_step, on_evaluation_end=lambda run: validated.append(run.progress.tokens)
+        on_step_start=lambda run: rates.append(run.learning_rates()["lr"]),
+        on_step_end=end_step,
+        on_evaluation_end=lambda run: validated.append(run.progress.tokens),
     )
-    task = NextToken(options.pop("optimizer", OptimizerConfig("sgd", lr=0.5)))
-    loader: Any = DataLoader(TEXTS, batch_size=options.pop("batch_size", 4), collate_fn=pad, shuffle=True)  # type: ignore[arg-type]
+    config = {"schedule": "warmup_stable_decay", **options.pop("config", {})}
+    task = NextToken(OptimizerConfig("sgd", lr=0.5, **config))
+    loader: Any = DataLoader(TEXTS, batch_size=batch_size, collate_fn=pad, shuffle=True)  # type: ignore[arg-type]
+    average = WeightAverage("swa", every="200 tokens", start="0.4")
     trainer = quiet(
         max_tokens="0.9K tokens",
         checkpoint=True,
         run_dir=folder,
-        callbacks=[seen, *options.pop("callbacks", ())],
-        **options,
+        callbacks=[seen, average],
+        **{**VALIDATE, **options},
     )
     result = trainer.fit(task, loader, loader, resume="auto")
-    return task.head.weight.flatten().tolist(), after, validated, result.stop_reason
+    assert result.stop_reason == ("enough" if stop else "max_tokens=900 reached")
+    assert average.averaged == (1 if stop else 3), "after 400, 600 and 800 tokens"
+    return [task.head.weight.flatten().tolist(), rates, after, validated]
 
 
 VALIDATE: dict[str, Any] = {"validate_every": "100 tokens", "validate_from": "0.25"}
+PARTS: dict[str, Any] = {"warmup_ratio": 0.2, "schedule_options": {"decay": "0.3"}}
+TOKENS: dict[str, Any] = {"warmup_steps": "0.18K tokens", "schedule_options": {"decay": "270 tokens"}}
 
 
-def test_a_fit_ends_with_the_step_that_reaches_max_tokens_also_resumed_and_on_two_ranks(
-    tmp_path: Path,
-) -> None:
-    weights, after, validated, reason = counted(tmp_path / "whole", **VALIDATE)
+@pytest.mark.parametrize("config", [PARTS, TOKENS])
+def test_a_fit_follows_its_tokens_also_resumed_and_on_two_ranks(config: Any, tmp_path: Path) -> None:
+    whole = weights, rates, after, validated = counted(tmp_path / "whole", config=config)
     assert after[-2] < 900 <= after[-1]
-    assert reason == "max_tokens=900 reached"
-    assert validated == [
-        b for a, b in zip([0, *after], after, strict=False) if a // 100 < b // 100 and b >= 225
-    ]
-    first = counted(tmp_path / "parts", stop=12, **VALIDATE)
-    rest = counted(tmp_path / "parts", **VALIDATE)
-    assert (rest[0], first[1] + rest[1], first[2] + rest[2]) == (weights, after, validated)
-    one, other = on_two_ranks(lambda: counted(tmp_path / "two", batch_size=2, **TWO, **VALIDATE))
-    assert one == other == (pytest.approx(weights, abs=1e-6), after, validated, reason)
+    before = [0, *after[:-1]]
+    assert validated == [b for a, b in zip(before, after, strict=True) if a // 100 < b // 100 and b >= 225]
+    factor = warmup_stable_decay(180, 900, decay_ratio=0.3)
+    assert rates == [0.5 * factor(each) for each in before]
+    first, rest = (
+        counted(tmp_path / "parts", stop=15, config=config),
+        counted(tmp_path / "parts", config=config),
+    )
+    assert [rest[0], *(a + b for a, b in zip(first[1:], rest[1:], strict=True))] == whole
+    one, other = on_two_ranks(lambda: counted(tmp_path / "two", batch_size=2, config=config, **TWO))
+    assert one == other == [pytest.approx(weights, abs=1e-6), *whole[1:]]

@@ -12,7 +12,7 @@ from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.calendar import Point
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.intervals import Every
+from drivetrain.core.intervals import Every, no_time
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, globs
 from drivetrain.strategies.base import check_supported
@@ -223,13 +223,7 @@ class Freeze(Callback):
 
 
 def _point(value: Interval | None) -> Every | None:
-    every = None if value is None else Every(value)
-    if every is not None and every.seconds is not None:
-        raise ConfigError(
-            f"Freeze cannot unfreeze at {value!r}: a resumed run, or another machine, would do it at another"
-            " step. Give steps, epochs, samples or tokens"
-        )
-    return every
+    return None if value is None else no_time("Freeze(until=)", value)
 
 
 def _set(task: nn.Module, names: Collection[str], value: bool) -> None:

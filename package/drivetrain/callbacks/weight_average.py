@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.callbacks.base import Callback, check_only_one
+from drivetrain.core.calendar import Point, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.intervals import steps_or_epochs
+from drivetrain.core.intervals import no_time
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, flag, number, one_of
 from drivetrain.strategies.base import check_supported
@@ -55,8 +57,10 @@ class WeightAverage(Callback):
     Args:
         kind: "ema" or "swa".
         decay: The share of the old average in "ema", above 0 and below 1; None is 0.999.
-        every: The interval of averaging in steps or whole epochs; None is "1 step" for "ema", else "1 epoch".
-        start: Average from here on, in steps or whole epochs; None from the first step.
+        every: The interval of averaging, such as "10 steps", "1 epoch" or "1M tokens"; None is "1 step" for
+            "ema", else "1 epoch".
+        start: Average from the first step after this point, such as "2 epochs", "10M tokens" or "0.75" of the
+            run; None from the first step.
         evaluate: Whether the validations of a fit use the average.
         save: Whether checkpoints and the finished weights hold the average as the model. Such a checkpoint
             also holds the trained weights, from which a resume continues; a resume needs the same callback.
@@ -83,8 +87,8 @@ class WeightAverage(Callback):
         self.decay = number("WeightAverage(decay=)", 0.999 if decay is None else decay, above=0)
         if self.decay >= 1:
             raise ConfigError(f"WeightAverage(decay={decay}) must be below 1: the average would never change")
-        self.every = steps_or_epochs("WeightAverage(every=)", _EVERY[kind] if every is None else every)
-        self.start = None if start is None else steps_or_epochs("WeightAverage(start=)", start)
+        self.every = no_time("WeightAverage(every=)", _EVERY[kind] if every is None else every)
+        self.start = None if start is None else no_time("WeightAverage(start=)", start)
         self.evaluate = flag("WeightAverage(evaluate=)", evaluate)
         self.save = flag("WeightAverage(save=)", save)
         self.averaged = 0
@@ -92,6 +96,8 @@ class WeightAverage(Callback):
         self._averages: list[Tensor] = []
         self._trained: list[Tensor] | None = None
         self._only_at_end = self._is_resumed = False
+        self._trigger, self._begun = Trigger(None), True
+        self._begins: Point | None = None
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that the weights are parameters that each rank holds whole or as shards.
@@ -126,6 +132,9 @@ class WeightAverage(Callback):
         if not self._is_resumed:
             self._averages, self.averaged = [], 0
         self._is_resumed, self._trained = False, None
+        self._trigger = Trigger(self.every, run.length.calendar)
+        self._trigger.start(run.progress)
+        self._begins = None if self.start is None else Point(self.start, run.length.calendar)
         self._weights = self._of_optimizers(run)
         if not set(run.task.parameters()).issuperset(self._weights):
             raise StrategyError(
@@ -147,6 +156,10 @@ class WeightAverage(Callback):
                 f"WeightAverage({self.kind!r}) renews the statistics of batch norms by a pass over the"
                 f" training data at the end, and {reason}. Use kind='ema', or save=False"
             )
+
+    def on_step_start(self, run: Run) -> None:
+        """Note whether averaging has begun before the step."""
+        self._begun = self._begins is None or self._begins.reached(run.progress)
 
     def on_step_end(self, run: Run) -> None:
         """Average, if it is due."""
@@ -223,18 +236,9 @@ class WeightAverage(Callback):
         return [each for optimizer in _optimizers(run) for each in _trained_by(optimizer)]
 
     def _is_due(self, run: Run) -> bool:
-        progress, start = run.progress, self.start
-        ends = bool(run.window.last)
-        epochs = progress.epoch + (1 if ends else 0)
-        if start is not None:
-            before = (
-                progress.steps <= start.amount if start.unit == "steps" else progress.epoch < start.amount
-            )
-            if before:
-                return False
-        if self.every.unit == "steps":
-            return progress.steps % int(self.every.amount) == 0
-        return ends and epochs % int(self.every.amount) == 0
+        ends = self.every.unit == "epochs" and bool(run.window.last)
+        progress = replace(run.progress, epoch=run.progress.epoch + 1) if ends else run.progress
+        return self._trigger.due(progress, ends) and self._begun
 
     @torch.no_grad()
     def _add(self) -> None:

@@ -113,6 +113,17 @@ def steps_or_epochs(argument: str, value: str | int | float | timedelta | Every)
     return every
 
 
+def no_time(argument: str, value: str | int | float | timedelta | Every) -> Every:
+    """Return an interval that a resumed run, or another machine, ends at the same step."""
+    every = Every(value)
+    if every.seconds is not None:
+        raise ConfigError(
+            f"{argument} cannot be a time, {value!r}: a resumed run, or another machine, would be at another"
+            " step then. Give steps, epochs, samples or tokens"
+        )
+    return every
+
+
 def exact(amount: float) -> Fraction:
     """Return a number of epochs as the exact fraction that was meant: 0.333... is 1/3."""
     return Fraction(amount).limit_denominator(1_000_000)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import set_rank
 from drivetrain.core.progress import Progress
@@ -157,6 +158,7 @@ class Engine:
         *,
         training: bool = True,
         total_steps: int | None = None,
+        calendar: Calendar | None = None,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         metrics: DeclaredMetrics | None = None,
@@ -169,6 +171,7 @@ class Engine:
             task: The task; its parameters are moved in place.
             training: Whether optimizers are needed.
             total_steps: The run's length for schedules, or None when it is not known.
+            calendar: The calendar of the run, for schedules in epochs and tokens.
             max_grad_norm: The limit of the gradient's norm, for optimizers that set none.
             max_grad_value: Clip each element of the gradients to between minus this and this. It applies to
                 optimizers whose gradients are not clipped by norm.
@@ -195,7 +198,9 @@ class Engine:
         specs = configured_specs(task, self.strategy)
 
         def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
-            self.updaters = build_updaters(task, specs, total_steps, max_grad_norm, self.weight_updates)
+            self.updaters = build_updaters(
+                task, specs, total_steps, max_grad_norm, self.weight_updates, calendar
+            )
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
@@ -276,7 +281,7 @@ class Engine:
     def set_rates(self) -> None:
         """Set the learning rates of the next step."""
         for updater in self.updaters.values():
-            updater.set_rate(self.progress.steps)
+            updater.set_rate(self.progress)
 
     @named_location("in the step")
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -407,6 +412,9 @@ class Engine:
         progress.epoch_batches += len(micro_batches)
         if not applied:
             progress.skipped += 1
+            for updater in self._moving:
+                if updater.unit == "tokens":
+                    updater.set_rate(progress)
             return StepResult(step_values, False, norm, step)
         progress.steps += 1
         progress.epoch_steps += 1
@@ -414,7 +422,7 @@ class Engine:
         for inputs in metric_inputs:
             self.train_metrics.update(inputs, before)  # type: ignore[union-attr]
         for updater in self._moving:
-            updater.advance(step + 1)
+            updater.advance(progress)
         return StepResult(step_values, True, norm, step)
 
     @contextmanager

@@ -14,7 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
+from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.intervals import Every
+from drivetrain.core.progress import Progress
 from drivetrain.core.validation import check_no_class
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import check_supported
@@ -27,6 +30,7 @@ from drivetrain.task.optim.build import (
     check_parameters,
     check_sparse,
     remember_base_rates,
+    schedule_lengths,
 )
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.given import (
@@ -59,10 +63,11 @@ class Updater:
         name: Its name in `configure_optimizers`; "default" for an only one.
         optimizer: The optimizer.
         parameters: The parameters it trains now.
-        schedule: The factor of the base rate as a function of the step, or None when it is always 1.
+        schedule: The factor of the base rate as a function of `unit`, or None when it is always 1.
+        unit: The count of `Progress` that the schedule follows: "steps" or "tokens".
         torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
-        warmup_steps: The steps of the warm-up that the user gave.
+        warmup: The length of the warm-up, in `unit`.
         may_unfuse: Whether a fused kernel was chosen here, and is left where it cannot take the gradients.
         given: The settings that the user gave, as texts by name; see `note_given`.
         kept: Those that a resume has kept from its checkpoint instead.
@@ -85,7 +90,7 @@ class Updater:
         self.torch_schedule = torch_schedule
         self.max_grad_norm = max_grad_norm
         self.titles = titles
-        self.warmup_steps = 0
+        self.unit, self.warmup = "steps", 0
         self.may_unfuse = False
         self.given: dict[str, str] = {}
         self.kept: dict[str, str] = {}
@@ -93,7 +98,6 @@ class Updater:
 
     def note_given(self, config: OptimizerConfig | None) -> None:
         """Note the settings that the user gave, before a checkpoint or a schedule changes them."""
-        self.warmup_steps = config.warmup_steps if config is not None else 0
         self.may_unfuse = config is not None and config.fused is None
         self.given = given_settings(self.optimizer, config, self.torch_schedule)
         self._fresh = fresh_values(self.optimizer, self.torch_schedule)
@@ -167,23 +171,23 @@ class Updater:
         self.parameters = [each for group in groups for each in group["params"] if each.requires_grad]
         start_momenta(self.optimizer)
 
-    def set_rate(self, step: int) -> None:
-        """Set the learning rate for `step`; does nothing without a schedule of ours."""
+    def set_rate(self, progress: Progress) -> None:
+        """Set the learning rate of the next step; does nothing without a schedule of ours."""
         if self.schedule is not None:
-            apply_factor(self.optimizer, self.schedule(step))
+            apply_factor(self.optimizer, self.schedule(getattr(progress, self.unit)))
 
-    def advance(self, step: int) -> None:
-        """After a step, set the rate of the next one, number `step`."""
+    def advance(self, progress: Progress) -> None:
+        """After a step, set the rate of the next one."""
         if self.schedule is not None:
-            apply_factor(self.optimizer, self.schedule(step))
+            apply_factor(self.optimizer, self.schedule(getattr(progress, self.unit)))
         if self.torch_schedule is not None:
-            self.torch_schedule.step("steps", step, _NO_VALUES)
+            self.torch_schedule.step("steps", progress.steps, _NO_VALUES)
 
-    def observe(self, metrics: Mapping[str, float], step: int) -> None:
-        """After an evaluation, pass the metrics to a schedule that uses them; `step` is the next one."""
+    def observe(self, metrics: Mapping[str, float], progress: Progress) -> None:
+        """After an evaluation, pass the metrics to a schedule that uses them."""
         if isinstance(self.schedule, PlateauSchedule):
             self.schedule.observe(metrics)
-            self.set_rate(step)
+            self.set_rate(progress)
         if self.torch_schedule is not None:
             self.torch_schedule.step("validations", 1, metrics)
 
@@ -383,11 +387,13 @@ def build_updaters(
     total_steps: int | None,
     max_grad_norm: float | None,
     weight_updates: WeightUpdates | None = None,
+    calendar: Calendar | None = None,
 ) -> dict[str, Updater]:
     """Build the optimizers of a task on its current parameters.
 
     Args:
         weight_updates: How weights of 16 bits take updates; None leaves it to the optimizers.
+        calendar: The calendar of the run, for schedules in epochs and tokens.
     """
     updaters: dict[str, Updater] = {}
     weight_updates = weight_updates or WeightUpdates("nearest")
@@ -396,10 +402,11 @@ def build_updaters(
             names = parameter_names(task, name, spec, alone=len(specs) == 1)
             with weight_updates.building(task) as finish:
                 optimizer = finish(build_optimizer(spec, task, names))
-            schedule = build_schedule(spec, total_steps)
+            schedule = build_schedule(spec, total_steps, calendar)
             norm = spec.max_grad_norm if spec.max_grad_norm is not None else max_grad_norm
             titles = group_titles(task, optimizer, spec.groups)
             updaters[name] = Updater(name, optimizer, schedule, None, norm, titles)
+            updaters[name].unit, updaters[name].warmup, *_ = schedule_lengths(spec, total_steps, calendar)
         else:
             optimizer, scheduler = made_by(spec, task, weight_updates)
             titles = group_titles(task, optimizer)
@@ -471,14 +478,14 @@ def checking_gradients(updaters: Iterable[Updater]) -> Iterator[None]:
             handle.remove()
 
 
-def long_warmups(updaters: Mapping[str, Updater], steps: int | None) -> Iterator[str]:
-    """Yield a sentence for each warm-up that a fit ends before."""
+def long_warmups(updaters: Mapping[str, Updater], whole: Every | None) -> Iterator[str]:
+    """Yield a sentence for each warm-up that a fit of this length ends before."""
     for name, each in updaters.items():
         of = "" if len(updaters) == 1 else f" of the optimizer {name!r}"
-        if steps is not None and 0 < steps <= each.warmup_steps:
+        if whole is not None and whole.unit == each.unit and whole.amount <= each.warmup:
             yield (
-                f"the warm-up{of} takes {each.warmup_steps:,} steps and this fit {steps:,}: the full learning"
-                " rate is never used. Lower warmup_steps, use warmup_ratio, or train longer"
+                f"the warm-up{of} takes {each.warmup:,} {each.unit} and this fit {int(whole.amount):,}: the"
+                " full learning rate is never used. Lower warmup_steps, use warmup_ratio, or train longer"
             )
 
 

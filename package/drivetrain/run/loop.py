@@ -356,7 +356,7 @@ def validate(run: Run, counts: bool = True) -> None:
     run.in_turn = counts
     run.validated = run.validated or counts
     if counts:
-        _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.steps))
+        _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress))
     run.log_point(values)
     run.nonfinite.judge_values({name: each for name, each in values.items() if run.names.is_loss(name)})
 

@@ -311,6 +311,7 @@ def _fit_run(
     engine.prepare_task(
         task,
         total_steps=length.steps,
+        calendar=length.calendar,
         max_grad_norm=settings.max_grad_norm,
         max_grad_value=settings.max_grad_value,
         metrics=train_metrics,
@@ -355,7 +356,7 @@ def _preflight(settings: RunSettings, engine: Engine, task: TaskModule, length: 
     if engine.strategy.rank != 0:
         return
     if not settings.dry_run:
-        for text in long_warmups(engine.updaters, length.steps):
+        for text in long_warmups(engine.updaters, length.calendar.whole):
             _LOG.warning(text)
     for schedule in schedules:
         schedule.warn_if_never(length.steps, length.epochs)

@@ -147,6 +147,15 @@ def test_refusals_of_optimizer_config():
         "no lr": (config(lambda groups: None), "takes no lr"),
         "no weight decay": (config("rprop", weight_decay=0.1), "'rprop' has no weight decay"),
         "lr": (config(lr=-1), "lr", "at least 0"),
+        "two units": (
+            lambda: build_schedule(OptimizerConfig(warmup_steps="9 tokens", total_steps=9), None),
+            "warmup_steps='9 tokens', total_steps='9 steps'",
+        ),
+        "a warm-up by time": (config(warmup_steps="1 hour"), "steps, epochs or tokens"),
+        "epochs of a stream": (
+            lambda: build_schedule(OptimizerConfig(warmup_steps="1 epoch"), None),
+            "data of known length",
+        ),
         "two warm-ups": (config(warmup_steps=5, warmup_ratio=0.1), "exclude one another"),
         "not fused": (config("rmsprop", fused=True), "no fused implementation"),
         "fused and dampened": (

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Every
 from drivetrain.core.validation import keywords
 from drivetrain.task.optim.config import (
     OptimizerConfig,
@@ -28,7 +30,13 @@ from drivetrain.task.optim.groups import (
     select_parameters,
 )
 from drivetrain.task.optim.quantized import check_quantized
-from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_schedule, warmed_up
+from drivetrain.task.optim.schedules import (
+    LENGTHS,
+    PlateauSchedule,
+    Schedule,
+    make_schedule,
+    warmed_up,
+)
 
 # Devices with fused kernels; they are the same for all floating-point dtypes.
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
@@ -274,31 +282,105 @@ def remember_base_rates(optimizer: Optimizer) -> None:
         group.setdefault("initial_lr", rate.item() if isinstance(rate, Tensor) else rate)
 
 
-def build_schedule(config: OptimizerConfig, total_steps: int | None) -> Schedule | PlateauSchedule | None:
+class ScheduleLengths(NamedTuple):
+    """The lengths of a schedule in the unit that it follows.
+
+    Attributes:
+        unit: "steps" or "tokens", a count of `Progress`.
+        warmup: The warm-up.
+        total: The whole length, or None if it is unknown in this unit.
+        options: The options of the named schedule.
+    """
+
+    unit: str
+    warmup: int
+    total: int | None
+    options: dict[str, Any]
+
+
+def schedule_lengths(
+    config: OptimizerConfig, total_steps: int | None, calendar: Calendar | None = None
+) -> ScheduleLengths:
+    """Return the lengths of a configured schedule.
+
+    It follows the tokens if a length is in tokens, or if none is given and tokens limit the run.
+
+    Args:
+        config: The configuration.
+        total_steps: Steps of the run, or None if unknown. The configuration's `total_steps` overrides it.
+        calendar: The calendar of the run, for lengths in epochs and tokens.
+
+    Raises:
+        ConfigError: Lengths in steps and in tokens, or a part of a length that is unknown.
+    """
+    calendar, options = calendar or Calendar(), dict(config.schedule_options)
+    whole = calendar.whole or (Every(total_steps) if total_steps else None)
+    warmup = config.warmup_steps or (str(config.warmup_ratio) if config.warmup_ratio else None)
+    given = {"warmup_steps": warmup, "total_steps": config.total_steps}
+    given |= {name: options.get(name) for name in LENGTHS}
+    lengths = {name: Every(each) for name, each in given.items() if each is not None}
+    unit = _unit_of(config, lengths, whole)
+    total = int(whole.amount) if whole is not None and whole.unit == unit else None
+    if "total_steps" in lengths:
+        total = _amount(lengths.pop("total_steps"), unit, total, calendar)
+    amounts = {name: _amount(each, unit, total, calendar) for name, each in lengths.items()}
+    return ScheduleLengths(unit, amounts.pop("warmup_steps", 0), total, options | amounts)
+
+
+def _unit_of(config: OptimizerConfig, lengths: Mapping[str, Every], whole: Every | None) -> str:
+    """Return what a schedule follows: "steps" or "tokens"."""
+    own = callable(config.schedule)
+    units = {
+        "tokens" if each.unit == "tokens" else "steps" for each in lengths.values() if each.unit != "runs"
+    }
+    units |= {"steps"} if own else set()
+    if len(units) > 1:
+        listed = ", ".join(f"{name}='{each}'" for name, each in lengths.items())
+        raise ConfigError(
+            f"a schedule follows steps or tokens, and not both: {'a function of the step, ' if own else ''}"
+            f"{listed}. Give all lengths in one of them"
+        )
+    if units or whole is None:
+        return units.pop() if units else "steps"
+    # Without a length, this one has a default in steps.
+    return "steps" if config.schedule == "inverse_sqrt" and not lengths else whole.unit
+
+
+def _amount(every: Every, unit: str, total: int | None, calendar: Calendar) -> int:
+    """Return a length of a schedule in its unit."""
+    if every.unit == "runs":
+        if total is None:
+            raise ConfigError(
+                f"{every} of a schedule, as by warmup_ratio, needs its whole length, which is not known in"
+                f" {unit}. Give max_{unit} to the Trainer, total_steps to OptimizerConfig, or another length"
+            )
+        return math.ceil(every.amount * total - 1e-9)  # 0.1 * 30 must be 3 despite rounding
+    if every.unit == "epochs" and calendar.length is None:
+        raise ConfigError(f"'{every}' of a schedule need data of known length. Give a number of steps")
+    return calendar.step_of(every) if every.unit == "epochs" else int(calendar.resolved(every).amount)
+
+
+def build_schedule(
+    config: OptimizerConfig, total_steps: int | None, calendar: Calendar | None = None
+) -> Schedule | PlateauSchedule | None:
     """Return the configured schedule.
 
     Args:
         config: The configuration.
         total_steps: Steps of the run, or None if unknown. The configuration's `total_steps` overrides it.
+        calendar: The calendar of the run, for lengths in epochs and tokens.
 
     Returns:
-        A function from the step's number to the factor of the base rate, or None when that is always 1.
+        A function from the step's number, or the tokens, to the factor of the base rate, or None when that is
+        always 1.
 
     Raises:
-        ConfigError: The schedule or `warmup_ratio` needs the number of steps, which is unknown.
+        ConfigError: The schedule or a length needs what is unknown.
     """
-    total = config.total_steps if config.total_steps is not None else total_steps
-    warmup = config.warmup_steps
-    if config.warmup_ratio:
-        if total is None:
-            raise ConfigError(
-                f"warmup_ratio={config.warmup_ratio} is a fraction of a run whose length is not known. Give "
-                "max_steps to the Trainer, total_steps to OptimizerConfig, or warmup_steps instead"
-            )
-        warmup = math.ceil(config.warmup_ratio * total - 1e-9)  # 0.1 * 30 must be 3 despite rounding
+    _, warmup, total, options = schedule_lengths(config, total_steps, calendar)
     if not isinstance(config.schedule, str):
         return warmed_up(config.schedule, warmup, config.warmup_power)
-    schedule = make_schedule(config.schedule, warmup, total, config.schedule_options)
+    schedule = make_schedule(config.schedule, warmup, total, options)
     if config.warmup_power == 1 or schedule is None:
         return schedule
     return warmed_up(schedule, warmup, config.warmup_power - 1)  # its own ramp is linear

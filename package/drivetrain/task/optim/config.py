@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Every
 from drivetrain.core.registry import Registry
 from drivetrain.core.validation import check_names, check_no_class, count, flag, keywords, number
 from drivetrain.task.optim.groups import ParameterGroup
 from drivetrain.task.optim.quantized import QUANTIZED
-from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_schedule
+from drivetrain.task.optim.schedules import LENGTHS, PlateauSchedule, Schedule, make_schedule
 
 OptimizerFactory: TypeAlias = Callable[..., Optimizer]
 """``factory(param_groups, lr=..., **options)``. A factory with an argument `module` also gets the module."""
@@ -67,10 +68,13 @@ class OptimizerConfig:
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
             two dimensions are left out. The default is 0, even if the optimizer has another default.
         schedule: A row of `SCHEDULES`, or a function from the step's number (from 0) to the factor of `lr`.
-        warmup_steps: Steps of the warm-up, with any schedule.
+        warmup_steps: The warm-up, with any schedule: a number of steps, or a length such as "10M tokens",
+            "2 epochs" or "0.05" of the whole. With a length in tokens the schedule follows the tokens seen
+            before a step, and all of its lengths are in tokens.
         warmup_ratio: The warm-up as a fraction of all steps; excludes `warmup_steps`.
         warmup_power: The power of the warm-up's ramp; 1 is a straight line.
-        total_steps: Steps over which the schedule runs, instead of the run's length.
+        total_steps: The steps, or the length such as "10B tokens", over which the schedule runs. None takes
+            the run's length: `max_tokens` if that is given, else its steps.
         schedule_options: The named schedule's options, such as ``{"min_ratio": 0.1}``.
         groups: Settings by parameter name; the first that matches wins.
         parameters: Globs on the names of the parameters to train; None trains all.
@@ -90,10 +94,10 @@ class OptimizerConfig:
     lr: float | None
     weight_decay: float
     schedule: str | Schedule
-    warmup_steps: int
+    warmup_steps: int | Every
     warmup_ratio: float
     warmup_power: float
-    total_steps: int | None
+    total_steps: int | Every | None
     schedule_options: dict[str, Any]
     groups: tuple[ParameterGroup, ...]
     parameters: tuple[str, ...] | None
@@ -110,10 +114,10 @@ class OptimizerConfig:
         *,
         weight_decay: float = 0.0,
         schedule: str | Schedule = "constant",
-        warmup_steps: int = 0,
+        warmup_steps: int | str | Every = 0,
         warmup_ratio: float = 0.0,
         warmup_power: float = 1.0,
-        total_steps: int | None = None,
+        total_steps: int | str | Every | None = None,
         schedule_options: Mapping[str, Any] | None = None,
         groups: ParameterGroup | Sequence[ParameterGroup] = (),
         parameters: str | Sequence[str] | None = None,
@@ -135,7 +139,7 @@ class OptimizerConfig:
             "warmup_steps": _warmup_steps(warmup_steps),
             "warmup_ratio": _warmup_ratio(warmup_ratio),
             "warmup_power": number("warmup_power", warmup_power, above=0),
-            "total_steps": None if total_steps is None else count("total_steps", total_steps, at_least=1),
+            "total_steps": None if total_steps is None else _length("total_steps", total_steps, at_least=1),
             "schedule_options": dict(schedule_options or {}),
             "groups": (groups,) if isinstance(groups, ParameterGroup) else tuple(groups),
             "parameters": None if patterns is None else tuple(patterns),
@@ -162,10 +166,20 @@ def _finds_its_rate(kind: type) -> bool:
     return rate is not None and rate.default is None
 
 
-def _warmup_steps(given: object) -> int:
+def _warmup_steps(given: object) -> int | Every:
     if isinstance(given, float) and 0 < given < 1:
         raise ConfigError(f"warmup_steps={given} is no number of steps. For a part of them give warmup_ratio")
-    return count("warmup_steps", given)
+    return _length("warmup_steps", given)
+
+
+def _length(name: str, given: object, at_least: int = 0) -> int | Every:
+    """Return a number of steps, or a length in steps, epochs, tokens or parts of the run."""
+    if not isinstance(given, (str, Every)):
+        return count(name, given, at_least=at_least)
+    every = Every(given)
+    if every.unit not in ("steps", "epochs", "tokens", "runs"):
+        raise ConfigError(f"{name} is in steps, epochs or tokens, or a part of the run, not {given!r}")
+    return int(every.amount) if every.unit == "steps" else every
 
 
 def _warmup_ratio(given: object) -> float:
@@ -293,7 +307,13 @@ def _check_schedule(config: OptimizerConfig) -> None:
     schedule: object = config.schedule
     if isinstance(schedule, str):
         # Built once with a dummy length of the run: a wrong option is refused here, not in the run.
-        make_schedule(schedule, 0, 1, config.schedule_options)
+        options = config.schedule_options
+        lengths = {
+            name: 1
+            for name in LENGTHS
+            if isinstance(options.get(name), (str, Every)) and _length(name, options[name])
+        }
+        make_schedule(schedule, 0, 1, {**options, **lengths})
         return
     made = schedule.func if isinstance(schedule, partial) else schedule
     if isinstance(made, LRScheduler) or (isinstance(made, type) and issubclass(made, LRScheduler)):

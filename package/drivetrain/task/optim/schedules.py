@@ -65,7 +65,8 @@ def _decaying(
     if total is None:
         raise ConfigError(
             f"the schedule {name!r} must know the number of steps in all, and the length of the run is not "
-            "known. Give max_steps to the Trainer or total_steps to OptimizerConfig"
+            "known. Give max_steps to the Trainer or total_steps to OptimizerConfig; with max_tokens, the "
+            "warm-up and the other lengths of a schedule are in tokens"
         )
     ramp, end, span = warmup + 1, total, 1.0 - floor
     begin = warmup if start is None else max(start, warmup)
@@ -148,6 +149,7 @@ def warmup_stable_decay(
     total: int | None,
     *,
     decay_ratio: float = 0.1,
+    decay: int | None = None,
     decay_shape: str = "linear",
     min_ratio: float = 0.0,
 ) -> Schedule:
@@ -160,12 +162,14 @@ def warmup_stable_decay(
         total: All steps, including the warm-up's.
         decay_ratio: The decay's share of `total`, rounded to whole steps, at least one. It is shorter if
             the warm-up leaves less.
+        decay: The decay's length instead: a number of steps, or a length such as "1B tokens".
         decay_shape: "linear", "cosine" or "sqrt".
         min_ratio: The floor, as a fraction of the base rate.
     """
     share = number("decay_ratio of the schedule 'warmup_stable_decay'", decay_ratio, above=0, at_most=1)
     shape = _DECAY_SHAPES[one_of("decay_shape", decay_shape, _DECAY_SHAPES)]
-    start = None if total is None else total - max(1, round(share * total))
+    length = None if decay is None else count("decay of 'warmup_stable_decay'", decay, at_least=1)
+    start = None if total is None else total - (length or max(1, round(share * total)))
     return _decaying("warmup_stable_decay", shape, warmup, total, min_ratio, start)
 
 
@@ -180,8 +184,8 @@ def inverse_sqrt(
     Args:
         warmup: Steps of the warm-up.
         total: Not used.
-        timescale: Steps after which the rate has fallen to 0.71. Default: the warm-up's steps, or 10 000
-            without a warm-up.
+        timescale: Steps, or a length such as "1B tokens", after which the rate has fallen to 0.71. Default:
+            the warm-up's length, or 10 000 without a warm-up.
         min_ratio: The floor, as a fraction of the base rate.
     """
     floor = number("min_ratio of the schedule 'inverse_sqrt'", min_ratio, at_least=0, at_most=1)
@@ -311,6 +315,9 @@ class PlateauSchedule:
         bad, cooling = int(state["bad"]), int(state["cooling"])
         self._ratio, self._best, self._bad, self._cooling = float(state["ratio"]), best, bad, cooling
 
+
+LENGTHS = ("decay", "timescale")
+"""The options of schedules that are lengths."""
 
 SCHEDULES: Registry[ScheduleFactory] = Registry(
     "schedule",

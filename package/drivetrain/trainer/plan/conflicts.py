@@ -57,7 +57,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, length: RunLength) -> 
 
 
 def schedule_conflicts(built: Built, length: RunLength) -> Iterator[str]:
-    yield from long_warmups(built.updaters, length.steps)
+    yield from long_warmups(built.updaters, length.calendar.whole)
     for updater in built.updaters.values():
         if updater.torch_schedule is not None:
             try:
@@ -69,7 +69,8 @@ def schedule_conflicts(built: Built, length: RunLength) -> Iterator[str]:
             continue
         of = "" if len(built.specs) == 1 else f" of the optimizer {name!r}"
         total = spec.total_steps
-        if total is None or total == length.steps or spec.schedule in _ENDLESS or callable(spec.schedule):
+        endless = spec.schedule in _ENDLESS or callable(spec.schedule)
+        if not isinstance(total, int) or total == length.steps or endless:
             continue
         what = "does not finish" if total > length.steps else "is at its end early"
         yield (

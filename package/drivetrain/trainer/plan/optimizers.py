@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core.calendar import RunLength
+from drivetrain.core.intervals import Every
+from drivetrain.core.progress import Progress
 from drivetrain.engine.updater import OptimizerSpec, Updater, build_updaters, optimizer_specs
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Memory
@@ -35,7 +36,7 @@ class Rate:
     Attributes:
         start: At step 0.
         peak: The highest; None with a scheduler of torch's, which knows its rates one after the other only.
-        peak_step: The first step at the peak.
+        peak_step: The first step at the peak; None if the schedule follows tokens.
         end: At the last step.
         curve: At about a hundred steps from the first to the last one; empty where the end is unknown.
     """
@@ -122,7 +123,9 @@ class Built:
         self.module: nn.Module = module
         self.specs = optimizer_specs(module.configure_optimizers())
         specs = {name: _unfused(spec) for name, spec in self.specs.items()}
-        self.updaters = build_updaters(module, specs, length.steps, settings.max_grad_norm)
+        self.updaters = build_updaters(
+            module, specs, length.steps, settings.max_grad_norm, calendar=length.calendar
+        )
 
     def _states(self) -> list[tuple[Tensor, Tensor]] | None:
         state: list[tuple[Tensor, Tensor]] = []
@@ -146,11 +149,10 @@ class Built:
             state += [(each, slot) for each, other in like.items() for slot in slots.get(other, ())]
         return state
 
-    def rates(self, steps: int | None) -> dict[str, Rate]:
+    def rates(self, whole: Every | None) -> dict[str, Rate]:
+        """Return the rates over a run of this length; None if it is unknown."""
         return {
-            key: rate
-            for name, updater in self.updaters.items()
-            for key, rate in _rates(updater, self.specs[name], steps).items()
+            key: rate for updater in self.updaters.values() for key, rate in _rates(updater, whole).items()
         }
 
     def sizes(self, memory: Memory | None) -> dict[str, int | None]:
@@ -207,29 +209,25 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [each for value in values for each in _tensors(value)]
 
 
-def _rates(updater: Updater, spec: OptimizerSpec, steps: int | None) -> dict[str, Rate]:
+def _rates(updater: Updater, whole: Every | None) -> dict[str, Rate]:
     """Return one optimizer's rates at the start, at the peak and at the end of the run."""
-    updater.set_rate(0)
+    updater.set_rate(Progress())
     starts = updater.rates()
     if updater.scheduler is not None:
         return {name: Rate(start, None, None, None) for name, start in starts.items()}
-    horizon = max(1, steps or _HORIZON)
+    ends = whole is not None and whole.unit == updater.unit
+    horizon = int(whole.amount) if ends and whole is not None else _HORIZON
     # The named schedules peak just after the warm-up.
-    points = {*range(0, horizon, -(-horizon // _SAMPLED)), _warmup(spec, steps), horizon - 1}
+    points = {*range(0, horizon, -(-horizon // _SAMPLED)), updater.warmup, horizon - 1}
     history: dict[int, dict[str, float]] = {}
     for step in sorted(each for each in points if each < horizon):
-        updater.set_rate(step)
+        updater.set_rate(Progress(steps=step, tokens=step))
         history[step] = updater.rates()
-    ended = steps is not None and not isinstance(updater.schedule, PlateauSchedule)
+    ended = ends and not isinstance(updater.schedule, PlateauSchedule)
     found: dict[str, Rate] = {}
     for name, start in starts.items():
         peak = max(history, key=lambda step: history[step][name])
         curve = tuple(each[name] for each in history.values()) if ended else ()
-        found[name] = Rate(start, history[peak][name], peak, curve[-1] if ended else None, curve)
+        first = peak if updater.unit == "steps" else None
+        found[name] = Rate(start, history[peak][name], first, curve[-1] if ended else None, curve)
     return found
-
-
-def _warmup(spec: OptimizerSpec, steps: int | None) -> int:
-    if not isinstance(spec, OptimizerConfig):
-        return 0
-    return spec.warmup_steps or math.ceil(spec.warmup_ratio * (spec.total_steps or steps or 0) - 1e-9)

@@ -238,7 +238,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             samples_per_step=epoch.window(0),
             scheduled={name: str(each) for name, each in scheduled_numbers(settings).items()},
             last_window=epoch.last_window,
-            rates=built.rates(length.steps),
+            rates=built.rates(length.calendar.whole),
             validation=validation,
             logging=firings(triggers.log, epoch, length),
             saving=and_at_the_end(resume_points[0], length.steps) if policies else resume_points[0],
