@@ -161,7 +161,7 @@ def test_what_cannot_be_attributed_is_refused() -> None:
         (Task, two, one["web"], None, "with an entry 'source'"),
         (Task, one, data, None, r"sources among \['web'\]"),
         (Bare, two, data, by_sample, "StepOutput"),
-        (Task, two, data, lambda outputs, batch: outputs.mean(), r"returned \[\], not one of \[4\]"),
+        (Task, two, data, lambda outputs, batch: outputs.mean(), r"returned a shape \[\], not \[4\]"),
     ):
 
         def go(task: Any = task, sources: Any = sources, given: Any = given, losses: Any = losses) -> None:

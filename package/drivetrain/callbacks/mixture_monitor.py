@@ -96,9 +96,8 @@ class MixtureMonitor(Callback):
             found = self._losses(run.outputs, run.batch)  # type: ignore[misc]
         self._by_token, sources = isinstance(found, tuple), run.batch[SOURCE]
         pair = found if self._by_token else (found, torch.ones_like(found))
-        if any(each.shape != sources.shape for each in pair):
-            given = " and ".join(str([*each.shape]) for each in pair)
-            raise ConfigError(f"MixtureMonitor(losses=...) returned {given}, not one of [{len(sources)}]")
+        if wrong := [[*each.shape] for each in pair if each.shape != sources.shape]:
+            raise ConfigError(f"MixtureMonitor(losses=...) returned a shape {wrong[0]}, not [{len(sources)}]")
         is_own = sources[:, None] == torch.arange(len(self.names), device=sources.device)
         values = torch.stack([each.to(self._step.dtype) for each in pair])[:, :, None]
         self._step += torch.where(is_own, values, 0).sum(1)  # not index_add_, whose order varies on a GPU
