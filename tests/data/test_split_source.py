@@ -158,7 +158,7 @@ def test_a_resume_in_the_middle_of_an_epoch_needs_the_same_division() -> None:
     options: dict[str, Any] = {"max_steps": 5, "checkpoint": True, "run_dir": "run"}
     fits = lambda: on_both(Seen(2), **options).fit(Regression(), already_split(part("dataset")))  # noqa: E731
     on_two_ranks(lambda: fits() and None)
-    message = r"was already split over 2 ranks and this run's is not already split.*end of an epoch"
+    message = r"was divided over 2 ranks and this run's is not divided.*end of an epoch"
     with pytest.raises(CheckpointError, match=message):
         quiet(**options).fit(Regression(), pairs(24, batch_size=4), resume="auto")
 

@@ -18,6 +18,7 @@ from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count, one_of
 from drivetrain.data.orders.length_grouped import lengths_of
+from drivetrain.data.shard import can_be_divided, shards_of
 from drivetrain.data.sources import has_state, set_epoch
 
 _LOG = logger(__name__)
@@ -314,6 +315,11 @@ class PackedStream(IterableDataset[Row]):
         self._said = False
         if has_state(data):
             self.state_dict, self.load_state_dict = self._state, self._load
+        if can_be_divided(data):
+            self.shard, self.num_shards = self._shard, shards_of(data)
+
+    def _shard(self, num_shards: int, index: int) -> PackedStream:
+        return PackedStream(self._data.shard(num_shards, index), self._form)  # type: ignore[attr-defined]
 
     def _state(self) -> dict[str, Any]:
         if self._before is None:

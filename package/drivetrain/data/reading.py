@@ -21,7 +21,7 @@ from drivetrain.data.orders.order import generators_of
 from drivetrain.data.sample_stream import SampleStream
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.sources import BatchSource, IterableSource, Source
-from drivetrain.data.split_source import AlreadySplit, SplitSource
+from drivetrain.data.split_source import AlreadySplit, SplitSource, divided
 from drivetrain.distributed.ranks import ALONE, Ranks
 
 _LOG = logger(__name__)
@@ -37,6 +37,7 @@ def as_source(
     shuffle: bool = False,
     in_order: bool = False,
     every_sample: bool = False,
+    divides: bool = False,
     pin_memory: bool = False,
     shard: Shard = WHOLE,
     ranks: Ranks = ALONE,
@@ -59,6 +60,7 @@ def as_source(
         shuffle: Whether a bare Dataset is shuffled.
         in_order: Read in the dataset's own order even if the loader shuffles.
         every_sample: Read the last, short batch even if the loader drops it.
+        divides: Divide streams that have a method `shard` by it, so that no process reads them whole.
         pin_memory: Pin batches for copies to an accelerator.
         shard: The shard that this process reads.
         ranks: The processes that read it, for data that is already split.
@@ -74,9 +76,10 @@ def as_source(
         DataError: The data is of a kind that cannot be read, is empty, or is a Dataset without a batch size.
     """
     split, whole, reader = None, shard, 0
+    data = divided(data, name, shard) if divides else data
     may_be_empty = isinstance(data, AlreadySplit) and shard.size > 1  # if another rank's part is not
     if isinstance(data, AlreadySplit):
-        split, data, shard, reader = data, data.data, WHOLE, shard.rank
+        split, data, shard, reader = data, data.part(shard), WHOLE, shard.rank
     loader = data
     if is_dataset(data):
         size = _batch_size_of(data, name, batch_size)
@@ -119,7 +122,7 @@ def as_source(
     if split is None:
         source.ranks, source.seed = ranks, seed
     elif whole.size > 1:
-        return SplitSource(source, whole, ranks, split.divided_for_one)
+        return SplitSource(source, whole, ranks, split)
     return source
 
 

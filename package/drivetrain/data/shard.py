@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 
 class Shard(NamedTuple):
@@ -21,6 +23,18 @@ class Shard(NamedTuple):
 
 WHOLE = Shard()
 """All of the data, for one process."""
+
+
+def can_be_divided(stream: object) -> bool:
+    """Return whether a stream has a method `shard(num_shards, index)`, as Hugging Face's have."""
+    is_stream = isinstance(stream, IterableDataset) or not hasattr(stream, "__getitem__")
+    return is_stream and callable(getattr(stream, "shard", None))
+
+
+def shards_of(stream: Any) -> float:
+    """Return how many parts a stream can be divided into; infinity if it does not say so."""
+    count: float = getattr(stream, "num_shards", math.inf)
+    return count
 
 
 class GlobalCounts(NamedTuple):

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
+
 from drivetrain.core.errors import CheckpointError, DataError
+from drivetrain.core.messages import logger
+from drivetrain.core.random_streams import preserved
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, to_host
-from drivetrain.data.fingerprint import fingerprint
+from drivetrain.data.fingerprint import as_text, fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
-from drivetrain.data.shard import Shard
+from drivetrain.data.shard import Shard, can_be_divided, shards_of
 from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.workers.pool import LookAhead
 from drivetrain.distributed.processes import asked_alone
 from drivetrain.distributed.ranks import Ranks
+
+_LOG = logger(__name__)
 
 _PARTS = "of_each_rank"
 """The key in a checkpoint for the states of divided data."""
@@ -42,15 +49,48 @@ class AlreadySplit:
         data: This process's part.
         divided_for_one: Where the program had asked for the world size before its ranks were started, so that
             rank 0 may have the whole; None if it had not, or if this was made after that.
+        first: The first sample of the first part, if this is a part of a stream that `divided` has divided.
     """
 
     data: Any
     divided_for_one: str | None = None
+    first: str | None = None
 
     @property
     def batch_size(self) -> Any:
         """The batch size of this process's part, if it has one."""
         return getattr(self.data, "batch_size", None)
+
+    def part(self, shard: Shard) -> Any:
+        """Return the data of a process, which is made now if a function makes it."""
+        is_function = callable(self.data) and not hasattr(self.data, "__iter__")
+        return self.data(*shard) if is_function and not isinstance(self.data, Dataset) else self.data
+
+
+def divided(data: Any, name: str, shard: Shard) -> Any:
+    """Return a process's part of a stream, or of a loader of one, that can be divided; else the data itself.
+
+    Each process begins the first part too, because parts of streams that differ would not have each sample
+    once.
+    """
+    stream: Any = data.dataset if isinstance(data, DataLoader) else data
+    if shard.size == 1 or not can_be_divided(stream):
+        return data
+    if (count := shards_of(stream)) < shard.size:
+        if shard.rank == 0:
+            _LOG.info(
+                f"the {name} data has {count} shards, fewer than the {shard.size} ranks, so each rank reads"
+                " all of it and uses its part"
+            )
+        return data
+    with preserved():
+        first = next(iter(stream.shard(shard.size, 0)), None)
+    part = stream.shard(shard.size, shard.rank)
+    if stream is not data:
+        loader = copy.copy(data)
+        vars(loader)["dataset"] = part  # which a loader does not let one set
+        part = loader
+    return AlreadySplit(part, None, as_text(fingerprint(first)))
 
 
 def already_split(data: Any) -> AlreadySplit:
@@ -66,7 +106,9 @@ def already_split(data: Any) -> AlreadySplit:
 
     Args:
         data: A DataLoader, a Dataset, a list of batches, any other iterable of batches, or for evaluation a
-            mapping of names to these.
+            mapping of names to these. Or a function that makes a process's data from its rank and the number
+            of ranks: `already_split(lambda rank, size: Files(files[rank::size]))`. It is called once the
+            ranks are connected. Neighbours that share their batches (`tensor_parallel`) have one rank there.
     """
     return AlreadySplit(data, asked_alone())
 
@@ -78,7 +120,7 @@ class SplitSource(Source):
         own: This process's part.
         shard: This process's number among the processes.
         ranks: The processes; in each round they exchange whether they have a batch.
-        divided_for_one: As that of `AlreadySplit`.
+        split: What `own` reads.
 
     Raises:
         DataError: Rank 0 has divided its data before its ranks were started.
@@ -86,7 +128,7 @@ class SplitSource(Source):
 
     is_split = True
 
-    def __init__(self, own: Source, shard: Shard, ranks: Ranks, divided_for_one: str | None = None) -> None:
+    def __init__(self, own: Source, shard: Shard, ranks: Ranks, split: AlreadySplit) -> None:
         self.name = own.name
         self.shard = shard
         self.batch_size = own.batch_size
@@ -98,7 +140,9 @@ class SplitSource(Source):
         self.one_shot, self.made_ahead = own.one_shot, own.made_ahead
         for name in _OF_THE_PART:
             setattr(self, name, getattr(own, name))
-        found = ranks.all_gather((own.exact, own.stateful, divided_for_one))
+        self._first = split.first
+        asked = None if callable(split.data) else split.divided_for_one
+        found = ranks.all_gather((own.exact, own.stateful, asked))
         self.exact = all(each[0] for each in found)
         self.stateful = any(each[1] for each in found)
         if found[0][2] is not None:
@@ -163,7 +207,9 @@ class SplitSource(Source):
         return None if self._rounds is None else max(0, self._rounds - position)
 
     def description(self) -> dict[str, Any]:
-        return {"kind": "already split"}
+        if self._first is None:
+            return {"kind": "already split"}
+        return {"kind": "divided by its shards", "the first sample": self._first}
 
     def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the states of all parts, by rank."""
@@ -182,9 +228,7 @@ def check_division(source: Source, state: Any, position: int) -> None:
     before = None if parts is None else len(parts)
     if before == now or not (position or any(each is not None for each in parts or [])):
         return
-    texts = [
-        "not already split" if each is None else f"already split over {each} ranks" for each in (before, now)
-    ]
+    texts = ["not divided" if each is None else f"divided over {each} ranks" for each in (before, now)]
     raise CheckpointError(
         f"the checkpoint's {source.name} data was {texts[0]} and this run's is {texts[1]}, so it is unknown"
         " which batches were used. Resume on the same number of ranks, or from a checkpoint at the end of an"

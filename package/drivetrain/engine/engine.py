@@ -505,6 +505,7 @@ class Engine:
             data,
             "training" if training else "evaluation",
             self.seed,
+            divides=training,
             pin_memory=pin_memory_for(self.device),
             shard=self.shard,
             ranks=self.data_ranks,

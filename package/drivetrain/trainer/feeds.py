@@ -35,6 +35,7 @@ def train_feed(
         batch_size=at_start(sizes),
         num_workers=settings.num_workers,
         shuffle=True,
+        divides=True,
         pin_memory=pin_memory_for(engine.device),
         shard=engine.shard,
         ranks=engine.data_ranks,

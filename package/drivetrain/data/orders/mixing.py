@@ -15,6 +15,7 @@ from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.validation import number, one_of
 from drivetrain.data.orders.length_grouped import lengths_of
 from drivetrain.data.orders.passes import OrderedByItself, Passes
+from drivetrain.data.shard import can_be_divided, shards_of
 from drivetrain.data.sources import has_state, set_epoch
 
 SOURCE = "source"
@@ -292,6 +293,11 @@ class MixtureStream(IterableDataset[Any]):
         self._ended: set[int] = set()  # in this epoch
         if all(map(has_state, sources)):
             self.state_dict, self.load_state_dict = self._state, self._load
+        if all(map(can_be_divided, sources)):
+            self.shard, self.num_shards = self._shard, min(map(shards_of, sources))
+
+    def _shard(self, num_shards: int, index: int) -> MixtureStream:
+        return MixtureStream([each.shard(num_shards, index) for each in self._sources], self._form)  # type: ignore[attr-defined]
 
     def _state(self) -> dict[str, Any]:
         begun = [each for each in range(len(self._sources)) if each in self._iterators]
