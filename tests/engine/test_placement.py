@@ -30,7 +30,7 @@ from drivetrain.strategies import SingleDevice
 
 PACKAGE = Path(drivetrain.__file__).parent
 META = torch.device("meta")
-EACH, PARAMETERS = 3, 5
+EACH, PARAMETERS = 4, 5
 """The tensors of a batch and of the task: all that is ever copied."""
 
 
