@@ -57,7 +57,7 @@ def test_time_and_purpose_are_no_differences_and_settings_of_optimizers_are(diff
         return Snapshot(objects=objects, progress={"steps": 3, "seconds": seconds})
 
     assert differences(run(1.0), run(2.0)).is_same
-    assert values(differences(run(1.0), run(1.0, 0.2, "bac"))) == {
+    assert values(differences(run(1.0), run(1.0, 0.2, "abc"))) == {
         "optimizers.default.groups.0.lr": (0.1, 0.2),
-        "optimizers.default.groups.0.parameters.c": (None, True),
+        "optimizers.default.groups.0.parameters.2": (None, "c"),
     }

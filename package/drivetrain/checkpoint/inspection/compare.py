@@ -139,16 +139,10 @@ class _Side:
         state = objects.get("state")
         optimizers: dict[str, Json] = {}
         if isinstance(state, dict):
+            optimizers = mapping(state.get("optimizers"))
             # "timing" is the run's duration, and "metrics" repeats those of the manifest.
-            state = {name: value for name, value in state.items() if name not in ("timing", "metrics")}
-            optimizers = {name: _settings(meta) for name, meta in mapping(state.get("optimizers")).items()}
-            state["optimizers"] = {
-                name: {
-                    key: value for key, value in mapping(meta).items() if key not in ("optimizer", "groups")
-                }
-                for name, meta in mapping(state.get("optimizers")).items()
-            }
-            objects["state"] = state
+            others = ("timing", "metrics", "optimizers")
+            objects["state"] = {name: value for name, value in state.items() if name not in others}
         return {
             "progress": progress,
             "metrics": metrics,
@@ -158,17 +152,6 @@ class _Side:
             "optimizers": optimizers,
             **objects,
         }
-
-
-def _settings(meta: Json) -> dict[str, Json]:
-    """Return an optimizer's settings; a group's parameter names become keys: their order has no meaning."""
-    groups = mapping(meta).get("groups")
-    named: list[Json] = []
-    for group in groups if isinstance(groups, list) else ():
-        parameters = mapping(group).get("parameters")
-        listed = parameters if isinstance(parameters, list) else []
-        named.append({**mapping(group), "parameters": {str(name): True for name in listed}})
-    return {"optimizer": mapping(meta).get("optimizer"), "groups": named}
 
 
 def _compare_tensors(left: _Side, right: _Side, group: str, name: str) -> CheckpointDifference | None:
