@@ -72,7 +72,6 @@ class DeepSpeedConfig:
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"DeepSpeed's stage must be 0, 1, 2 or 3, not {self.stage!r}")
         self._check_offload()
-        self._check_scaling()
 
     def _check_offload(self) -> None:
         for name in ("offload_optimizer", "offload_parameters"):
@@ -85,15 +84,6 @@ class DeepSpeedConfig:
             raise ConfigError(f"offload_parameters needs stage=3, not stage={self.stage}")
         if self.offload_optimizer and self.stage == 0:
             raise ConfigError("offload_optimizer needs stage 1, 2 or 3: stage 0 shards nothing")
-
-    def _check_scaling(self) -> None:
-        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-            value = self.mapping.get(key, AUTO)
-            if value not in (AUTO, plain) and self.stage != 0:
-                raise ConfigError(
-                    f"DeepSpeed's configuration has {key}={value!r}, which DeepSpeed only supports with stage"
-                    f" 0, not with stage={self.stage}. Remove it: gradients are reduced in float32"
-                )
 
     @property
     def mapping(self) -> Mapping[str, Any]:
@@ -150,27 +140,20 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings
     }
 
 
-def check_contradictions(config: DeepSpeedConfig, precision: Precision, asked: SharedSettings) -> None:
-    """Check that DeepSpeed's configuration does not contradict the Trainer.
+def check_contradictions(config: DeepSpeedConfig, precision: Precision) -> None:
+    """Check that DeepSpeed's configuration does not contradict the Trainer's precision.
 
     Args:
         config: The options.
         precision: The run's precision.
-        asked: The Trainer's settings.
 
     Raises:
         ConfigError: It does; the message gives the setting, both values, and what to write.
     """
-    given = config.mapping
-    if asked.max_grad_norm and given.get("zero_optimization", {}).get("compute_grad_norm") is False:
-        raise ConfigError(
-            "DeepSpeed's configuration has zero_optimization.compute_grad_norm=false, which contradicts"
-            f" Trainer(max_grad_norm={asked.max_grad_norm}). Remove it, or leave max_grad_norm out"
-        )
     for name, section in PRECISIONS.items():
         if section is None:
             continue
-        there = given.get(section, {}).get("enabled", AUTO)
+        there = config.mapping.get(section, {}).get("enabled", AUTO)
         if there not in (AUTO, name == precision.name):
             raise ConfigError(
                 f"DeepSpeed's configuration has {section}.enabled={there}, which contradicts"

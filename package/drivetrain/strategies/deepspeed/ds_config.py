@@ -51,6 +51,10 @@ REFUSED = {
     " OptimizerConfig(..., schedule='linear', warmup_steps=...)",
     "gradient_allreduce_op": "would sum the gradients of all processes, but the engine's weights need their"
     " mean; remove it",
+    **dict.fromkeys(
+        ("prescale_gradients", "gradient_predivide_factor"),
+        "is not for ZeRO; remove it: gradients are reduced in float32",
+    ),
     "compile.deepcompile": "replaces the engine's step; remove it, and give Trainer(compile=True)",
     "zero_optimization.round_robin_gradients": "makes DeepSpeed 0.19 lose track of where its flat pieces hold"
     " a parameter, so that weights would be mixed up in checkpoints, its own included",
@@ -166,8 +170,11 @@ def _check_honoured(given: Mapping[str, Any]) -> None:
         section, _, key = path.rpartition(".")
         if not is_off((given.get(section, {}) if section else given).get(key)):
             raise ConfigError(f"DeepSpeed's configuration has {path!r}, which {why}")
-    if given.get("managed_gradient_accumulation") is False:
-        raise ConfigError(
-            "DeepSpeed's configuration has managed_gradient_accumulation=false, but the engine needs it to"
-            " mark each window's last micro-batch. Remove it"
-        )
+    for key, there in (
+        ("managed_gradient_accumulation", given),
+        ("compute_grad_norm", given.get("zero_optimization", {})),
+    ):
+        if there.get(key) is False:
+            raise ConfigError(
+                f"DeepSpeed's configuration has {key}=false, but the engine needs it. Remove it"
+            )

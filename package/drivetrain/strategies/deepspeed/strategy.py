@@ -149,7 +149,7 @@ class DeepSpeed(Strategy):
 
     def check_settings(self, asked: SharedSettings, precision: Precision) -> None:
         """Check that DeepSpeed accepts the configuration, and that it does not contradict the Trainer."""
-        check_contradictions(self.config, precision, asked)
+        check_contradictions(self.config, precision)
         self._asked = asked
         if self.config.mapping:
             check_by_deepspeed(realise(self.config, precision, asked), self.device.type)
