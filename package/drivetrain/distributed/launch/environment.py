@@ -7,7 +7,6 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from drivetrain.core.errors import StrategyError
 
@@ -16,6 +15,15 @@ AGAIN = "DRIVETRAIN_AGAIN"
 
 _PORTS = range(15_000, 30_000)
 """Ports for jobs, picked by the job's number: below those that systems assign themselves."""
+
+_NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+_MPI = {
+    "openmpi": tuple(f"OMPI_COMM_WORLD_{each}" for each in _NUMBERS),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel MPI's too
+    "mvapich": tuple(f"MV2_COMM_WORLD_{each}" for each in _NUMBERS),
+}
+"""The variables of MPI's launchers: a process's number, how many there are, and both on this machine."""
 
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
 """Variables that differ between MPI jobs, but not within one."""
@@ -76,12 +84,8 @@ def detect(environment: Mapping[str, str]) -> ProcessEnvironment | None:
     torchrun's variables take precedence: `accelerate launch`, `deepspeed` and `drivetrain launch` set them
     too, even inside a batch system's job.
     """
-    openmpi = partial(_mpi, "openmpi", "OMPI_COMM_WORLD_")
-    for read in (_torchrun, _slurm, openmpi, _mpich, partial(_mpi, "mvapich", "MV2_COMM_WORLD_")):
-        found = read(environment)
-        if found is not None:
-            return found
-    return None
+    found = _torchrun(environment) or _slurm(environment)
+    return found or next(filter(None, (_mpi(each, environment) for each in _MPI)), None)
 
 
 def _torchrun(environment: Mapping[str, str]) -> ProcessEnvironment | None:
@@ -129,39 +133,23 @@ def _slurm(environment: Mapping[str, str]) -> ProcessEnvironment | None:
     )
 
 
-def _mpich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
-    # MPICH and Intel MPI. A single process may find PMI variables of a world of one.
-    if environment.get("PMI_SIZE", "1") == "1" or "PMI_RANK" not in environment:
-        return None
-    number = _reader("mpich", environment)
-    local_size = number("MPI_LOCALNRANKS", default=number("PMI_SIZE"))
-    return ProcessEnvironment(
-        "mpich",
-        number("PMI_RANK"),
-        number("PMI_SIZE"),
-        number("MPI_LOCALRANKID", default=number("PMI_RANK")),
-        local_size,
-        *_master_address("mpich", environment, local_size == number("PMI_SIZE")),
-        one_machine="MPI_LOCALNRANKS" in environment and local_size == number("PMI_SIZE"),
-    )
-
-
-def _mpi(launcher: str, prefix: str, environment: Mapping[str, str]) -> ProcessEnvironment | None:
-    if f"{prefix}RANK" not in environment:
+def _mpi(launcher: str, environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    rank, size, local_rank, local_size = _MPI[launcher]
+    # A single process may find the variables of a world of one.
+    if rank not in environment or environment.get(size, "1") == "1":
         return None
     number = _reader(launcher, environment)
-    world_size = number(f"{prefix}SIZE")
-    if world_size == 1:
-        return None
-    local_size = number(f"{prefix}LOCAL_SIZE")
+    world_size = number(size)
+    local_world_size = number(local_size, default=world_size)
+    is_local = local_world_size == world_size
     return ProcessEnvironment(
         launcher,
-        number(f"{prefix}RANK"),
+        number(rank),
         world_size,
-        number(f"{prefix}LOCAL_RANK"),
-        local_size,
-        *_master_address(launcher, environment, local_size == world_size),
-        one_machine=local_size == world_size,
+        number(local_rank, default=number(rank)),
+        local_world_size,
+        *_master_address(launcher, environment, is_local),
+        one_machine=is_local and local_size in environment,
     )
 
 
