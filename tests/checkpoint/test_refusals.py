@@ -120,7 +120,7 @@ def test_wrong_assets_are_refused(tmp_path):
         {
             "a number in a list": given([3], "it[0] is a int", "save_pretrained(folder)"),
             "a module": given([nn.Linear(1, 1)], "the module Linear", "model.config"),
-            "an address": given(["s3://bucket/vocabulary"], "is an address"),
+            "an address": given(["s3://bucket/vocabulary"], "is read from a local path"),
             "a name that leads out": given({"../out": write_note}, "'../out'", "leads out"),
             "a device": given({"aux.txt": write_note}, "a device on Windows"),
             "no files": given([lambda folder: None], "it[0] has no files"),

@@ -76,20 +76,14 @@ def _checked(asset: Any, what: str) -> Asset:
 
 def _check_path(given: str | os.PathLike[str], what: str) -> None:
     text = os.fspath(given)
-    if "://" in text:
-        raise ConfigError(
-            f"{what}={text!r} is an address; an asset is read from a local path. Download it first"
-        )
     check_path(text)
     path = Path(text)
     if path.exists():
         return
     parent = path.absolute().parent
-    if not parent.is_dir():
-        raise ConfigError(f"{what}={text!r} does not exist, nor does the folder {str(parent)!r}")
-    near = nearest(path.name, os.listdir(parent)).partition("Allowed:")[0].strip()
+    near = nearest(path.name, os.listdir(parent) if parent.is_dir() else ()).partition("Allowed:")[0]
     raise ConfigError(
-        f"{what}={text!r} does not exist. {near or f'The asset is looked for in {str(parent)!r}'}"
+        f"{what}={text!r} does not exist, and an asset is read from a local path. {near}".strip()
     )
 
 
