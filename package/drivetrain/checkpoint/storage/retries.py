@@ -146,14 +146,11 @@ def _errno_of(error: Exception) -> int:
         return error.errno
     for each in _causes(error):
         status, _ = _answer(each)
-        if status is not None:
-            return _ERRNO_OF_STATUS.get(status, errno.EBUSY if is_transient(error) else errno.EPROTO)
-        names = _names(each)
-        if "Credential" in names:
+        if status in _ERRNO_OF_STATUS:
+            return _ERRNO_OF_STATUS[status]
+        if "Credential" in _names(each):
             return errno.EACCES
-        if _BROKEN.search(names) and not _BROKEN_FOR_GOOD.search(names):
-            return errno.ETIMEDOUT if "Timeout" in names else errno.ECONNRESET
-    return errno.EPROTO
+    return errno.EBUSY if is_transient(error) else errno.EPROTO
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -5,7 +5,6 @@ The program rebuilds them, and the fingerprint tells whether it has rebuilt the 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from drivetrain.checkpoint.format.strict_json import as_object
 from drivetrain.checkpoint.format.tensors import bytes_of, check_tensor, has_plain_bytes
 from drivetrain.checkpoint.weights.module_state import SHOWN, clean_name, module_state
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError, nearest
 from drivetrain.core.types import Json
 
 FROZEN = "frozen"
@@ -61,8 +60,7 @@ def check_left_out(module: nn.Module, names: Collection[str]) -> None:
         if name in {clean_name(raw) for raw, _ in module.named_buffers()}:
             what = "a buffer, and checkpoints hold buffers. Register it with persistent=False to leave it out"
         else:
-            close = difflib.get_close_matches(name, known, n=1)
-            what = f"no parameter. Did you mean {close[0]!r}?" if close else "no parameter of the task"
+            what = f"no parameter of the task. {nearest(name, known)}"
         raise ConfigError(f"ModelInfo(left_out=...) has {name!r}, which is {what}")
 
 
