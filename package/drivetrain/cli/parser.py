@@ -69,7 +69,7 @@ class _Formatter(argparse.HelpFormatter):
     """Wraps each line of a text but indented ones, which can be copied."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)
+        super().__init__(prog, max_help_position=30)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text

@@ -72,7 +72,7 @@ _OPTIONS = {
     "--validation-data": _Option(
         "NAME", "the same, for validation alone", ("fit", "plan", "validate", "search")
     ),
-    "--resume": _Option("auto|PATH", "run_dir's newest checkpoint, or the one at a path", ("fit",)),
+    "--resume": _Option("auto|PATH", "run_dir's newest checkpoint, or one at a path", ("fit",)),
     "--optimizer-settings": _Option("FROM", "whose settings to resume with: program, checkpoint", ("fit",)),
     "--new-data": _Option(None, "a resume begins the training data at its start", ("fit",)),
     "--skip": _Option("INTERVAL", "data that a resume leaves out: '2_000 steps'", ("fit",)),
@@ -398,7 +398,7 @@ def _short_parser(command: str) -> Parser:
 
 def _usage(command: str) -> str:
     data = " --data NAME" if command in _WITH_DATA else ""
-    return f"drivetrain {command} --task NAME{data} [--trainer.NAME VALUE] [OPTION]"
+    return f"drivetrain {command} --task NAME{data} [--trainer.NAME VALUE] ..."
 
 
 def _print_help(command: str, purpose: str, tree: Tree, found: Mapping[str, Any], is_all: bool) -> None:
