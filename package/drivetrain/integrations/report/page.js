@@ -775,7 +775,7 @@ function makeSearches() {
     trials.forEach(each => counts.set(each.state, (counts.get(each.state) || 0) + 1));
     add(head, "small", [...counts].map(([name, count]) => `${count} ${name}`).join(" · "));
     const winners = trials.filter(each => search.best.includes(each.number));
-    if (winners.length === 1) { const [it] = winners; add(section, "p", `Best: trial ${it.number}, ${objective} ${number(it.values[objective])}, with ${Object.entries(it.parameters).map(([name, value]) => `${name} ${shownSetting(value)}`).join(", ")}. Its curves are among the ${many ? "chosen" : "drawn"} ones.`); if (many && !state.chosen && it.run !== null) pick(it.run); }
+    if (winners.length === 1) { const [it] = winners; add(section, "p", `Best: trial ${it.number}, ${objective} ${number(it.values[objective])}, with ${Object.entries(it.parameters).map(([name, value]) => `${name} ${shownSetting(value)}`).join(", ")}. ${it.run === null ? "This report is without its run." : `Its curves are among the ${many ? "chosen" : "drawn"} ones.`}`); if (many && !state.chosen && it.run !== null) pick(it.run); }
     else add(section, "p", winners.length ? `No other trial beats ${winners.length} trials in all objectives: ${winners.map(each => each.number).join(", ")}.` : "No trial is complete.");
     const grid = add(section, "div", "", "grid"), begin = highlights.length;
     parallel(grid, search, trials, objective, direction);
