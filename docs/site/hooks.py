@@ -225,14 +225,19 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _unbroken(match: re.Match[str]) -> str:
-    """Keep a name on one line, and let a longer text break after its punctuation."""
-    if match[1] and match[2] and " " not in match[2] and len(match[2]) <= LONGEST_NAME:
-        return f'<code class="name">{match[2]}</code>'
+    """Keep each word of code on one line, and let a longer one break after its punctuation."""
     if not match[2]:  # a whole block
         return match[0]
-    text = re.sub(r"(?<=[\w\])])([._/=(,]+)(?=\w)", r"\1<wbr>", match[2])
-    text = HYPHENED.sub(r'<span class="name">\g<0></span>', text)
-    return f"<code>{text}</code>"
+    if " " not in match[2] and len(match[2]) <= LONGEST_NAME:
+        return f'<code class="name">{match[2]}</code>'
+    return f"<code>{' '.join(map(_word, match[2].split(' ')))}</code>"
+
+
+def _word(word: str) -> str:
+    if len(word) <= LONGEST_NAME:
+        return f'<span class="name">{word}</span>'
+    word = re.sub(r"(?<=[\w\])])([._/=(,]+)(?=\w)", r"\1<wbr>", word)
+    return HYPHENED.sub(r'<span class="name">\g<0></span>', word)
 
 
 def _wide(match: re.Match[str]) -> str:
