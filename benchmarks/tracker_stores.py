@@ -155,7 +155,7 @@ def comet(folder: Path) -> Found:
                 else:
                     found.add(name, content["metric"]["step"])
             elif kind == "parameter_msg":
-                parameter = content["param"]
+                parameter = content.get("param") or content["params"]  # a list of values has the second name
                 found.config.add(parameter["paramName"])
             elif kind == "git_metadata":
                 found.commit = str(content)
@@ -201,7 +201,6 @@ def swanlab(folder: Path) -> Found:
         found.runs.add(path.stem)
         for each in read_records(path):
             record = Record.FromString(each)
-            kind = record.WhichOneof("record") if record.DESCRIPTOR.oneofs_by_name.get("record") else ""
             content = MessageToDict(record, preserving_proto_field_name=True)
             if record.HasField("scalar"):
                 if record.scalar.key.startswith("__swanlab__"):
@@ -212,14 +211,20 @@ def swanlab(folder: Path) -> Found:
                 found.media.add(record.media.key)
             elif "start" in content:
                 found.tags |= {*content["start"].get("tags", ())}
-            if kind == "save" or "save" in content:
-                found.files.add(str(content.get("save")))
+            if (saved := content.get("save", {})).get("name") not in (
+                "config",
+                "metadata",
+                "requirements",
+                None,
+            ):
+                found.files.add(saved["name"])
         for about in path.parent.rglob("*metadata.json"):
             found.commit = found.commit or _value(json.loads(about.read_text()), "commit")
         for about in path.parent.rglob("config.yaml"):
             import yaml
 
-            found.config |= _names(yaml.safe_load(about.read_text()) or {})
+            settings = yaml.safe_load(about.read_text()) or {}
+            found.config |= _names({name: each["value"] for name, each in settings.items()})
     return found
 
 

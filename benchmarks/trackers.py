@@ -18,6 +18,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tracker_stores import READERS, Found
@@ -65,6 +66,7 @@ def _environment(folder: Path, tracker: str) -> dict[str, str]:
         "COMET_OFFLINE_DIRECTORY": str(folder),
         "COMET_DISABLE_AUTO_LOGGING": "0" if tracker == "comet" else "1",
         "CLEARML_OFFLINE_MODE": "1",
+        "CLEARML_LOG_MODEL": "0",  # what it does with a checkpoint fails offline
         "CLEARML_CACHE_DIR": str(folder / "clearml"),
         "SWANLAB_MODE": "offline",
         "SWANLAB_LOG_DIR": str(folder / "swanlog"),
@@ -195,8 +197,8 @@ COLUMNS = (
 
 def _row(tracker: str, options: argparse.Namespace) -> list[str]:
     """Each cell has what the libraries write, in their order; one text where all write the same."""
-    found = []
-    for library in options.libraries:
+
+    def cells_of(library: str) -> list[str]:
         cells = ["-"] * (len(COLUMNS) - 1)
         if tracker not in LACKING.get(library, ()):
             try:
@@ -205,8 +207,10 @@ def _row(tracker: str, options: argparse.Namespace) -> list[str]:
                 print(f"{tracker} with {library}: {error}", file=sys.stderr)
                 cells = ["fails"] * len(cells)
         print(" | ".join([tracker, library, *cells]), file=sys.stderr, flush=True)
-        found.append(cells)
-    columns = zip(*found, strict=True)
+        return cells
+
+    with ThreadPoolExecutor() as pool:
+        columns = zip(*pool.map(cells_of, options.libraries), strict=True)
     return [tracker, *(each[0] if len({*each}) == 1 else " / ".join(each) for each in columns)]
 
 

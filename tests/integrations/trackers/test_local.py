@@ -18,8 +18,9 @@ def installed(package: str) -> pytest.MarkDecorator:
 
 
 def begin_repository() -> None:
-    """One whose remote has a password."""
-    for words in ("init -q", "remote add origin https://me:hush@example.org/digits"):
+    """One with a commit, whose remote has a password."""
+    commit = "-c user.name=me -c user.email=me@example.org commit -q --allow-empty -m x"
+    for words in ("init -q", "remote add origin https://me:hush@example.org/digits", commit):
         subprocess.run(["git", *words.split()], check=True)
 
 
@@ -149,9 +150,11 @@ def test_neptune_goes_on_with_each_value_once():
 @pytest.mark.landing
 @pytest.mark.real("kills a fit twice")
 def test_aim_goes_on_in_the_same_run_with_each_value_once():
+    begin_repository()
     given = {"experiment": "digits", "artifacts": "best"}
     killed_twice("aim", given, given)
-    rows, name, experiment, config = json.loads(run_program("aim_values.py"))
+    rows, name, experiment, config, git = json.loads(run_program("aim_values.py"))
     assert_each_value_once((step, *each) for step, *each in rows)
+    assert git["commit"]["hash"] == config["run"]["git"]["commit"]
     assert (name, experiment, config["trainer"]["max_epochs"]) == ("run", "digits", 2)
     assert list(Path("run/aim-artifacts").rglob("model.safetensors"))

@@ -86,6 +86,12 @@ class AimLogger(Tracker):
         else:
             self._aim_run = self._given
         self._aim_run["config"] = dict(config)
+        run = config.get("run")
+        git = run.get("git") if isinstance(run, dict) else None
+        # Where Aim shows it. Aim's own log_system_params=True would store secrets too.
+        if isinstance(git, dict) and self._aim_run.get("__system_params") is None:
+            about = {"branch": git["branch"], "commit": {"hash": git["commit"]}}
+            self._aim_run["__system_params", "git_info"] = about
         if self.artifacts != "none":
             self._aim_run.set_artifacts_uri(
                 self._artifacts_uri or f"file://{self.directory / 'aim-artifacts'}"

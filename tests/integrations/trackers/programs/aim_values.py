@@ -1,4 +1,4 @@
-"""Prints the values, name, experiment and configuration of the only run of a repository of Aim."""
+"""Prints the values, name, experiment, configuration and commit of the only run of a repository of Aim."""
 
 import json
 
@@ -12,5 +12,5 @@ for metric in run.metrics():
         table = metric.dataframe()
         name = f"{metric.context.to_dict().get('subset', '')}/{metric.name}".lstrip("/")
         rows += [(step, name, value) for step, value in zip(table["step"], table["value"], strict=True)]
-print(json.dumps([rows, run.name, run.experiment, run["config"]]))
+print(json.dumps([rows, run.name, run.experiment, run["config"], run["__system_params", "git_info"]]))
 run.close()
