@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 
 import drivetrain
-from drivetrain.core.progress import Progress
+from drivetrain.core.deprecation import deprecated
+
+
+def old_name() -> None:
+    deprecated("old_name()", "new_name()", since="0.1.0", removed_in="0.3.0")
 
 
 def test_the_warning_names_the_version_the_replacement_and_the_users_line() -> None:
-    said = r"Progress\.updates is deprecated since drivetrain 0\.1\.0 .* 0\.3\.0\. Use Progress\.steps\."
+    said = r"old_name\(\) is deprecated since drivetrain 0\.1\.0 .* 0\.3\.0\. Use new_name\(\)\."
     with pytest.warns(FutureWarning, match=said) as warned:
-        assert Progress(steps=3).updates == 3
+        old_name()
     assert warned[0].filename == __file__
 
 
