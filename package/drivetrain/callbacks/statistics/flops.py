@@ -1,8 +1,8 @@
 """The floating-point operations of a step, counted as torch runs them.
 
-The model's are those of the forward and backward without recomputation, as model FLOPs utilisation counts
-them (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B). The hardware's include what activation
-checkpointing and the backward of fused attention compute again.
+They are those of the forward and backward as model FLOPs utilisation counts them (Chowdhery et al., "PaLM",
+arXiv 2204.02311, appendix B): without what activation checkpointing and the backward of fused attention
+compute again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,6 @@ _ATTENTION = tuple(
     for kind in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 )
 """Fused attention. Torch's own table lacks the CPU's, and its formulas of backward are not told apart."""
-
-
-class Flops(NamedTuple):
-    """Floating-point operations.
-
-    Attributes:
-        model: Without what is computed again.
-        hardware: All of them.
-    """
-
-    model: float
-    hardware: float
 
 
 class _NoModules(contextlib.nullcontext[None]):
@@ -56,10 +44,9 @@ class FlopCount:
     """
 
     def __init__(self) -> None:
-        self.read_at: Flops | None = None
+        self.read_at: float | None = None
         self.failed: Exception | None = None
-        self._forgotten = Flops(0, 0)
-        self._again = 0
+        self._forgotten = 0
         self._stack = contextlib.ExitStack()
         # The counter does not see into compiled code, and code that is first called under it is never
         # compiled at all. Nothing is compiled as long as nobody imported the compiler, whose import takes a
@@ -68,7 +55,7 @@ class FlopCount:
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         formulas = {each: self._noting(formula) for each, formula in flop_registry.items()}
         formulas |= dict.fromkeys(_ATTENTION, self._noting(_attention))
-        backward = self._noting(self._attention_backward)
+        backward = self._noting(_attention_backward)
         for each in _ATTENTION:
             formulas[getattr(torch.ops.aten, f"{each.__name__}_backward")] = backward
         self._counter = FlopCounterMode(display=False, custom_mapping=formulas)
@@ -76,7 +63,7 @@ class FlopCount:
         self._stack.enter_context(self._counter)
 
     def _noting(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a formula that adds the operations of a recomputation to those computed again.
+        """Return a formula that counts no operation of a recomputation.
 
         It never raises, because a statistic must not end the training.
         """
@@ -87,35 +74,18 @@ class FlopCount:
             except Exception as error:
                 self.failed = error
                 return 0
-            if _recomputes():
-                self._again += flops
-            return flops
+            return 0 if _recomputes() else flops
 
         counted._get_raw = True  # type: ignore[attr-defined] # torch then passes tensors, not shapes
         return counted
 
-    def _attention_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-    ) -> int:
-        products = _attention(query, key, value)
-        # The scores, which forward does not keep: of its two products that of queries by keys.
-        scores = products * query.shape[-1] // (query.shape[-1] + value.shape[-1])
-        self._again += scores
-        return scores + 2 * products
-
-    @property
-    def _total(self) -> Flops:
-        hardware = self._counter.get_total_flops()
-        return Flops(hardware - self._again, hardware)
-
     def read(self) -> None:
         """Store the count so far."""
-        model, hardware = self._total
-        self.read_at = Flops(model - self._forgotten.model, hardware - self._forgotten.hardware)
+        self.read_at = self._counter.get_total_flops() - self._forgotten
 
     def forget(self) -> None:
         """Restart the count: the operations so far were of an attempt that is repeated."""
-        self._forgotten = self._total
+        self._forgotten = self._counter.get_total_flops()
 
     def close(self) -> None:
         self._stack.close()
@@ -124,6 +94,11 @@ class FlopCount:
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     batch, heads, queries, depth = query.shape
     return 2 * batch * heads * queries * key.shape[-2] * (depth + value.shape[-1])
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Return the operations without those of the scores, which are computed again."""
+    return 2 * _attention(query, key, value)
 
 
 def _recomputes() -> bool:

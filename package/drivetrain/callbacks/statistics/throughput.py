@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.base import Callback, check_only_one
-from drivetrain.callbacks.statistics.flops import FlopCount, Flops
+from drivetrain.callbacks.statistics.flops import FlopCount
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, flag, number
@@ -48,8 +48,6 @@ class Throughput(Callback):
     - ``model_flops``: all such operations since the run began, including those before a resume;
     - ``model_flops_utilisation`` (MFU): the operations per second of one device over its peak, if the peak is
       known (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B);
-    - ``hardware_flops_per_second``, ``hardware_flops`` and ``hardware_flops_utilisation`` (HFU): the same,
-      including operations that are computed again. There are none with `flops_per_sample`.
 
     The first step of a fit is left out, because it warms up caches and allocators. A log point gets no values
     if no step was made since the previous log point, as in an evaluation. Nothing here waits for the device.
@@ -85,7 +83,7 @@ class Throughput(Callback):
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
         self.measure_flops = flag("Throughput(measure_flops=)", measure_flops)
-        self._counted: Flops | None = None  # the operations of a sample of the first step
+        self._counted: float | None = None  # the operations of a sample of the first step
         self._tokens = 0.0  # and its tokens
         self._peak = peak_flops
         self._devices = 1
@@ -105,7 +103,7 @@ class Throughput(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Look up the device's peak and reset the measurement."""
         if not self._loaded:
-            self._counted = None if self.flops_per_sample is None else Flops(self.flops_per_sample, 0)
+            self._counted = self.flops_per_sample
             self._tokens = 0.0
         self._loaded = False
         self._measure = self.measure_flops and self.flops_per_sample is None
@@ -153,15 +151,12 @@ class Throughput(Callback):
         for part, seconds in spent.items():
             run.log(f"throughput/{part}_seconds", seconds)
             run.log(f"throughput/{part}_share", seconds / wall)
-        for kind in Flops._fields if self._measure else ("model",):
-            total = getattr(now.flops, kind)
-            if not total:
-                continue
-            flops = (total - getattr(before.flops, kind)) / training
-            run.log(f"throughput/{kind}_flops_per_second", flops)
-            run.log(f"throughput/{kind}_flops", total)
+        if now.flops:
+            flops = (now.flops - before.flops) / training
+            run.log("throughput/model_flops_per_second", flops)
+            run.log("throughput/model_flops", now.flops)
             if self._peak is not None:
-                run.log(f"throughput/{kind}_flops_utilisation", flops / self._devices / self._peak)
+                run.log("throughput/model_flops_utilisation", flops / self._devices / self._peak)
 
     def on_fit_end(self, run: Run) -> None:
         """Stop counting, if the fit ends within its first step."""
@@ -173,12 +168,12 @@ class Throughput(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the operations and the tokens per sample in the first step."""
-        return {"flops": None if self._counted is None else list(self._counted), "tokens": self._tokens}
+        return {"flops": self._counted, "tokens": self._tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; a number given to the constructor takes precedence."""
         if self.flops_per_sample is None:
-            self._counted = None if state["flops"] is None else Flops(*state["flops"])
+            self._counted = None if state["flops"] is None else float(state["flops"])
             self._tokens = float(state["tokens"])
             self._loaded = True
 
@@ -196,16 +191,16 @@ class Throughput(Callback):
         if found is not None and samples and run.progress.samples:
             # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
             # not.
-            self._counted = Flops(found.model / samples, found.hardware / samples)
+            self._counted = found / samples
             self._tokens = run.progress.tokens / run.progress.samples
 
-    def _done(self, run: Run) -> Flops:
+    def _done(self, run: Run) -> float:
         """Return the operations since the run began, on all devices."""
         if self._counted is None:
-            return Flops(0, 0)
+            return 0.0
         progress = run.progress
         samples = progress.tokens / self._tokens if self._tokens else progress.samples
-        return Flops(samples * self._counted.model, samples * self._counted.hardware)
+        return samples * self._counted
 
     def _stop(self, run: Run) -> None:
         if self._counting is not None:
@@ -225,10 +220,10 @@ class _LogMark:
     samples: int
     tokens: int
     timing: dict[str, float]
-    flops: Flops
+    flops: float
 
     @classmethod
-    def now(cls, run: Run, flops: Flops) -> _LogMark:
+    def now(cls, run: Run, flops: float) -> _LogMark:
         progress, timing = run.progress, dict(run.timing)
         return cls(time.perf_counter(), progress.steps, progress.samples, progress.tokens, timing, flops)
 
