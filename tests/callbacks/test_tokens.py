@@ -11,7 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from drivetrain import LambdaCallback, OptimizerConfig, WeightAverage
-from drivetrain.data import by_tokens
+from drivetrain.callbacks import SequenceLength
+from drivetrain.data import by_tokens, packed
+from drivetrain.errors import ConfigError
 from drivetrain.task.optim.schedules import warmup_stable_decay
 
 LENGTHS = torch.randint(2, 20, (61,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -107,3 +109,64 @@ def test_a_fit_follows_its_tokens_also_resumed_and_on_two_ranks(config: Any, tmp
     assert [rest[0], *(a + b for a, b in zip(first[1:], rest[1:], strict=True))] == whole
     one, other = on_two_ranks(lambda: counted(tmp_path / "two", batch_size=2, config=config, **TWO))
     assert one == other == [pytest.approx(weights, abs=1e-6), *whole[1:]]
+
+
+def packed_fit(folder: Path | None = None, *, stop: int | None = None, **options: Any) -> list[Any]:
+    """Train on rows of 16 tokens; return the weights, and the samples and tokens of each micro-batch."""
+    shapes: list[Any] = []
+
+    def note(run: Any) -> None:
+        shapes.append([tuple(each.batch["tokens"].shape) for each in run.window.micro_batches])
+
+    files: dict[str, Any] = {} if folder is None else {"run_dir": folder, "checkpoint": True}
+    callbacks = [LambdaCallback(on_step_end=note), *options.pop("callbacks", ())]
+    task = NextToken(OptimizerConfig("sgd", lr=0.5))
+    trainer = quiet(
+        **{"batch_size": 2, "max_epochs": 2, **files, **options}, callbacks=callbacks, max_steps=stop
+    )
+    trainer.fit(task, packed(TEXTS, 16, tokens="tokens"), resume="auto" if folder else None)
+    return [task.head.weight.flatten().tolist(), shapes]
+
+
+GLOBAL: dict[str, Any] = {"gradient_accumulation_steps": "96 tokens"}
+
+
+def test_a_step_has_as_many_tokens_on_any_ranks_and_when_resumed_on_others(tmp_path: Path) -> None:
+    weights, shapes = packed_fit(**GLOBAL)
+    assert [weights, shapes] == packed_fit(gradient_accumulation_steps=3)
+    assert shapes[0] == [(2, 16)] * 3
+    packed_fit(tmp_path, stop=4, **GLOBAL)
+    one, _ = on_two_ranks(lambda: packed_fit(tmp_path, batch_size=1, **GLOBAL, **TWO))
+    assert one == [pytest.approx(weights, abs=1e-6), [[(1, 16)] * len(each) for each in shapes[4:]]]
+
+
+def test_points_in_tokens_are_those_of_the_samples_before() -> None:
+    numbers: dict[str, Any] = {"batch_size": {0: 1, "100 tokens": 3}}
+    assert packed_fit(**numbers) == packed_fit(batch_size={0: 1, "7 samples": 3})
+    _, shapes = packed_fit(gradient_accumulation_steps={0: 1, "0.1K tokens": 2})
+    assert [len(each) for each in shapes[:6]] == [1] * 4 + [2] * 2
+    _, shapes = packed_fit(
+        callbacks=[SequenceLength({0: 4, "40 tokens": 8, "120 tokens": 16}, fields=FIELDS)]
+    )
+    assert [each for ((_, each),) in shapes[:12]] == [4] * 5 + [8] * 5 + [16] * 2
+
+
+FIELDS = ("tokens", "labels", "position_ids")
+REFUSED: dict[str, dict[str, Any]] = {
+    "one has 2 samples on each of 1 processes, 32 tokens. Give '96 tokens'": {
+        "gradient_accumulation_steps": "100 tokens"
+    },
+    "takes a number of tokens": {"gradient_accumulation_steps": "2 epochs"},
+    "changes the tokens of a sample": {**GLOBAL, "callbacks": [SequenceLength(8, fields=FIELDS)]},
+}
+
+
+def test_tokens_that_cannot_be_counted_beforehand_are_refused() -> None:
+    for words, options in REFUSED.items():
+        with pytest.raises(ConfigError, match=words):
+            packed_fit(**options)
+    with pytest.raises(ConfigError, match=r"rows of drivetrain\.data\.packed"):
+        quiet(max_steps=1, **GLOBAL).fit(
+            NextToken(OptimizerConfig("sgd")),
+            DataLoader(TEXTS, batch_size=2, collate_fn=pad),  # type: ignore[arg-type]
+        )

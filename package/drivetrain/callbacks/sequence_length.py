@@ -13,7 +13,7 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.int_schedule import IntSchedule
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import by_name
-from drivetrain.run.settings import check_samples
+from drivetrain.run.settings import check_samples, scheduled_numbers
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -31,7 +31,8 @@ class SequenceLength(Callback):
 
     Args:
         lengths: The longest sequence in tokens, by points of the run: ``{0: 64, "1000 steps": 256}`` or the
-            result of `ramp`; or one number. Points are in steps, whole epochs, or samples of all processes.
+            result of `ramp`; or one number. Points are in steps, whole epochs, or samples or tokens of all
+            processes.
         fields: All tensors to cut with the tokens: names of the batch's fields, such as ``("input_ids",
             "labels", "attention_mask")``, or positions in a tuple. Or a mapping from these to the dimension
             to cut, or several dimensions: ``{"tokens": 1, "mask": (2, 3)}``. By default dimension 1 is cut.
@@ -57,6 +58,12 @@ class SequenceLength(Callback):
             ConfigError: The Trainer may leave samples out.
         """
         check_samples(trainer, "SequenceLength", self.lengths)
+        others = [trainer.gradient_accumulation_steps, *scheduled_numbers(trainer).values()]
+        if any(getattr(each, "unit", "") == "tokens" for each in others):
+            raise ConfigError(
+                "SequenceLength changes the tokens of a sample, so gradient_accumulation_steps and batch_size"
+                " cannot count them beforehand. Give these in samples or steps"
+            )
 
     def on_fit_start(self, run: Run) -> None:
         """Have the training data cut each batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from drivetrain.core.errors import ConfigError
@@ -13,7 +13,7 @@ from drivetrain.core.validation import count
 
 __all__ = ["IntSchedule", "ramp"]
 
-_UNITS = ("steps", "epochs", "samples")
+_UNITS = ("steps", "epochs", "samples", "tokens")
 _START = re.compile(r"0\s*[a-z]*", re.IGNORECASE)
 _EXAMPLE = "{0: 8, '4 epochs': 4}"
 
@@ -23,10 +23,10 @@ class IntSchedule(dict[Any, int]):
 
     Args:
         spec: A number, or a mapping of points to numbers. A point is 0 for the start, or an interval such as
-            "4 epochs". All have one unit: steps, whole epochs, or samples of all processes.
+            "4 epochs". All have one unit: steps, whole epochs, or samples or tokens of all processes.
 
     Attributes:
-        unit: "steps", "epochs" or "samples".
+        unit: "steps", "epochs", "samples" or "tokens".
     """
 
     def __init__(self, name: str, spec: object) -> None:
@@ -44,7 +44,7 @@ class IntSchedule(dict[Any, int]):
                 if first is not None and unit != self.unit:
                     raise ConfigError(
                         f"{name} has points in different units, {first!r} and {point!r}. Give all of them in"
-                        " steps, in epochs, or in samples"
+                        " steps, in epochs, in samples, or in tokens"
                     )
                 first, self.unit = point, unit
             if amount in found:
@@ -69,6 +69,20 @@ class IntSchedule(dict[Any, int]):
         """Return the next point after so many units of the run; None if there is none."""
         index = bisect_right(self._starts, done)
         return self._starts[index] if index < len(self._starts) else None
+
+    def by_samples(self, tokens: Callable[[int], int]) -> IntSchedule:
+        """Return the schedule with its points, which are in tokens, in samples.
+
+        Args:
+            tokens: Returns the tokens of a sample while a number holds.
+        """
+        points: dict[Any, int] = {0: self.first}
+        samples = before = 0
+        for start, number in zip(self._starts, self._numbers, strict=True):
+            if start:
+                samples += -(-(start - before) // tokens(self.at(before)))
+                points[f"{samples} samples"], before = number, start
+        return IntSchedule("points in tokens", points)
 
     def __str__(self) -> str:
         later = (f", {number} from {point} on" for point, number in self.items() if point)
@@ -108,7 +122,8 @@ def ramp(first: int, last: int, *, over: str | int, by: int) -> dict[Any, int]:
     Args:
         first: The number at the start.
         last: The number at the end of `over` and after it.
-        over: The length of the ramp: "5000 steps", "2_000_000 samples", "10 epochs", or a number of steps.
+        over: The length of the ramp: "5000 steps", "2_000_000 samples", "10B tokens", "10 epochs", or a
+            number of steps.
         by: The size of a step; it divides `last - first`.
 
     Raises:
@@ -143,7 +158,7 @@ def _point(name: str, point: Any) -> tuple[int, str]:
     every = Every(point)
     if every.unit not in _UNITS or every.amount != int(every.amount):
         raise ConfigError(
-            f"{name} changes at points in steps, whole epochs, or samples, such as '4 epochs', not at"
+            f"{name} changes at points in steps, whole epochs, samples or tokens, such as '4 epochs', not at"
             f" {point!r}"
         )
     return int(every.amount), every.unit

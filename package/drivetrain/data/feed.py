@@ -18,6 +18,7 @@ from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, first_dimensions
 from drivetrain.data.counting import Measure, count_batch
 from drivetrain.data.fingerprint import Fingerprint, as_text, matches, of_samples
+from drivetrain.data.packing import tokens_per_sample
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.resumption import Resumption, leave_out
 from drivetrain.data.sources import Source
@@ -278,8 +279,8 @@ class Feed:
     def _make_calendar(self, batches: Mapping[Any, int] | int, batch_sizes: IntSchedule | int) -> Calendar:
         source = self.source
         return Calendar(
-            batches,
-            batch_sizes,
+            self._by_samples("gradient_accumulation_steps", batches),
+            self._by_samples("batch_size", batch_sizes),
             length=self._length_now(),
             counts_samples=source.samples_per_epoch is not None,
             shards=source.shard.size,
@@ -287,6 +288,13 @@ class Feed:
             drop_last=source.drop_last,
             exact=source.exact,
         )
+
+    def _by_samples(self, name: str, number: Any, cuts: bool = False) -> Any:
+        """Return a schedule with points in samples, if they are in tokens; `cuts` if it cuts sequences."""
+        if not isinstance(number, IntSchedule) or number.unit != "tokens":
+            return number
+        each = tokens_per_sample(f"{name}={number!r}", self.source.dataset)
+        return number.by_samples(lambda length: min(length, each) if cuts else each)
 
     def cut(self, lengths: IntSchedule, cut: Cut, name: str) -> None:
         """Cut each batch by a function, before the batch is counted.
@@ -302,6 +310,7 @@ class Feed:
         """
         if self._cut is not None:
             raise ConfigError(f"two {name}s would cut the same batches. Give one")
+        lengths = self._by_samples(name, lengths, cuts=True)
         _check_unit(name, lengths, self.calendar)
         self.calendar.lengths, self._cut = lengths, cut
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count, one_of
@@ -145,6 +145,11 @@ class _Packing(NamedTuple):
         """Return the number of a document's tokens."""
         return len(self.read(document)[0])
 
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """The tokens of each row, with padding; None if rows are not padded."""
+        return None if self.boundary == "varlen" else self.length
+
     def rows_of(self, lengths: Sequence[int]) -> list[list[Part]]:
         """Distribute the documents of a buffer over rows."""
         if self.by == "concatenate":
@@ -273,6 +278,7 @@ class PackedDataset(Dataset[Row]):
     def __init__(self, data: Any, form: _Packing) -> None:
         self._data = data
         self._form = form
+        self.tokens_per_sample = form.tokens_per_sample
         has_column = form.tokens in getattr(data, "column_names", ())  # which is read without the others
         lengths = lengths_of(data, form.tokens if has_column else form.size, "packed")
         pieces, self._starts = [], [0]
@@ -309,6 +315,7 @@ class PackedStream(IterableDataset[Row]):
     def __init__(self, data: Iterable[Any], form: _Packing) -> None:
         self._data = data
         self._form = form
+        self.tokens_per_sample = form.tokens_per_sample
         self._before: Any = None
         self._given = 0
         self._skip = 0
@@ -358,6 +365,30 @@ class PackedStream(IterableDataset[Row]):
     def collate_fn(self, rows: list[Row]) -> Batch:
         """Make a batch of rows."""
         return self._form.collate(rows)
+
+
+def tokens_per_sample(name: str, dataset: Any) -> int:
+    """Return the tokens that each sample of a dataset has: packed rows, or what its `tokens_per_sample` says.
+
+    Args:
+        name: What needs it, for the message.
+        dataset: The dataset, or a concatenation, a mixture or a part of such datasets.
+
+    Raises:
+        ConfigError: Samples have different numbers of tokens.
+    """
+    parts = getattr(dataset, "datasets", None) or ([dataset.dataset] if isinstance(dataset, Subset) else [])
+    found: set[Any] = {tokens_per_sample(name, each) for each in parts} or {
+        getattr(dataset, "tokens_per_sample", None)
+    }
+    each = found.pop()
+    if each is None or found:
+        raise ConfigError(
+            f"{name} is in tokens, which needs samples of one number of tokens: rows of"
+            " drivetrain.data.packed, or a dataset with an attribute tokens_per_sample. For samples of other"
+            " lengths take drivetrain.data.by_tokens and a number of micro-batches"
+        )
+    return int(each)
 
 
 def _say(documents: int, tokens: int, rows: int, form: _Packing) -> None:

@@ -89,6 +89,13 @@ def _dry_run(name: str, value: object) -> Any:
     return count(name, value, at_least=1)
 
 
+def _accumulation(name: str, value: Any) -> Any:
+    """Return a number or a schedule of micro-batches, or the tokens of a step."""
+    if isinstance(value, (str, Every)):
+        return Every(token_count(name, value), "tokens")
+    return number_or_schedule(name, value)
+
+
 def _collate(name: str, value: object) -> object:
     if callable(value):
         return value
@@ -183,7 +190,7 @@ CHECKS: Mapping[str, Check] = {
     "seed": count,
     "data_seed": _optional(count),
     "deterministic": flag,
-    "gradient_accumulation_steps": _optional(number_or_schedule),
+    "gradient_accumulation_steps": _optional(_accumulation),
     "max_grad_norm": _optional(_positive),
     "max_grad_value": _optional(_positive),
     "batch_size": _optional(number_or_schedule),

@@ -73,7 +73,7 @@ class RunSettings:
     seed: int = 0
     data_seed: int | None = None
     deterministic: bool = False
-    gradient_accumulation_steps: int | Mapping[Any, int] = 1
+    gradient_accumulation_steps: int | str | Every | Mapping[Any, int] = 1
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
     micro_batch: int | str | None = None
@@ -188,6 +188,12 @@ def check_scheduled_numbers(settings: RunSettings) -> None:
         check_samples(settings, name, schedule)
 
 
+def known_accumulation(settings: RunSettings) -> int | Mapping[Any, int]:
+    """Return the micro-batches of a step; 1 if their number follows from the data, at the start of a fit."""
+    steps = settings.gradient_accumulation_steps
+    return 1 if isinstance(steps, (str, Every)) else steps
+
+
 def scheduled_numbers(settings: RunSettings) -> dict[str, IntSchedule]:
     """Return the numbers that change during a run, by argument."""
     given = {name: getattr(settings, name) for name in ("gradient_accumulation_steps", "batch_size")}
@@ -196,10 +202,10 @@ def scheduled_numbers(settings: RunSettings) -> dict[str, IntSchedule]:
 
 def check_samples(settings: RunSettings, name: str, schedule: IntSchedule) -> None:
     """Check that the samples before each change are known beforehand, if its points count them."""
-    if schedule.unit == "samples" and settings.on_bad_batch == "skip":
+    if schedule.unit in ("samples", "tokens") and settings.on_bad_batch == "skip":
         raise ConfigError(
-            f"{name}={schedule!r} changes after samples, and on_bad_batch='skip' leaves some out. Give"
-            " the points in steps or epochs, or use on_bad_batch='raise'"
+            f"{name}={schedule!r} changes after {schedule.unit}, and on_bad_batch='skip' leaves some out."
+            " Give the points in steps or epochs, or use on_bad_batch='raise'"
         )
 
 
@@ -264,7 +270,7 @@ def brief(value: Any, **usual: Any) -> str:
 
 def _check_graphs(settings: RunSettings) -> None:
     """Check that no gradients accumulate in memory of a CUDA graph, which its next replay overwrites."""
-    config, steps = as_compile(settings.compile), settings.gradient_accumulation_steps
+    config, steps = as_compile(settings.compile), known_accumulation(settings)
     if config is None or not makes_graphs(config):
         return
     given = f"gradient_accumulation_steps={steps}" if most(steps) > 1 else ""
@@ -282,7 +288,7 @@ def check_strategy_settings(settings: RunSettings, strategy: Strategy, batch_siz
     """Give a strategy the Trainer's arguments."""
     asked = SharedSettings(
         batch_size if isinstance(batch_size, (int, Mapping)) else None,
-        settings.gradient_accumulation_steps,
+        known_accumulation(settings),
         settings.max_grad_norm,
         strategy.world_size,
     )

@@ -64,7 +64,14 @@ from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.dry_run import Settings, fitting
-from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
+from drivetrain.trainer.feeds import (
+    batch_sizes,
+    evaluation_feeds,
+    may_change_data,
+    starts_early,
+    train_feed,
+    with_accumulation,
+)
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
@@ -293,6 +300,7 @@ def _fit_run(
     callbacks = settings.callbacks
     changes = body or may_change_data(callbacks)
     feed = train_feed(settings, engine, task, train_data, changes)
+    settings = with_accumulation(settings, feed)
     length = planned_length(settings, feed, engine.strategy.world_size)
     engine.closing.enter_context(known_fit(task, length, engine.progress))
     declared = declared_by(task)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.int_schedule import IntSchedule, at_start, most
+from drivetrain.core.int_schedule import IntSchedule, at_start, most, number_or_schedule
+from drivetrain.core.intervals import Every
 from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data.packing import tokens_per_sample
 from drivetrain.data.reading import is_dataset
+from drivetrain.data.sources import Source
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.epoch_metric import EpochMetric
 from drivetrain.run.hooks import HOOKS, is_used
-from drivetrain.run.settings import RunSettings
+from drivetrain.run.settings import RunSettings, known_accumulation
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, measure_of
+
+Settings = TypeVar("Settings", bound=RunSettings)
 
 
 def train_feed(
@@ -27,7 +33,7 @@ def train_feed(
     Args:
         changes: Whether the user's code may change it during the run.
     """
-    steps, sizes = settings.gradient_accumulation_steps, settings.batch_size
+    sizes = settings.batch_size
     source = as_source(
         data,
         "training",
@@ -43,13 +49,13 @@ def train_feed(
         collate=settings.collate,
         task_collate=info_of(task).collate,
         group_by_length=settings.group_by_length,
-        accumulation=most(steps),
+        accumulation=most(known_accumulation(settings)),
     )
     feed = Feed(
         source,
         engine.transfer,
         measure_of(task),
-        steps,
+        accumulation(settings, source),
         settings.limit_train_batches,
         batch_sizes(settings, data),
         engine.progress,
@@ -64,6 +70,36 @@ def train_feed(
         feed.skip_bad_batches()
     engine.closing.callback(feed.close)
     return feed
+
+
+def accumulation(settings: RunSettings, source: Source) -> int | Mapping[Any, int]:
+    """Return the micro-batches of a step on each process.
+
+    Raises:
+        ConfigError: The tokens of a step are no whole number of micro-batches.
+    """
+    steps = settings.gradient_accumulation_steps
+    if not isinstance(steps, Every):
+        return known_accumulation(settings)
+    tokens, asked = int(steps.amount), f"gradient_accumulation_steps='{steps}'"
+    each = tokens_per_sample(asked, source.dataset) * source.shard.size
+    sizes = settings.batch_size if isinstance(settings.batch_size, Mapping) else {0: source.batch_size or 0}
+    for size in sizes.values():
+        if not size or tokens % (each * size):
+            less = tokens - tokens % (each * size or 1)
+            raise ConfigError(
+                f"{asked} is no whole number of micro-batches: one has {size} samples on each of"
+                f" {source.shard.size} processes, {each * size} tokens. Give '{less or each * size} tokens',"
+                " or another batch size"
+            )
+    return number_or_schedule(asked, {point: tokens // (each * size) for point, size in sizes.items()})
+
+
+def with_accumulation(settings: Settings, feed: Feed) -> Settings:
+    """Return the settings with the number of micro-batches of the training data."""
+    if not isinstance(settings.gradient_accumulation_steps, Every):
+        return settings
+    return replace(settings, gradient_accumulation_steps=dict(feed.calendar.batches))
 
 
 def evaluation_feeds(

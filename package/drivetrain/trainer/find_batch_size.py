@@ -14,6 +14,7 @@ from drivetrain.core.int_schedule import at_start, most
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
 from drivetrain.core.validation import byte_count, count
+from drivetrain.run.settings import known_accumulation
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.data_objects import pick_data
 from drivetrain.trainer.probe import Fit, Settings, probe
@@ -146,8 +147,15 @@ def _peak(
     """Return the bytes at the peak of the second step with batches of a size; None if memory runs out."""
     report = _PeakOfAll(show=False)
     strategy = settings.select_strategy()
-    each = size * most(settings.gradient_accumulation_steps) * strategy.world_size
-    options = {"max_steps": 2, "callbacks": (report,), "batch_size": size, "log_every": None}
+    steps = known_accumulation(settings)
+    each = size * most(steps) * strategy.world_size
+    options = {
+        "gradient_accumulation_steps": steps,
+        "max_steps": 2,
+        "callbacks": (report,),
+        "batch_size": size,
+        "log_every": None,
+    }
     try:
         probe(settings, task, _RepeatedSamples(data, 2 * each), fit, **options)
     except Exception as error:

@@ -71,8 +71,9 @@ class Trainer(RunSettings):
 
     Attributes: Gradient
         gradient_accumulation_steps: Micro-batches per step: a number, or numbers by points of the run, such
-            as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs or samples;
-            see `ramp`. Default: 1. Example: gradient_accumulation_steps=4.
+            as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs, samples or
+            tokens; see `ramp`. Or the tokens of a step over all processes, "524_288 tokens", for samples that
+            have equally many. Default: 1. Example: gradient_accumulation_steps=4.
         max_grad_norm: Clip the gradient's global norm to this; None disables clipping. Default: None.
             Example: max_grad_norm=1.0.
         max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.int_schedule import most
+from drivetrain.run.settings import known_accumulation
 from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class RunRecorder:
         changes["callbacks"] = (*trainer.callbacks, self._recorder)
         changes["log_every"] = "1 step"
         if recording.epoch is not None:
-            batches = recording.epoch * most(trainer.gradient_accumulation_steps)
+            batches = recording.epoch * most(known_accumulation(trainer))
             changes["limit_train_batches"] = min(batches, trainer.limit_train_batches or batches)
         if recording.kind == RESUMED:
             changes["resume"] = "auto"

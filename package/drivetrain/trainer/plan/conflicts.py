@@ -20,7 +20,7 @@ from drivetrain.core.intervals import Every
 from drivetrain.engine.updater import long_warmups
 from drivetrain.run.messages import as_given
 from drivetrain.run.metric_names import MetricNames
-from drivetrain.run.settings import RunSettings
+from drivetrain.run.settings import RunSettings, known_accumulation
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.checks import check_gathering
 from drivetrain.task.optim.config import OptimizerConfig
@@ -47,7 +47,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, length: RunLength) -> 
                 f"max_epochs={max_epochs} is not reached: max_steps={max_steps} ends the run in its epoch "
                 f"{calendar.after(max_steps - 1).epoch + 1}. Give one of them"
             )
-    accumulation = most(settings.gradient_accumulation_steps)
+    accumulation = most(known_accumulation(settings))
     if epoch.batches is not None and accumulation > epoch.batches:
         yield (
             f"gradient_accumulation_steps={accumulation} is more than the {epoch.batches} micro-batches of "

@@ -16,7 +16,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.data import Feed, Shard, Transfer, as_source, batch_size
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule, measure_of
-from drivetrain.trainer.feeds import batch_sizes
+from drivetrain.trainer.feeds import accumulation, batch_sizes
 
 _AT_END = "the end of the run"
 _ENDLESS = 2**40  # steps of a run of unknown length
@@ -71,7 +71,7 @@ class Epoch:
             shuffle=True,
             shard=Shard(0, processes),
         )
-        transfer, steps = Transfer(torch.device("cpu")), settings.gradient_accumulation_steps
+        transfer, steps = Transfer(torch.device("cpu")), accumulation(settings, source)
         limit, sizes = settings.limit_train_batches, batch_sizes(settings, data)
         self.feed = Feed(source, transfer, measure_of(task), steps, limit, sizes)
         self.calendar = self.feed.calendar
@@ -80,7 +80,7 @@ class Epoch:
         each = [batch_size(batch) or 0 for batch in data] if isinstance(data, (list, tuple)) else []
         if each and set(each[:-1]) <= {each[0]} and 0 < each[-1] <= each[0]:
             self.calendar = Calendar(
-                steps, each[0], length=sum(each), shards=processes, limit=self.feed.limit
+                self.calendar.batches, each[0], length=sum(each), shards=processes, limit=self.feed.limit
             )
         self._knows_samples = self.exact and self.calendar.counts_samples
         self._processes = processes

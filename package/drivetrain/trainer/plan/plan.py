@@ -17,7 +17,7 @@ from drivetrain.core.int_schedule import at_start
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.notebook.html import html_table, sparkline
 from drivetrain.data import evaluation_sources
-from drivetrain.run.settings import RunSettings, scheduled_numbers
+from drivetrain.run.settings import RunSettings, known_accumulation, scheduled_numbers
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.task.task import TaskModule, known_fit, overrides, train_loaded
@@ -31,7 +31,7 @@ from drivetrain.trainer.assembly import (
     with_callbacks_of,
 )
 from drivetrain.trainer.data_objects import begun
-from drivetrain.trainer.feeds import evaluation_batch_size
+from drivetrain.trainer.feeds import evaluation_batch_size, with_accumulation
 from drivetrain.trainer.plan.conflicts import (
     interval_conflicts,
     label_conflicts,
@@ -211,6 +211,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         settings = with_callbacks_of(task, settings)
         train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
         epoch = Epoch(settings, task, train_data)
+        settings = with_accumulation(settings, epoch.feed)
         strategy = settings.select_strategy()
         length = planned_length(settings, epoch.feed, strategy.world_size)
         validates = validation_data is not None
@@ -234,7 +235,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             steps=length.steps,
             steps_per_epoch=length.steps_per_epoch,
             unknown=_why_unknown(epoch, length),
-            micro_batches_per_step=at_start(settings.gradient_accumulation_steps),
+            micro_batches_per_step=at_start(known_accumulation(settings)),
             samples_per_step=epoch.window(0),
             scheduled={name: str(each) for name, each in scheduled_numbers(settings).items()},
             last_window=epoch.last_window,
@@ -284,7 +285,7 @@ class _Process:
     def __init__(
         self, settings: RunSettings, strategy: Strategy, built: Built, task: TaskModule, data: Any
     ) -> None:
-        accumulation = at_start(settings.gradient_accumulation_steps)
+        accumulation = at_start(known_accumulation(settings))
         local_size = max(1, strategy.world_size // settings.num_nodes)
         memory = strategy.memory(built.module, built.precision, accumulation > 1, local_size)
         self.memory = built.sizes(memory)
