@@ -64,7 +64,7 @@ def photograph(page: Path, picture: Path, size: tuple[int, int]) -> None:
     options = ["--headless", "--no-sandbox", "--disable-gpu", *window, f"--screenshot={shot}"]
     subprocess.run([chromium, *options, page.resolve().as_uri()], check=True, capture_output=True)
     with Image.open(shot) as image:
-        image.convert("RGB").quantize(96).convert("RGB").save(picture, quality=70, method=6)
+        image.convert("RGB").save(picture, quality=70, method=6)
     print(f"{picture}: {picture.stat().st_size // 1000} kB")
 
 
