@@ -141,7 +141,9 @@ def lightning(tracker: str, dies: int | None) -> None:
         ),
         "tensorboard": lambda: loggers.TensorBoardLogger("run", name="lines"),
         "comet": lambda: loggers.CometLogger(project="lines", tags=["baseline"]),  # online=False disables it
-        "swanlab": lambda: theirs("swanlab.integration.pytorch_lightning", "SwanLabLogger")(project="lines"),
+        "swanlab": lambda: theirs("swanlab.integration.pytorch_lightning", "SwanLabLogger")(
+            project="lines", tags=["baseline"]
+        ),
         "aim": lambda: theirs("aim.pytorch_lightning", "AimLogger")(repo=".", experiment="lines"),
     }
     saver = ModelCheckpoint("checkpoints", every_n_train_steps=CHECKPOINT_EVERY, save_top_k=-1)

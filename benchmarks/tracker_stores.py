@@ -242,7 +242,7 @@ def neptune(folder: Path) -> Found:
     """Read the operations of offline runs."""
     found = Found()
     for path in sorted(folder.rglob("data-*.log")):
-        found.runs.add(path.parts[-3])
+        found.runs.add(path.parts[-2])
         for line in read_lines(path.read_text()):
             each = line["obj"]
             name = "/".join(each["path"])

@@ -174,7 +174,7 @@ def _cells(found: Found, commit: str) -> list[str]:
     resume = "the same run" if len(found.runs) == 1 else f"{len(found.runs)} runs"
     if twice:
         resume += f", {twice} step{'s' * (twice > 1)} twice"
-    if lost := 10 - len(steps):
+    if (lost := 10 - len(steps)) > 0:
         resume += f", {lost} steps lost"
     has_commit = commit in found.commit or found.commit == commit[:7]
     return [
