@@ -129,7 +129,7 @@ def test_an_iterable_is_refused_as_it_is_at_its_end_once_it_has_raised() -> None
         def __iter__(self) -> Any:
             return iter(loader())
 
-    with pytest.raises(DataError, match=r"iterable \(Endless\): one that has raised is at its end"):
+    with pytest.raises(DataError, match=r"iterable \(Endless\): an iterable that has raised is at its end"):
         left_out(Endless())
 
 

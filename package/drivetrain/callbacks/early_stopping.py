@@ -47,8 +47,8 @@ class EarlyStopping(Callback):
             the fit.
 
     Raises:
-        ConfigError: An argument is out of its range; at the start of a fit, the fit cannot give the metric;
-            or, with `strict`, the metric was never logged, which is found after the run is saved.
+        ConfigError: An argument is out of its range, or a fit that begins cannot give the metric. With
+            `strict`, a fit that has saved its end also raises it, if the metric was never logged.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ _OTHERS = {
     "launch": "start a program as several processes, on one machine or many",
     "check-resume": "kill and resume a program, and name the first difference",
     "checkpoint": "list, show, verify or export checkpoints",
-    "runs": "list runs, and show what the time of one went to",
+    "runs": "list runs, and show where the time of a run went",
 }
 """Commands with a module of their own, whose function `run` takes the words after the command."""
 

@@ -22,7 +22,7 @@ def deprecated(what: str, instead: str, *, since: str, removed_in: str, stacklev
         FutureWarning: Always. Python shows it by default wherever the call is, unlike a DeprecationWarning.
     """
     warnings.warn(
-        f"{what} is deprecated since drivetrain {since} and goes in {removed_in}. Use {instead}.",
+        f"{what} is deprecated since drivetrain {since}, and {removed_in} removes it. Use {instead}.",
         FutureWarning,
         stacklevel=stacklevel + 1,
     )

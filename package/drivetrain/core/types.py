@@ -23,8 +23,8 @@ class StepOutput(NamedTuple):
         metrics: Further scalars to log, averaged with the loss's weight.
         media: Images, texts and other values of `drivetrain.loggers` by name, or functions without arguments
             that return one. In training, the media of a step's last micro-batch are logged if a log point
-            follows the step. In an evaluation, the media of each loader's first batch are logged. All others
-            are dropped, and so are those of ranks other than 0; their functions are not called.
+            follows the step. In an evaluation, the media of each loader's first batch are logged. All other
+            media are dropped, and so are all media of ranks other than 0; functions for them are not called.
     """
 
     loss: Tensor | Mapping[str, Any]

@@ -565,10 +565,9 @@ class Feed:
             listed = ", ".join(f"{name}: {size}" for name, size in list(found.items())[:8])
             _LOG.warning(
                 f"the tensors of a batch of the {self.source.name} data differ in their first dimension"
-                f" ({listed}). {batch_size(micro.batch)}, that of the first one, is taken as its number of"
-                " samples, by which its loss is weighted against those of other batches. The task's"
-                " loss_weight(batch), if it is defined, returns the number instead. If each item of a list is"
-                " a single sample, pass DataLoader(data, batch_size=32)"
+                f" ({listed}). The batch counts as {batch_size(micro.batch)} samples, by the first tensor,"
+                " and its loss has that weight. To give another weight, define loss_weight(batch) in the"
+                " task. If each item of a list is a single sample, pass DataLoader(data, batch_size=32)"
             )
 
     def _number(self, position: int, round_: int, is_placeholder: bool) -> int:
@@ -594,8 +593,8 @@ class Feed:
 def _check_unit(name: str, schedule: IntSchedule, calendar: Calendar) -> None:
     if schedule.unit == "samples" and not calendar.counts_samples:
         raise ConfigError(
-            f"{name}={schedule!r} changes after samples, which needs training data that is a dataset with a"
-            " length, read without a batch sampler of your own. Give the points in steps or epochs"
+            f"{name}={schedule!r} changes after samples. The training data must then be a dataset with a"
+            " length, read without a batch sampler of your own. Or give the points in steps or epochs"
         )
 
 

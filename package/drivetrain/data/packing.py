@@ -116,7 +116,7 @@ class _Packing(NamedTuple):
         if self.tokens not in document:
             raise DataError(
                 f"packed(tokens={self.tokens!r}): a document has the columns {', '.join(map(str, document))}."
-                " Name the one of its token ids"
+                " Name the column of the token ids"
             )
         others = set(document) - {self.tokens, self.labels, "attention_mask"}
         if others:

@@ -53,7 +53,7 @@ def as_source(
         data: A DataLoader, a dataset (see `is_dataset`), a list or tuple of batches, or any other iterable of
             batches.
         name: The data's name ("training", "validation", ...), for messages.
-        seed: The run's seed. The seeds of generators that a DataLoader or its samplers have are added to it.
+        seed: The run's seed. If a DataLoader or its samplers have generators, their seeds are added to it.
         batch_size: For a bare Dataset without its own `batch_size`. An IterableDataset without it gives
             ready batches.
         num_workers: Worker processes for a bare Dataset, each with a copy of it.

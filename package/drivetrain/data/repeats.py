@@ -65,8 +65,8 @@ class Repeats:
             return False
         _LOG.warning(
             f"the {self._name} data gives the same samples in several of its {self._workers} workers:"
-            f" {shared} of {len(self._seen)} samples that were compared had come from another one. Each"
-            " worker reads a copy of the whole stream. Divide it in __iter__ by"
+            f" {shared} of {len(self._seen)} compared samples had come from another worker."
+            " Each worker reads a copy of the whole stream. Divide it in __iter__ by"
             " torch.utils.data.get_worker_info(), or use num_workers=1"
         )
         return True

@@ -325,9 +325,10 @@ class IterableSource(Source):
         if position > number:
             _LOG.warning(
                 f"the {self.name} data has no state, so its first {position} batches are drawn again and"
-                " dropped, which is exact if they are the same: its seed, batch_size and num_workers must be"
-                " those of the checkpoint. To resume without drawing, give it state_dict() and"
-                " load_state_dict(state), or use a dataset with an index (__len__ and __getitem__)"
+                " dropped. The resume is exact if they are the same batches: the seed, batch_size and"
+                " num_workers must be those of the checkpoint. To resume without drawing, give it"
+                " state_dict() and load_state_dict(state), or use a dataset with an index (__len__ and"
+                " __getitem__)"
             )
         is_whole, self._restored = not number, False
         repeats = None if position else self._repeats
@@ -375,7 +376,7 @@ class IterableSource(Source):
             return
         self._length_checked = True
         missing = (
-            f" {length - number} batches of the epoch are missing, which counts as complete. If the stream"
+            f" {length - number} batches are missing, and the epoch counts as complete. If the stream"
             " broke off, let it raise an error instead of ending; otherwise"
         )
         _LOG.warning(
@@ -423,9 +424,9 @@ class IterableSource(Source):
         """Refuse, because an iterator that has raised is at its end."""
         raise DataError(
             f"on_bad_batch='skip' with the {self.name} data, which is an iterable"
-            f" ({type(self._data).__name__}): one that has raised is at its end, and the batches after a bad"
-            " one cannot be read. Skip bad samples inside the iterable, give a dataset with a length, or use"
-            " on_bad_batch='raise'"
+            f" ({type(self._data).__name__}): an iterable that has raised is at its end, and the"
+            " batches after a bad one cannot be read. Skip bad samples inside the iterable, give a dataset"
+            " with a length, or use on_bad_batch='raise'"
         )
 
     def count(self, position: int = 0) -> int | None:

@@ -20,8 +20,8 @@ _SHOWN = 100
 """Names of the last calls that a failed rank writes beside its stacks."""
 
 _REMEDY = (
-    "Weights and gradients are matched by their order alone, so a rank has taken those of one part for"
-    " another's; what was saved before is right. Let all ranks run the same blocks, use the same parameters"
+    "Weights and gradients are matched by their order alone, so a rank has mixed up those of two parts;"
+    " what was saved before is right. Let all ranks run the same blocks, use the same parameters"
     " and step the same optimizers, in one order. Draw what is left out (LayerDrop, early exit) from a seed"
     " that all ranks share, or add the sum of the unused outputs or parameters to the loss, times zero;"
     " DeepSpeed needs the latter. Or use strategy 'ddp' with DDPConfig(find_unused_parameters=True)"

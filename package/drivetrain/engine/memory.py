@@ -22,10 +22,10 @@ class MemoryConfig:
 
     Attributes:
         activation_checkpointing: False, or which activations to recompute in backward. True or "full"
-            recomputes those of each repeated block. "selective" keeps the results of matrix products,
-            convolutions and attention and recomputes the rest. A function of (context, operation, *arguments,
-            **keywords) returns a `torch.utils.checkpoint.CheckpointPolicy`. Classes, their names, or globs on
-            the names of modules select the modules to recompute.
+            recomputes the activations of each repeated block. "selective" keeps the results of matrix
+            products, convolutions and attention and recomputes the rest. A function of (context, operation,
+            *arguments, **keywords) returns a `torch.utils.checkpoint.CheckpointPolicy`. Classes, their names,
+            or globs on the names of modules select the modules to recompute.
 
     Raises:
         ConfigError: A value that is not allowed; says what is.

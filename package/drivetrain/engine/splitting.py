@@ -229,7 +229,7 @@ class MicroBatches:
             return
         self._logged_size = self.size
         weighed = "number of samples" if self._weigh is None else "loss_weight"
-        words = f"micro-batch {self.size} of {self._whole} samples, whose parts count by their {weighed}"
+        words = f"micro-batch {self.size}: batches of {self._whole} run in parts, weighted by their {weighed}"
         _LOG.log(logging.INFO if self._show else logging.DEBUG, words)
 
     def _add_parts_note(self, error: Exception) -> None:

@@ -333,7 +333,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
                 raise ConfigError(
                     f"configure_optimizers returned a {type(spec).__name__} for {name!r}; allowed are an"
                     " OptimizerConfig, or a function of the parameters that returns an optimizer or"
-                    " (optimizer, scheduler), whose step() is called after each step, or a TorchSchedule"
+                    " (optimizer, scheduler); the scheduler steps after each step, or is in a TorchSchedule"
                 )
             specs[name] = spec
         return specs
@@ -343,7 +343,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
     raise ConfigError(
         f"configure_optimizers returned {given}; allowed are an OptimizerConfig, a"
         " mapping of names to them, or a function of the parameters that returns an optimizer or"
-        " (optimizer, scheduler), whose step() is called after each step, or a TorchSchedule"
+        " (optimizer, scheduler); the scheduler steps after each step, or is in a TorchSchedule"
     )
 
 

@@ -293,8 +293,8 @@ class Audio(Media):
     """Sound, stored as WAV of 16 bits.
 
     Args:
-        samples: Of shape [samples] or [channels, samples], as torchaudio's: floats from -1 to 1, which are
-            clipped with a warning otherwise, or whole numbers of 16 bits.
+        samples: Sound of shape [samples] or [channels, samples], as in torchaudio: floats from -1 to 1, or
+            whole numbers of 16 bits. Other floats are clipped, with a warning.
         sample_rate: Samples per second.
 
     Attributes:

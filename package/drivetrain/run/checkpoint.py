@@ -271,8 +271,8 @@ def _check_frozen(run: Run, snapshot: Snapshot) -> None:
         )
     if stored is None:
         raise CheckpointError(
-            "the checkpoint holds all parameters, and later ones of this run would lack its frozen ones:"
-            " CheckpointConfig(parameters='trainable'). Resume with parameters='all', or begin a new run from"
+            "the checkpoint holds all parameters, but with CheckpointConfig(parameters='trainable') later"
+            " checkpoints would lack the frozen ones. Resume with parameters='all', or begin a new run from"
             " its weights: task.load_weights(path)"
         )
     mine, theirs = dict(info_of(run.task).origin), origin_of(snapshot.objects.get("hparams"))
@@ -318,7 +318,7 @@ def _check_seed_of_data(run: Run, tree: Any) -> None:
     if feed is not None and tree.get("data_seed", feed.source.seed) != feed.source.seed:
         raise CheckpointError(
             "the checkpoint was saved with another data_seed, or the generator of the training data's"
-            " DataLoader or sampler had another seed: the order of the data would be another one. Give the"
+            " DataLoader or sampler had another seed: the order of the data would differ. Give the"
             " same seed, or begin the data at its start: fit(..., new_data=True)"
         )
 

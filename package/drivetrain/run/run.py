@@ -208,8 +208,8 @@ class Run(RunState):
     def add_assets(self, assets: Assets) -> None:
         """Store files beside the weights of this fit's checkpoints; for `on_fit_start`.
 
-        They replace files of the same names that the task gives, and those of `Trainer(assets=...)` replace
-        them. Rank 0 makes them once, after all callbacks' `on_fit_start`.
+        They replace the task's files of the same names, and the files of `Trainer(assets=...)` replace them.
+        Rank 0 makes them once, after all callbacks' `on_fit_start`.
 
         Args:
             assets: What `Trainer(assets=...)` takes.
@@ -250,7 +250,7 @@ class Run(RunState):
             self.stopping.want_meeting()
 
     def log(self, name: str, value: float | Tensor | Media) -> None:
-        """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
+        """Add a number, or a tensor of one, to the next log point; inside `on_log`, to the current log point.
 
         The name stays as it is given. During an evaluation, such as in `on_evaluation_end`, the number
         becomes one of the evaluation's.

@@ -171,7 +171,7 @@ class DDP(Replicated):
 def _why_whole(config: DDPConfig) -> str:
     """Return why a step cannot bypass DDP's wrapper, as the parts of a batch do; empty if it can."""
     if config.sync_batchnorm:
-        return "with sync_batchnorm each forward waits for those of all other ranks, and one may fail"
+        return "with sync_batchnorm a forward waits for the other ranks' forwards, and one may fail"
     if not config.broadcast_buffers:
         return "with broadcast_buffers=False each rank has different buffers"
     return ""

@@ -83,5 +83,5 @@ def check_assigned_loss(task: nn.Module, loss: nn.Module, overridden: set[str]) 
     if "loss_weight" not in overridden and counts and _has_own_forward(loss):
         raise ConfigError(
             f"{title}, has class weights or an ignore_index, and a forward of its own: what its mean divides"
-            " by is not known. Define loss_weight(self, batch) in the task, which returns it"
+            " by is not known. Define loss_weight(self, batch) in the task to return it"
         )

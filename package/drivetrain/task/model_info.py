@@ -26,7 +26,7 @@ class ModelInfo:
         parallel_plan: How `FSDPConfig(tensor_parallel=2)` splits modules over ranks: styles of
             `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of modules in the
             task. In a name, `*` matches any part between two dots: `"blocks.*.out"`. Or a function that
-            returns the mapping, which is called when modules are split.
+            returns the mapping; it is called when modules are split.
         collate: Makes a batch from a list of samples, for data given as a dataset; None is torch's own
             collation. `Trainer(collate=...)` takes precedence. Worker processes get a copy of it, so it
             should not hold the task.

@@ -139,9 +139,9 @@ class TaskModule(nn.Module):
 
         Instead of this method, a constructor may assign a module, `self.loss = nn.CrossEntropyLoss()`, which
         is called with the outputs and the target that `metric_inputs` finds. The result of a loss of torch
-        with `reduction="sum"` is divided by the number of samples here, and the step multiplies its gradient
-        by it: the gradient is that of the sum, and the values are means. Without a module the default is for
-        models that compute their loss: it takes `outputs.loss`, `outputs["loss"]`, or the first item of a
+        with `reduction="sum"` is divided here by the number of samples, and the step multiplies the gradient
+        by that number: the gradient is the sum's, and the values are means. Without a module the default is
+        for models that compute their loss: it takes `outputs.loss`, `outputs["loss"]`, or the first item of a
         tuple if that is a scalar.
 
         Args:
@@ -413,10 +413,10 @@ class TaskModule(nn.Module):
             labels: Tensor = self.metric_inputs(None, batch)[1]
         except (TypeError, AttributeError, ValueError) as error:  # what None in place of outputs raises
             raise ConfigError(
-                f"{type(self).__name__}.metric_inputs needs the outputs to find the labels ({error}), which"
-                f" {type(self._modules['loss']).__name__} is a mean over: their number is the weight of a"
-                " batch, counted before the forward. Define loss_weight(self, batch) to return it, such as"
-                ' (batch["label"] != -100).sum()'
+                f"{type(self).__name__}.metric_inputs needs the outputs to find the labels ({error})."
+                f" {type(self._modules['loss']).__name__} is a mean over the labels, and their number is the"
+                " weight of a batch, which is counted before the forward. Define loss_weight(self, batch)"
+                ' to return it, such as (batch["label"] != -100).sum()'
             ) from error
         if not isinstance(labels, Tensor):
             raise DataError(

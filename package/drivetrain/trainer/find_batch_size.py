@@ -79,7 +79,7 @@ def find_batch_size(
     if isinstance(data, (DataLoader, IterableDataset)) or not _is_indexed(data):
         raise ConfigError(
             f"find_batch_size makes batches of several sizes, and the data is a {type(data).__name__}. Give a"
-            " dataset with a length, whose samples it can read by number"
+            " dataset with a length and an index"
         )
     if settings.micro_batch is not None:
         raise ConfigError(

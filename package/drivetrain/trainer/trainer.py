@@ -96,8 +96,8 @@ class Trainer(RunSettings):
             shuffles. Default: None. Example: group_by_length="input_ids".
         limit_train_batches: At most this many micro-batches an epoch; a number below 1, such as 0.1, is a
             fraction of them, rounded down, at least one. Default: None. Example: limit_train_batches=0.1.
-        on_bad_batch: What to do with a training batch that the data raises for: "raise", or "skip" to leave
-            it out, report it and count it in `progress.bad_batches`, as long as they are few. Default:
+        on_bad_batch: What to do with a training batch that cannot be made: "raise", or "skip" to leave it
+            out, report it and count it in `progress.bad_batches`, as long as such batches are few. Default:
             "raise". Example: on_bad_batch="skip".
 
     Attributes: Evaluation
@@ -193,10 +193,9 @@ class Trainer(RunSettings):
             validation_data: The same, or a mapping of named loaders; None for none.
             resume: "auto" for the newest good checkpoint of `run_dir` or a fresh start, a path to resume from
                 there, None for a fresh start.
-            optimizer_settings: Which settings of optimizers and schedules, such as the rate, the weight decay
-                and betas, a resume uses if they differ from those of the checkpoint's run: "program" for this
-                program's, "checkpoint" for the checkpoint's, with a warning. Without it a difference is an
-                error.
+            optimizer_settings: Whose settings of optimizers and schedules, such as the rate, the weight decay
+                and betas, a resume uses if the program's and the checkpoint's differ: "program", or
+                "checkpoint", with a warning. Without it a difference is an error.
             new_data: Whether a resume starts at the beginning of the training data, which may be other data,
                 for a second stage of training. Weights, optimizer, schedules, steps and complete epochs
                 continue; an epoch that was under way begins again.
@@ -287,8 +286,8 @@ class Trainer(RunSettings):
             metrics: Whether to return the values of a validation of the same pass too. The data needs
                 targets. A task with a `validation_step` or `predict_step` of its own runs both on each batch;
                 any other runs its forward once.
-            joined: Whether to return one output for all samples, of the same structure as that of a batch:
-                the tensors of the batches are concatenated. Joining holds the outputs in memory twice.
+            joined: Whether to return one output for all samples, with the structure of a batch's output: the
+                tensors of the batches are concatenated. Joining holds the outputs in memory twice.
 
         Returns:
             A list with the outputs of each batch; with `joined` one output; with `save_to` the list of files.
@@ -338,8 +337,8 @@ class Trainer(RunSettings):
         Args:
             task: The task.
             data: As in `fit`.
-            lowest: The rate of the first step. If groups of parameters have rates of their own, it is that of
-                the first, and the others keep their ratio to it.
+            lowest: The rate of the first step. If groups of parameters have rates of their own, it is the
+                first group's rate, and the others keep their ratio to it.
             highest: The rate of the last step.
             steps: The number of steps, at least 20.
             metric: The name of the training loss, if the task names its values itself.

@@ -123,7 +123,7 @@ def test_what_cannot_be_combined_is_refused():
     ):
         with pytest.raises((ConfigError, DataError), match=words):
             combined(sources(), **options)
-    with pytest.raises(DataError, match="is a combination of sources, which is for training"):
+    with pytest.raises(DataError, match="is a combination of sources, and only training takes one"):
         quiet(batch_size=2).validate(Task(), combined(sources()))
     rows = [packed([[1, 2, 3]], 4, boundary=boundary)[0] for boundary in ("positions", "mask")]
     with pytest.raises(DataError, match="the same boundary"):

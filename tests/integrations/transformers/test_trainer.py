@@ -319,7 +319,10 @@ def test_refusals(tmp_path: Path) -> None:
         "a share of a stream": (lambda: streams().train(), "logging_steps=0.5 is a share", "Give max_steps"),
         "a stream": (lambda: trainer(tmp_path, data=Stream(), max_steps=-1), "without a length", "max_steps"),
         "no samples": (lambda: trainer(tmp_path / "empty", data=[]).train(), "train_dataset is empty"),
-        "another's": (lambda: trainer(tmp_path, optimizers=(other, None)).train(), "not those of self.model"),
+        "another's": (
+            lambda: trainer(tmp_path, optimizers=(other, None)).train(),
+            "the optimizer has others",
+        ),
     }
     resume = lambda: trainer(theirs).train(resume_from_checkpoint=True)  # noqa: E731
     cases["their checkpoint"] = (resume, "checkpoints of transformers' own Trainer")

@@ -38,8 +38,8 @@ class ProgressBar(Callback):
     one line per epoch above the bar, with all values. The bar shows as many values as fit in its line, under
     short names (``val loss``) if the full names do not fit.
 
-    In a notebook it is one output of the cell, in HTML: a bar above a table of the latest values, which has a
-    row for each of the last ten epochs. A fit that ends before its last step leaves a bar that says why.
+    In a notebook it is one output of the cell, in HTML: a bar above a table of the latest values, with a row
+    for each of the last ten epochs. A fit that ends before its last step leaves a bar that says why.
 
     Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without control
     characters. The values of a validation between two lines appear in the next::

@@ -59,7 +59,7 @@ class Throughput(Callback):
     the count, so that a resumed run does not count again.
 
     Args:
-        peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute
+        peak_flops: The peak of one device in FLOP/s. By default the GPU's peak in the precision's compute
             dtype, from a table (`drivetrain.callbacks.statistics.peaks`).
         flops_per_sample: Floating-point operations per sample of a forward and backward pass.
         measure_flops: Whether to count them when they are not given.

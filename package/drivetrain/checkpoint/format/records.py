@@ -131,7 +131,7 @@ class Cells:
         numbers: The process of each piece, relative to the first; the last dimension varies fastest.
 
     Raises:
-        DamagedCheckpointError: Two pieces belong to one process, whose file can have only one of a name.
+        DamagedCheckpointError: Two pieces belong to one process: a file can have only one under each name.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -147,8 +147,8 @@ class Cells:
         indices = {number: flat for flat, number in enumerate(self.numbers)}
         if len(indices) != len(self.numbers):
             raise DamagedCheckpointError(
-                f"two pieces of a tensor of shape {list(self.layout.shape)} are in one file, which can have"
-                " only one of a name"
+                f"two pieces of a tensor of shape {list(self.layout.shape)} are in one file. A file can"
+                " have only one piece under each name"
             )
         return indices
 

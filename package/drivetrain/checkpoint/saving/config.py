@@ -55,8 +55,8 @@ class CheckpointConfig:
             step.
         parameters: "all", or "trainable" to leave out the frozen parameters, such as a pretrained model under
             adapters. None leaves out those that the task's `ModelInfo` names, by default none.
-            All buffers stay, because training changes those of frozen modules too (running statistics). A
-            checkpoint then has a fingerprint of the frozen parameters; the program makes them again, and a
+            All buffers stay, because training changes the buffers of frozen modules too (running statistics).
+            A checkpoint then has a fingerprint of the frozen parameters; the program makes them again, and a
             resume checks that they are the same.
         directory: The directory for the checkpoints and the finished run's weights, instead of the run
             directory: a path, or an address such as "s3://bucket/run".

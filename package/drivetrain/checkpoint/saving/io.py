@@ -380,7 +380,7 @@ def _check_free(files: FileSystem, path: str, name: str) -> None:
     if name.startswith(".") or is_set_aside(name):
         raise CheckpointError(
             f"a checkpoint cannot be named {name!r}: names that start with '.' or end with '.bad' (or "
-            "'.bad-2'...) are reserved for unfinished and damaged ones"
+            "'.bad-2'...) are reserved for unfinished and damaged checkpoints"
         )
     if files.kind(path) is not None:
         is_checkpoint = files.kind(files.join(path, MANIFEST)) is not None

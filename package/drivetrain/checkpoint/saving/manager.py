@@ -282,9 +282,9 @@ class CheckpointManager:
         """Remove the checkpoints that a killed job has left and no policy keeps; called when a fit starts.
 
         Args:
-            spared: The path of the checkpoint that the fit resumes from, which is never removed. Its place in
-                a ranking is kept only if `values` has the value that ranked it: the end of an earlier,
-                shorter fit may have added a value that this fit does not have.
+            spared: The path of the checkpoint that the fit resumes from; it is never removed. Its place in a
+                ranking is kept only if `values` has the value that ranked it: the end of an earlier, shorter
+                fit may have added a value that this fit does not have.
             values: The metrics that the fit resumes with.
         """
         self._open()

@@ -168,8 +168,8 @@ def _warn_of_lost(directory: str, files: FileSystem, chosen: str, present: list[
     lost = [each for each in newer if each not in present and not io.exists(files.join(directory, each))]
     if lost:
         _LOG.warning(
-            f"the index of {directory!r} has {', '.join(sorted(lost))}, newer than {chosen}, which were"
-            f" removed or have lost their {MANIFEST}. {chosen} is used"
+            f"the index of {directory!r} has newer checkpoints than {chosen}, but they were removed or"
+            f" have lost their {MANIFEST}: {', '.join(sorted(lost))}. {chosen} is used"
         )
 
 

@@ -137,7 +137,7 @@ def check_same(stored: Json, mine: Fingerprints, where: str, *, may_convert: boo
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
-            f"{where} holds the trained parameters only, and the frozen ones are not those of its run:"
+            f"{where} holds the trained parameters only, and this task's frozen ones differ from its run's:"
             f" {'; '.join(problems[:SHOWN])}{more}. Make the task with the same frozen parameters, such as"
             " from the same pretrained model"
         )

@@ -16,7 +16,7 @@ from drivetrain.data.orders.passes import OrderedByItself, Passes
 def combined(
     sources: Mapping[str, Any], *, samples: Mapping[str, int] | None = None, until: str = "longest"
 ) -> Combined:
-    """Combine datasets, so that each batch is a mapping of names to a batch of each.
+    """Combine datasets, so that each batch is a mapping of their names to a batch from each dataset.
 
     Each source is shuffled by itself, gives each of its samples once, and then begins anew in another order.
     When a new epoch begins, a source continues where it stopped. A batch of size n has n samples of each
@@ -28,7 +28,8 @@ def combined(
             of a batch.
         samples: How many samples of a source belong together, by name; 1 for those that are left out.
         until: When an epoch ends: "longest", when the source that lasts longest has given each sample;
-            "shortest", before the first source begins anew; or the name of a source, when that source has.
+            "shortest", before the first source begins anew; or the name of a source: when that source has
+            given each sample.
 
     Returns:
         A dataset that is training data.

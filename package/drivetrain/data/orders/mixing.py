@@ -50,7 +50,7 @@ def mixture(
         tokens: The column of a sample that has its tokens, or their number, for `by="tokens"`.
 
     Returns:
-        A dataset that is training data, or a stream if a source is one.
+        A dataset for training; a stream if one of the sources is a stream.
 
     Raises:
         ConfigError: Weights and sources do not match, or an argument is out of range.

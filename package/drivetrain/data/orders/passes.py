@@ -62,8 +62,8 @@ class OrderedByItself(ABC):
         """
         if not is_training:
             raise DataError(
-                f"the {name} data is a {self.kind} of sources, which is for training. Give the sources by"
-                f" name: {{{', '.join(f'{each!r}: ...' for each in self.names)}}}"
+                f"the {name} data is a {self.kind} of sources, and only training takes one. Give the sources"
+                f" by name: {{{', '.join(f'{each!r}: ...' for each in self.names)}}}"
             )
         for own, ours in (
             (loader.batch_sampler, (BatchSampler, type(None))),

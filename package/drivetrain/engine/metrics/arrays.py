@@ -40,8 +40,8 @@ def joined(batches: Sequence[Any], padding: float | None = PADDING) -> Any:
         if differing := sorted(leaves.keys() ^ flat[0].keys()):
             raise ValueError(
                 f"the outputs of one batch have {len(leaves)} arrays, those of another {len(flat[0])};"
-                f" not both have {', '.join(differing)}. A metric over the whole set needs the same ones from"
-                " each"
+                f" not both have {', '.join(differing)}. A metric over the whole set needs the same arrays"
+                " from each batch"
             )
     whole = [_join([leaves[path] for leaves in flat], padding) for path in flat[0]]
     return tree_unflatten(whole, tree_structure(batches[0]))

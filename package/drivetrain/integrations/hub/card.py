@@ -46,7 +46,7 @@ class CardData:
         license: The licence's name on the Hub, such as "apache-2.0".
         tags: Tags, besides "drivetrain".
         base_model: The repository or repositories of the weights that training started from. None takes the
-            name that the checkpoint or an adapter's `adapter_config.json` records, if it is one on the Hub.
+            name that the checkpoint or an adapter's `adapter_config.json` records, if the Hub has that name.
         datasets: The names of the data sets on the Hub. If there are none, `Publish` takes the name of the
             training set, provided that the library `datasets` has loaded it from the Hub.
         language: The language or languages, such as "en".

@@ -59,9 +59,9 @@ class Publish(Callback):
 
     Args:
         repository: The repository, such as "organisation/name"; it is made if it is missing.
-        every: When to upload: "end" for once, after training; "save" at each checkpoint; "checkpoint"
-            likewise, with the checkpoint itself as `last-checkpoint`; "all" likewise, with each checkpoint in
-            `checkpoints`.
+        every: When to upload: "end" for once, after training; "save", "checkpoint" and "all" at each
+            checkpoint. "checkpoint" also uploads the checkpoint itself, as `last-checkpoint`; "all" keeps
+            each of them, in `checkpoints`.
         private: Whether a repository that is made is private; None leaves that to the organisation.
         revision: The branch; None for the main one. It is made if it is missing.
         card: The parts of the model card that no run knows, such as the licence.

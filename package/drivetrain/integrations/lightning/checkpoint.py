@@ -73,7 +73,7 @@ def load_checkpoint(
         raise ConfigError(f"load_checkpoint fills a module, not {name}. Make one first: module = Model(...)")
     if not is_torch_file(given):
         raise CheckpointError(
-            f"there is no checkpoint file of Lightning at {given!r}, which is a file with the ending '.ckpt'."
+            f"there is no checkpoint file of Lightning at {given!r}; its name would end with '.ckpt'."
             " The checkpoints of drivetrain are read by task.load_weights(path)"
         )
     found = torch_weights(given)

@@ -115,8 +115,8 @@ class ClosureSteps:
         if engine.strategy.name not in _SERVED or engine.precision.loss_scaling:
             raise StrategyError(
                 f"{type(engine.optimizer.optimizer).__name__} evaluates the loss several times in a step,"
-                f" which strategy {engine.strategy.name!r} with precision {engine.precision.name!r} cannot"
-                f" do. Use one of {', '.join(_SERVED)}, without a loss scale"
+                f" and strategy {engine.strategy.name!r} with precision {engine.precision.name!r} cannot do"
+                f" that. Use one of {', '.join(_SERVED)}, without a loss scale"
             )
         weighted_batches = list(engine.transfer.moving(weighted_batches))
         step_values, metric_inputs = engine.accumulate(weighted_batches)

@@ -118,7 +118,7 @@ class LightningTask(TaskModule):
         return self.hooks.training_step(batch)
 
     def optimize(self, engine: Any, weighted_batches: Any) -> Optimized:
-        """Make one optimizer step, of the batches whose `training_step` returns a loss."""
+        """Make one optimizer step from the batches whose `training_step` returns a loss."""
         if weighted_batches and self.hooks.trains_nothing:
             return collect(engine, weighted_batches)
         if weighted_batches and self.hooks.closures is not None:

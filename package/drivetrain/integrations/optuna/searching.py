@@ -88,7 +88,7 @@ def search(
     pruner: Any = None,
     parallel: int = 1,
 ) -> SearchResult:
-    """Fit a task with many choices of its hyper-parameters, which Optuna makes, and return the best.
+    """Fit a task with many hyper-parameters that Optuna chooses, and return the best.
 
     The search is kept in the Trainer's `run_dir`: each trial's fit in a directory of its own, and the trials
     in a storage. If a search was killed, the same call continues it there: the trial that was running resumes

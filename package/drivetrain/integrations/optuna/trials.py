@@ -82,7 +82,7 @@ class SearchSettings:
         task, changes = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(task, TaskModule) or not isinstance(changes, Mapping):
             raise SearchMistake(
-                "make_task must return a TaskModule, or a pair of one and a mapping of arguments of the"
+                "make_task must return a TaskModule, or a TaskModule and a mapping of arguments of the"
                 f" Trainer such as {{'batch_size': 64}}; not {made!r}"
             )
         if "run_dir" in changes:

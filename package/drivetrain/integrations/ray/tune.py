@@ -23,7 +23,7 @@ def trainable(
     trainer: Trainer,
     metric: str = "validation/loss",
 ) -> Callable[[dict[str, Any]], None]:
-    """Return a function for `ray.tune.Tuner`, each of whose trials is a fit.
+    """Return a function for `ray.tune.Tuner`; each trial is a fit.
 
     A trial reports its values with a checkpoint whenever the metric has a new one. A trial that Ray starts
     from a checkpoint, its own or another trial's, resumes from it, with the optimizer settings of the trial's
@@ -33,7 +33,8 @@ def trainable(
         make_task: Takes the configuration of a trial, and returns a task; or a pair of a task and a mapping
             of the Trainer's arguments that differ in this trial, as for `drivetrain.search`.
         data: As for `Trainer.fit`, or a pair of training and validation data.
-        trainer: The Trainer of each trial, in one process. Each fit has a directory in that of its trial.
+        trainer: The Trainer of each trial, in one process. Each fit has a directory inside its trial's
+            directory.
         metric: The logged name to report by, which the scheduler and `TuneConfig(metric=)` may use.
 
     Raises:
@@ -62,7 +63,7 @@ def trainable(
         task, changes = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
         if not isinstance(task, TaskModule) or not isinstance(changes, Mapping):
             raise ConfigError(
-                "make_task must return a TaskModule, or a pair of one and a mapping of arguments of the"
+                "make_task must return a TaskModule, or a TaskModule and a mapping of arguments of the"
                 f" Trainer, not {made!r}"
             )
         own = dataclasses.replace(trainer, **changes)

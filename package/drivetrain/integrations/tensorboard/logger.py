@@ -156,7 +156,7 @@ class TensorBoardLogger:
         """Continue from `state`, and hide the directory's values from later steps.
 
         Raises:
-            OSError: The hiding event could not be written; it is written before the next one.
+            OSError: The event that hides superseded ones could not be written; the next write tries again.
         """
         self._close_file()
         self._step = int(state["step"])

@@ -31,7 +31,7 @@ class CodeCarbon(Callback):
     One process of each machine measures the whole machine, and the values are sums over all machines:
 
     - ``carbon/energy_kwh`` and ``carbon/emissions_kg`` (of CO2 equivalents), at each log point: those of the
-      fit so far. A resumed fit goes on from those of its checkpoint;
+      fit so far. A resumed fit starts from the values in its checkpoint;
     - ``carbon/epoch_energy_kwh`` and ``carbon/epoch_emissions_kg``, after each epoch: those of the epoch.
 
     At the end of the fit the first two are also a line of ``ledger.jsonl``, whose event is "emissions".

@@ -25,8 +25,8 @@ class TrackioLogger(Tracker):
     Args:
         directory: The folder for values that could not be sent. Default: the run directory.
         project: The project.
-        name: The run's name, by which a resumed fit finds it. Default: that of the run directory with a few
-            random letters.
+        name: The run's name, by which a resumed fit finds it. Default: the name of the run directory with a
+            few random letters.
         group: A group of runs.
         space_id: A Space of the Hub that shows the runs, such as "me/runs". Default: none.
         artifacts: "all" stores each checkpoint and the finished weights as artifacts, "best" the best

@@ -146,7 +146,7 @@ def _fsdp(values: Values) -> Any:
         if given.get("xla_fsdp_settings"):
             raise ConfigError(
                 "fsdp_config has 'xla_fsdp_settings', the options of torch_xla's first FSDP. Here its second"
-                " one runs, 'xla_fsdp_v2', which has none of them: leave them out"
+                " FSDP runs, 'xla_fsdp_v2', without these options: leave them out"
             )
         return XLAFSDPConfig(wrap=wrap, activation_checkpointing=recompute)
     sharding = str(given.get("reshard_after_forward", True)).lower()

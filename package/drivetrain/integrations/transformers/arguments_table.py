@@ -165,7 +165,7 @@ _FULL_EVAL = (
 _PRECISION = (
     _mapped("bf16", '`Trainer(precision="bf16-mixed")`', True),
     _mapped("fp16", '`Trainer(precision="16-mixed")`', True),
-    _mapped("tf32", '`Trainer(precision="tf32")`; "bf16-mixed" and "16-mixed" leave little for it', True),
+    _mapped("tf32", '`Trainer(precision="tf32")`; "bf16-mixed" and "16-mixed" leave it little to do', True),
     _refused("bf16_full_eval", _FULL_EVAL.format("bf16", "bf16-true")),
     _refused("fp16_full_eval", _FULL_EVAL.format("fp16", "16-true")),
     _mapped("activation_checkpointing", '`Trainer(memory={"activation_checkpointing": True})`', True),
@@ -370,7 +370,7 @@ _PLACES = (
     ),
     _mapped(
         "parallelism_config",
-        "`FSDPConfig(sharding=, shard_size=, tensor_parallel=)`; those of sequences are refused",
+        "`FSDPConfig(sharding=, shard_size=, tensor_parallel=)`; sizes that split sequences are refused",
         {"dp_shard_size": 2},
     ),
 )

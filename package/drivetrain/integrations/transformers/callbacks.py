@@ -129,7 +129,7 @@ class CallbackAdapter(OwnCallback):
         control: What the callbacks have asked for.
         train_dataloader: The object that callbacks get under this name; None gives them only the length of an
             epoch.
-        eval_dataloader: Likewise, for the evaluation in progress.
+        eval_dataloader: The object that callbacks get under this name during an evaluation.
         train_metrics: The summary of a finished fit, such as "train_loss" and "train_runtime".
         follows_args: Whether the run's intervals are those of `args`, so that the control tells what is due.
         reports_evaluations: Whether evaluations are logged and their events called here, not by the program.

@@ -75,7 +75,7 @@ def items_of(model: nn.Module) -> LossItems:
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if config is None:
-        return LossItems(samples, problem="it is no model of transformers, which say what their losses count")
+        return LossItems(samples, problem="it is no model of transformers: what its loss counts is unknown")
     kind = _kind(model)
     auxiliary = getattr(config, "output_router_logits", False)
     if auxiliary:

@@ -165,8 +165,8 @@ def described_in(reader: Reader) -> Mapping[str, Any]:
     unstored = stored.get("unstored") if isinstance(stored, dict) else None
     if isinstance(unstored, list) and "model" in unstored:
         raise CheckpointError(
-            f"{reader.path!r} has a model of a class that is not transformers' own, which only your program"
-            f" can make: {task}.from_checkpoint(path, model=...)"
+            f"{reader.path!r} has a model of a class that is not transformers' own. Make the model in your"
+            f" program: {task}.from_checkpoint(path, model=...)"
         )
     raise CheckpointError(
         f"{reader.path!r} was saved by {task}, and has no model of transformers: only checkpoints of a"

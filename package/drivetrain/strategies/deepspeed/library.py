@@ -157,6 +157,6 @@ def check_optimizer(optimizer: Optimizer, allowed: bool) -> None:
     if name in _OF_MATRICES:
         raise ConfigError(f"{given} {name} works on whole matrices. Use strategy 'ddp' with it. {others}")
     raise ConfigError(
-        f"{given} {name} is not known to compute the same on those. {others}; if {name} is elementwise, give"
-        ' DeepSpeedConfig(config={"zero_allow_untested_optimizer": True})'
+        f"{given} {name} is not known to compute the same on flat pieces. {others}; if {name} is elementwise,"
+        ' give DeepSpeedConfig(config={"zero_allow_untested_optimizer": True})'
     )

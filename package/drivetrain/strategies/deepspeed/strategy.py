@@ -85,10 +85,10 @@ class DeepSpeed(Strategy):
     needs = "the package deepspeed; several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
     refusals: Mapping[str, str] = {
         "skipping": (
-            "DeepSpeed's engine reduces, shards and accumulates gradients in its own memory, which only an"
-            " step clears"
+            "DeepSpeed's engine reduces, shards and accumulates gradients in its own memory, and only a"
+            " step clears that memory"
         ),
-        "value_clipping": "DeepSpeed's optimizers read gradients of their own, which it clips by the norm",
+        "value_clipping": "DeepSpeed's optimizers read their own gradients, which are clipped by the norm",
         "averages": "DeepSpeed's optimizers update weights of their own",
         "generators": (
             "DeepSpeed's engine has one optimizer, and reduces the gradients of all parameters in every"

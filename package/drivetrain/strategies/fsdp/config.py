@@ -25,8 +25,8 @@ class FSDPConfig:
         wrap: The modules whose parameters are gathered together: "auto" for each of the model's repeated
             blocks, the names of classes, a minimum number of parameters, a function of a module, or () for
             the whole model at once.
-        shard_size: With "hybrid", the number of processes that a parameter is sharded over; None means those
-            of a machine.
+        shard_size: With "hybrid", the number of processes that a parameter is sharded over; None means the
+            processes of a machine.
         tensor_parallel: The number of neighbouring processes that split the modules of the task's
             `parallel_plan`; they get the same data. 1 ignores the plan.
         ignored: Names of parameters or modules, or globs on them (`*` crosses dots), that every process keeps

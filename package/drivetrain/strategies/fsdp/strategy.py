@@ -353,7 +353,7 @@ class FSDP(Strategy):
             average_gradients(self._ignored, self.world_size)
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
-        """Average the gradients of ignored parameters in a generator step; torch reduces those of shards."""
+        """Average the gradients of ignored parameters in a generator step; torch reduces the others."""
         mine = {id(each) for each in parameters}
         ignored = [each for each in self._ignored if id(each) in mine]
         if ignored:

@@ -80,7 +80,8 @@ class OptimizerConfig:
         parameters: Globs on the names of the parameters to train; None trains all.
         decay_all: Whether weight decay applies to every parameter.
         decayed: The names of the parameters with weight decay, instead of the rule of `weight_decay`. A
-            parameter with several names has it if its first one is among them. Excludes `decay_all`.
+            parameter with several names has weight decay if its first name is among them. Excludes
+            `decay_all`.
         max_grad_norm: Clip the gradient's norm to this; None uses the Trainer's.
         fused: None uses torch's fused implementation if there is one, True requires it, and False disables
             it.
@@ -199,8 +200,8 @@ def _check_optimizer(config: OptimizerConfig) -> None:
     if name in ("lbfgs", torch.optim.LBFGS):
         raise ConfigError(
             "the optimizer 'lbfgs' cannot be used here: it evaluates the loss many times per step through "
-            "a closure, which accumulation, loss scaling and clipping do not allow. Write your own loop for "
-            "it"
+            "a closure, and accumulation, loss scaling and clipping do not allow that. Write your own loop "
+            "for it"
         )
     if isinstance(name, Optimizer):
         raise ConfigError(

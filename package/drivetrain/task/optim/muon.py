@@ -174,7 +174,8 @@ def muon(
 
     Args:
         param_groups: torch parameter groups.
-        lr: The base learning rate of groups without one; `weight_decay` likewise. For both parts.
+        lr: The base learning rate, in both parts, of groups without one; `weight_decay` is the same for
+            weight decay.
         module: The module that holds the parameters; decides which are embeddings and norms, and their names.
         adamw_parameters: Globs on the names of further parameters for AdamW.
         momentum: Muon's, as are `nesterov`, `ns_coefficients` and `ns_steps`; see `torch.optim.Muon`.

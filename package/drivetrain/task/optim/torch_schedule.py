@@ -98,7 +98,7 @@ class TorchSchedule:
         """Return this schedule; if `scheduler` is a function of the optimizer, it is called first.
 
         Raises:
-            ConfigError: There is no scheduler, one of another optimizer, or one whose state cannot be kept.
+            ConfigError: There is no scheduler, it has another optimizer, or its state cannot be kept.
         """
         found = self.scheduler
         if not callable(getattr(found, "step", None)) or isinstance(found, type):

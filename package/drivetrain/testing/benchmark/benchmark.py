@@ -98,7 +98,7 @@ def run_turns(
     job, uses_cuda = detect(os.environ), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if uses_cuda or (job is not None and job.world_size > 1):
         why = (
-            "has used CUDA, which its forks cannot"
+            "has used CUDA, so its forks cannot use it"
             if uses_cuda
             else "is a rank, and a benchmark starts its own"
         )

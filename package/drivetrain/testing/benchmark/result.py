@@ -39,7 +39,7 @@ class BenchmarkRow:
         samples_per_second: Samples of all processes.
         tokens_per_second: Tokens of all processes, if the task counts them in `tokens`.
         peak_memory: Bytes of one process at the peak of a step. On a GPU torch's allocator counts them; on a
-            CPU they are those of the tensors that `MemoryReport` finds.
+            CPU they are the bytes of the tensors that `MemoryReport` finds.
         first_step_seconds: Seconds from before the task is made to the end of the first step.
         processes: The number of processes.
         threads: The threads of each process.

@@ -75,7 +75,8 @@ def check_program(program: Sequence[str], check: Check, nproc: int | None = None
     Args:
         program: A file and its arguments, or "-m", a module and its arguments.
         check: The settings.
-        nproc: Processes to start with `drivetrain launch`. By default one is started, which may start others.
+        nproc: Processes to start with `drivetrain launch`. By default one process starts, and it may start
+            others.
 
     Raises:
         ConfigError: The program does not exist, or makes too few steps.

@@ -134,8 +134,8 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
     ]
     if norms and epoch.has_single_sample:
         yield (
-            f"batch norm ({_some(norms)}) meets a micro-batch of one sample, which has no variance. Use "
-            "larger micro-batches, drop_last=True, or group norm"
+            f"batch norm ({_some(norms)}) meets a micro-batch of one sample, and one sample has no variance."
+            " Use larger micro-batches, drop_last=True, or group norm"
         )
     trained = {id(each) for updater in built.updaters.values() for each in updater.parameters}
     left = [

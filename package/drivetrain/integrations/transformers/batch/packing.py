@@ -78,5 +78,5 @@ def _advice(model: Any, mask: Any, uses_cache: Any) -> str:
         )
     return (
         f'{what}. Give packed(boundary="mask"), if its attention takes a mask of four dimensions; a model'
-        " without borders, such as one with a recurrent state, takes one document a row"
+        " without borders, such as one with a recurrent state, needs rows of one document"
     )

@@ -41,8 +41,8 @@ def modules_beside(attributes: Mapping[str, Any], model: nn.Module, optimizer: A
         _add(found, name, value, of_model, trained)
     if missing := trained - set(map(id, found.parameters())):
         raise ConfigError(
-            f"the optimizer has {len(missing)} parameters that are not those of self.model, nor of a module"
-            " in an attribute of the Trainer, so that no checkpoint would have them. Make it of these in"
+            f"{len(missing)} parameters of the optimizer are neither in self.model nor in a module in an"
+            " attribute of the Trainer, so no checkpoint would have them. Make the optimizer in"
             " create_optimizer, or give optimizer_cls_and_kwargs=(class, arguments)"
         )
     return found

@@ -135,7 +135,7 @@ COUNTERPARTS: Mapping[str, str] = {
     "gather_function": "evaluations join the outputs of all processes, each sample once",
     "neftune_noise_alpha": "`args.neftune_noise_alpha` has it",
     "label_smoother": "TransformersTask(label_smoothing=...) smooths labels",
-    "end": "each verb leaves its process group by itself, so no call is needed at the end of a script",
+    "end": "train, evaluate and predict leave their process group themselves: no call is needed",
 }
 """Sentences that say what to use instead of a name of transformers' Trainer that is not served here."""
 

@@ -127,8 +127,8 @@ class HyperparameterSearch(ABC):
             return dict(self.space(None))
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"hp_space of backend={self.backend.value!r} gets None for a trial, which this backend makes"
-                f" itself, and must return a mapping: {error}"
+                f"hp_space of backend={self.backend.value!r} gets None, because this backend makes the trials"
+                f" itself. It must return a mapping: {error}"
             ) from error
 
     def _evaluated(self, script: Any) -> dict[str, float] | None:

@@ -316,9 +316,7 @@ class Trainer(TheirNames):
         assert self.model_init is not None
         count = number_of_arguments(self.model_init)
         if count > 1:
-            raise ConfigError(
-                "model_init must have no parameter, or one for a trial, which is None outside one"
-            )
+            raise ConfigError("model_init must have no parameter, or one: the trial of a search, else None")
         return self.model_init(*(trial,) * count)
 
     def _check_evaluation(self) -> None:
@@ -464,8 +462,8 @@ class Trainer(TheirNames):
         self._task.watched = list(self.model.modules()) if self._runs_own_code() else [self.model]
         if strategy.sharded and is_overridden(self, "_save"):
             raise ConfigError(
-                f"{type(self).__name__}._save writes the model by itself, which the strategy"
-                f" {strategy.name!r} shards. Train on one device or with 'ddp'"
+                f"{type(self).__name__}._save writes the model itself, but the strategy"
+                f" {strategy.name!r} shards the model. Train on one device or with 'ddp'"
             )
         resumed = run.last_checkpoint
         if resumed is not None and run.engine.ranks.first(lambda: self._folders.lacks(resumed)):
@@ -485,7 +483,7 @@ class Trainer(TheirNames):
 
     @property
     def control(self) -> TrainerControl:
-        """The requests of the callbacks and of a script's methods; those of a step count at its end."""
+        """The requests of the callbacks and of a script's methods, carried out at the end of a step."""
         return self._adapter.control
 
     @control.setter
@@ -834,7 +832,7 @@ class Trainer(TheirNames):
                 `ray.tune.run`; or for a sweep: `project`, `entity`, `name`, `sweep_id` and `metric`.
 
         Returns:
-            transformers' `BestRun`, of several objectives a list of them; None on all ranks but the first.
+            transformers' `BestRun`, or a list of them for several objectives; None on ranks other than 0.
 
         Raises:
             ConfigError: There is no `model_init`, or the backend does not take the options.
@@ -1083,8 +1081,8 @@ class Trainer(TheirNames):
         ours = {id(each) for each in parameters}
         if any(id(each) not in ours for group in made.param_groups for each in group["params"]):
             raise ConfigError(
-                "the optimizer has parameters that are not those of self.model as the strategy has placed"
-                " them. Make it in create_optimizer, or give optimizer_cls_and_kwargs=(class, arguments)"
+                "the strategy has placed self.model's parameters, and the optimizer has others."
+                " Make it in create_optimizer, or give optimizer_cls_and_kwargs=(class, arguments)"
             )
         return made, self._scheduled()
 
@@ -1310,7 +1308,7 @@ class Trainer(TheirNames):
         the arguments too, in training_args.bin.
 
         Args:
-            output_dir: The folder; None for that of the arguments.
+            output_dir: The folder; None takes the arguments' `output_dir`.
             _internal_call: Whether a checkpoint calls this, for its folder `checkpoint-N`.
         """
         run, folder = self._runs.run, self.args.output_dir if output_dir is None else output_dir
