@@ -30,7 +30,7 @@ class ModuleSummary:
         name: Its name; "(own)" for the parameters that are direct attributes of the whole module.
         type: Its class.
         parameters: The number of its parameters.
-        trainable: The number of those that are trained.
+        trainable: The number of its trained parameters.
         bytes: The memory of its parameters.
         dtypes: The dtypes of its parameters.
         shared: The number of parameters that count elsewhere, at the module that has them first.

@@ -139,7 +139,7 @@ def check_users(inodes: Iterable[int]) -> None:
         found = rows.get((there, here), (0, 0))[0] if mine in own else 0
         if found not in (0, os.getuid()):
             raise StrategyError(
-                f"a process of another user, with the number {found}, has connected to this job in place of a"
-                " rank. The job ends: its numbers would be that process's. Run it on a machine, or in a"
+                f"a process of user {found}, not yours, has connected to this job in place of a rank. The job"
+                " ends, because that process could choose its numbers. Run the job on a machine, or in a"
                 " container, that this user cannot use"
             )

@@ -58,7 +58,7 @@ class Media(ABC):
 
     @property
     def data(self) -> bytes:
-        """The content as that of a file."""
+        """The content, as the bytes of a file."""
         if self._data is None:
             self._data, self._source = self._encode(self._source), None
         return self._data

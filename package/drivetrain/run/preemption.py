@@ -136,8 +136,8 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             if self._is_chosen:
                 _LOG.warning(
-                    "preemption: signals reach the main thread alone, and this fit runs in another; it is not"
-                    " ended by them"
+                    "preemption: signals reach the main thread alone, and this fit runs in another thread, so"
+                    " they do not end it"
                 )
             return self
         from drivetrain.distributed.signals import Signals

@@ -425,7 +425,7 @@ class Run(RunState):
 
         Args:
             values: By name.
-            agreed: Whether all ranks have the same values, and have logged the same.
+            agreed: Whether all ranks have the same values, here and in what they have logged.
         """
         # A value that one rank measured of itself, such as its speed, must not make it decide alone.
         logged = {**self._values, **values}

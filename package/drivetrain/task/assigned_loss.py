@@ -77,7 +77,7 @@ def check_assigned_loss(task: nn.Module, loss: nn.Module, overridden: set[str]) 
         raise ConfigError(
             f"{title}(reduction='sum'), with {' and '.join(sorted(own))} of the task: the sum of a step's"
             " losses is exact in the default training_step, weighted by samples. Use reduction='mean', or"
-            " define loss(self, outputs, batch) and loss_weight(self, batch), what that loss is a mean over"
+            " define loss(self, outputs, batch), a mean, and loss_weight(self, batch), its number of items"
         )
     counts = any(counts_labels(each, own_step=True) for each in loss.modules())
     if "loss_weight" not in overridden and counts and _has_own_forward(loss):

@@ -146,7 +146,7 @@ class TaskModule(nn.Module):
 
         Args:
             outputs: The return value of `forward`.
-            batch: The whole batch, on the device. With a module as the loss, also the target alone.
+            batch: The whole batch, on the device. A loss that is a module also takes the target alone.
         """
         if (module := self._modules.get("loss")) is not None:
             inputs = (outputs, batch) if isinstance(batch, Tensor) else self.metric_inputs(outputs, batch)
@@ -202,7 +202,7 @@ class TaskModule(nn.Module):
             optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers,
             which step together from one loss, or in turns by a generator `training_step`. The schedule is a
             `torch.optim.lr_scheduler.LRScheduler` whose `step()` is called after each step, or a
-            `TorchSchedule`, for one that follows epochs or a metric.
+            `TorchSchedule`, for a scheduler that follows epochs or a metric.
         """
         return OptimizerConfig("adamw")
 

@@ -151,8 +151,8 @@ def batch_sizes(settings: RunSettings, data: Any) -> IntSchedule | None:
         return None
     if not is_dataset(data) or isinstance(data, IterableDataset):
         raise ConfigError(
-            f"batch_size={sizes!r} changes during the run, which needs training data that is given as a"
-            f" dataset with a length, but it is a {type(data).__name__}. Pass the dataset itself, and its"
+            f"batch_size={sizes!r} changes during the run. The training data must then be a dataset"
+            f" with a length, not a {type(data).__name__}. Pass the dataset itself, and its"
             " options to the Trainer (num_workers, collate); or change gradient_accumulation_steps"
         )
     own = getattr(data, "batch_size", None)

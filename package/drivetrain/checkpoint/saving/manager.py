@@ -140,7 +140,7 @@ class CheckpointManager:
         """Return the path of the best checkpoint, unverified, or None if there is none.
 
         Args:
-            by: The metric that ranks; None takes that of the first policy that keeps the best.
+            by: The metric that ranks; None takes the metric of the first policy that keeps the best.
 
         Raises:
             ConfigError: No policy ranks by this metric; lists the others.
@@ -190,7 +190,7 @@ class CheckpointManager:
 
         Args:
             metrics: The metrics of the last evaluation, by full name.
-            by: The metric to rank by; None tries that of each policy.
+            by: The metric to rank by; None tries the metric of each policy.
 
         Raises:
             ConfigError: A metric that ranks is missing; lists the others.

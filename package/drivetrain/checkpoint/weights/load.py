@@ -55,7 +55,7 @@ def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
         source: The path; also an address such as "s3://bucket/run".
 
     Returns:
-        The tensors by name; those of a `torch.save` file without the wrappers' "module." and "_orig_mod.".
+        The tensors by name. Names in a `torch.save` file lose the wrappers' "module." and "_orig_mod.".
 
     Raises:
         DamagedCheckpointError: A file is damaged or malformed.

@@ -176,8 +176,8 @@ def same(first: Tensor, second: Tensor) -> bool:
 def differ(first: str, name: str, what: str) -> CheckpointError:
     """Return the error for two names of one tensor that have different values in a source."""
     return CheckpointError(
-        f"{first!r} and {name!r} are one tensor in the module, and differ in {what}. Drop one with "
-        f"`rename`: rename={{{'^' + re.escape(name) + '$'!r}: None}} drops the latter"
+        f"{first!r} and {name!r} are one tensor in the module, and differ in {what}. To drop the "
+        f"second, give rename={{{'^' + re.escape(name) + '$'!r}: None}}"
     )
 
 

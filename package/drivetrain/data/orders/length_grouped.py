@@ -27,8 +27,8 @@ class LengthGroupedSampler(Sampler[int]):
 
     Args:
         lengths: The length of each sample.
-        group_size: The number of samples in a group: give that of one step over all processes. Another group
-            size gives another order.
+        group_size: The number of samples in a group: give the number in one step over all processes. Another
+            group size gives another order.
 
     Raises:
         ConfigError: There are no lengths, or `group_size` is less than 1.

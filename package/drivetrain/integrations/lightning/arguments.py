@@ -282,7 +282,7 @@ def _check_device(given: _Given, device: str | None) -> None:
     if device is not None and device != found and device != "xla":
         raise given.refuse(
             "accelerator",
-            f"strategy={given['strategy']!r} runs on what there is, which is {found!r} on this machine"
+            f"strategy={given['strategy']!r} runs on the machine's device, here {found!r}"
             + (". Hide the GPUs with CUDA_VISIBLE_DEVICES=''" if device == "cpu" else ""),
         )
 

@@ -20,7 +20,7 @@ _TAKEN = ("state_dict", _VERSION, _HPARAMS, "hparams_name")
 
 _AVERAGED = (
     "has averaged weights as 'state_dict' and the model's own as 'current_model_state': the averages are"
-    " read. For the model's own weights, export the latter from Lightning"
+    " read. To have the model's own, export them from Lightning"
 )
 
 _MOST_VALUES = 100_000

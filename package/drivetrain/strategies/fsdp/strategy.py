@@ -417,7 +417,7 @@ def _check_parts(task: nn.Module, parts: Sequence[nn.Module], whole: frozenset[s
             part,
             {names.pop(each): each for each in found},
             lambda dtypes: len(dtypes) <= 1,
-            "which 'fsdp' cannot gather at once: give them one dtype, keep those of one dtype whole by"
+            "which 'fsdp' cannot gather at once: give them one dtype, keep all of one dtype whole by"
             " FSDPConfig(ignored=('name', ...)), freeze them, or use strategy 'ddp'",
         )
 

@@ -44,7 +44,8 @@ class TorchSchedule:
         every: How often `step()` is called, in steps or epochs, such as "1 epoch". With None it is called
             after each step, or with a metric after each validation.
         metric: The full name of the value that is passed to its `step`, such as "validation/loss". After a
-            validation it is a value of that validation; after steps or epochs, the latest of its name.
+            validation it is a value of that validation; after steps or epochs, the latest value under its
+            name.
         required: Whether it is an error if the value was not logged; otherwise that call is left out.
         mode: Whether less ("min") or more ("max") of the value is better, for a `ReduceLROnPlateau`, whose
             own mode must be the same. "auto" checks its mode, which torch sets to "min", against the metric's

@@ -68,7 +68,7 @@ class Plan:
         strategy: The strategy's name, with the stage under "deepspeed".
         processes: How many processes train together.
         parameters: The number of parameters.
-        trainable: The number of those that are trained.
+        trainable: The number of trained parameters.
         memory: Bytes that the first process holds; its shards are the largest. "parameters", "gradients" and
             "optimizer" (its state) are always there. "gathered" are the weights that are whole for a while,
             if weights are sharded. "activations" are what forward keeps for one micro-batch, or backward

@@ -935,8 +935,8 @@ class Trainer(TheirNames):
             if is_of_transformers(path):
                 raise CheckpointError(
                     f"{path!r} has checkpoints of transformers' own Trainer, which cannot be resumed here, or"
-                    f" folders that have lost their {CHECKPOINTS!r}. Load the weights of one with"
-                    " from_pretrained, and train in another output_dir"
+                    f" folders that have lost their {CHECKPOINTS!r}. Load the weights of a folder"
+                    " with from_pretrained, and train in another output_dir"
                 ) from error
             raise MissingCheckpointError(not_there(given, output_dir)) from error
         check_resumable(given, found)
