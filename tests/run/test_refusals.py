@@ -252,7 +252,7 @@ def test_a_resume_into_another_run_is_refused(tmp_path: Path) -> None:
 
     table: dict[str, tuple[Any, ...]] = {
         "seed": (resume(seed=2), "this Trainer has seed=2", "Use Trainer(seed=1)"),
-        "data_seed": (resume(data_seed=2), "another data_seed", "order of the data would be another"),
+        "data_seed": (resume(data_seed=2), "another data_seed", "order of the data would differ"),
         "optimizer": (resume(Regression(OptimizerConfig("adamw", lr=0.1))), "SGD", "AdamW"),
         "architecture": (resume(Wider()), "missing 'more.bias'", "shape (1,) there, (2,) here"),
         "past the end": (resume(max_epochs=2), "past the end", "step 15 in epoch 3", "max_epochs=2"),

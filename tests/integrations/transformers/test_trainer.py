@@ -321,7 +321,7 @@ def test_refusals(tmp_path: Path) -> None:
         "no samples": (lambda: trainer(tmp_path / "empty", data=[]).train(), "train_dataset is empty"),
         "another's": (
             lambda: trainer(tmp_path, optimizers=(other, None)).train(),
-            "the optimizer has others",
+            "are neither in self.model",
         ),
     }
     resume = lambda: trainer(theirs).train(resume_from_checkpoint=True)  # noqa: E731
