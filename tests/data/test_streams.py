@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import drivetrain
-from drivetrain import LambdaCallback, already_split
+from drivetrain import DataError, LambdaCallback, already_split
 from drivetrain.data import as_source
 from drivetrain.data.repeats import Repeats
 from drivetrain.strategies.ddp import DDP
@@ -205,6 +205,18 @@ def test_a_sampler_that_gives_another_order_after_a_resume_is_named_with_what_is
     assert "sampler (Unseeded) gives another order for epoch 0 than before the checkpoint, although" in said
     assert "Samples of this epoch are lost, and others come twice" in said
     assert "on what its state_dict holds" in said
+
+
+def test_the_error_of_a_stream_with_a_state_has_its_position() -> None:
+    class Broken(Stateful):
+        def __iter__(self) -> Iterator[Any]:
+            for number, each in enumerate(super().__iter__()):
+                if number == 10:
+                    raise ValueError("cut short")
+                yield each
+
+    with pytest.raises(DataError, match=r"raised at batch 2 of epoch 0 \(its state: \{'at': 18, .*cut short"):
+        fit(Broken(), batch_size=4)
 
 
 def test_a_stream_that_is_its_own_iterator_goes_on_after_each_batch() -> None:

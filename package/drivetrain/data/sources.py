@@ -14,6 +14,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
@@ -410,7 +411,10 @@ class IterableSource(Source):
             which, what = raised
             failure = self.raised(f"batch {number} of epoch {epoch}{which}", what)
         else:
-            failure = self.failure(WorkerEnded(ended) if ended else error, number, epoch)
+            state = ""
+            with suppress(Exception):  # the state of data that has just raised
+                state = f" (its state: {str(self.snapshot())[:300]})" if self.stateful else ""
+            failure = self.failure(WorkerEnded(ended) if ended else error, number, epoch, state)
         return failure if advice is None else DataError(f"{failure}; {advice}")
 
     def close(self) -> None:

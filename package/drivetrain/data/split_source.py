@@ -231,6 +231,6 @@ def check_division(source: Source, state: Any, position: int) -> None:
     texts = ["not divided" if each is None else f"divided over {each} ranks" for each in (before, now)]
     raise CheckpointError(
         f"the checkpoint's {source.name} data was {texts[0]} and this run's is {texts[1]}, so it is unknown"
-        " which batches were used. Resume on the same number of ranks, or from a checkpoint at the end of an"
-        " epoch"
+        " which batches were used. Resume on the same number of ranks, from a checkpoint at the end of an"
+        " epoch if the data has no state, or begin the data at its start: fit(..., new_data=True)"
     )
