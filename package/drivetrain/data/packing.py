@@ -384,9 +384,9 @@ def tokens_per_sample(name: str, dataset: Any) -> int:
     each = found.pop()
     if each is None or found:
         raise ConfigError(
-            f"{name} is in tokens, which needs samples of one number of tokens: rows of"
-            " drivetrain.data.packed, or a dataset with an attribute tokens_per_sample. For samples of other"
-            " lengths take drivetrain.data.by_tokens and a number of micro-batches"
+            f"{name} is in tokens, which needs a dataset with a length and as many tokens in each sample:"
+            " rows of drivetrain.data.packed, or an attribute tokens_per_sample of the dataset. Give other"
+            " data a number of micro-batches, with drivetrain.data.by_tokens if samples differ in length"
         )
     return int(each)
 
