@@ -139,7 +139,12 @@ def test_folder_that_has_moved_or_has_no_safetensors_files_is_named(tmp_path: Pa
         return TransformersTask(model)
 
     cases = {
-        "moved": (lambda: task("model"), str(tmp_path / "model"), "is no folder now", "a path that stays"),
+        "moved": (
+            lambda: task("model"),
+            str(tmp_path / "model"),
+            "is no folder any more",
+            "a path that stays",
+        ),
         "pickles": (lambda: task("pickles"), "pickles", "no model.safetensors", "save_pretrained"),
     }
     assert_refused(CheckpointError, cases)
