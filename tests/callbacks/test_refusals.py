@@ -30,9 +30,8 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
         "strict": (partial(stopping, strict=1), "strict"),
         "limits, max": (partial(stopping, stop_at=0.5, diverged_at=0.9, mode="max"), "the worse of the two"),
         "min_delta": (partial(stopping, min_delta=0.1), "threshold"),
-        "action": (partial(spike, action="stp"), "did you mean 'stop'"),
-        "roll back": (partial(spike, action="rollback"), "resume from a checkpoint before the spike"),
-        "limit of skip": (partial(spike, max_in_a_row=3), "max_in_a_row=3", "limit of 'skip'"),
+        "roll back": (partial(spike, "rollback"), "by name, as in LossSpike(metric=...)"),
+        "limit of skip": (partial(spike, max_in_a_row=3), "'max_in_a_row'", "'window'"),
         "decay 1": (partial(average, decay=1.0), "below 1"),
         "every of time": (partial(average, every="10 minutes"), "every=", "cannot be a time"),
         "decay of swa": (partial(average, kind="swa", decay=0.9), "decay is for 'ema' alone"),
@@ -40,7 +39,7 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
         "until twice": (partial(freeze, {"encoder": None}, until=3), "leave out until="),
         "until of time": (partial(freeze, "encoder", until="10 minutes"), "'10 minutes'"),
         "misspelt until": (partial(freeze, "encoder", unitl="2 epochs"), "did you mean 'until'"),
-        "point of time": (partial(cut, {0: 8, "1 hour": 16}, "tokens"), "steps, whole epochs, or samples"),
+        "point of time": (partial(cut, {0: 8, "1 hour": 16}, "tokens"), "steps, whole epochs, samples or tokens"),
         "dimension 0": (partial(cut, 8, fields={"labels": 0}), "dimension 0 counts samples"),
         "hook": (partial(cb.LambdaCallback, on_step_ends=print), "did you mean 'on_step_end'"),
     }
@@ -89,7 +88,6 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
     shards = partial(cb.GradientNorms().check_trainer, quiet(), hiding)
     table: dict[str, tuple[Any, ...]] = {
         "average": (on(cb.WeightAverage(), "deepspeed"), "'deepspeed'", "own"),
-        "skip": (on(cb.LossSpike("skip"), "xla"), "action='skip'", "'xla'"),
         "norms": (on(cb.GradientNorms(), "deepspeed"), "GradientNorms with strategy 'deepspeed'"),
         "shards": (shards, "GradientNorms with strategy 'mine': hidden"),
     }  # fmt: skip
@@ -98,11 +96,6 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
         check = partial(cb.MemoryReport().check_trainer, quiet(), strategy)
         table[f"memory {name}"] = (check, f"MemoryReport with strategy '{name}'")
     assert_refused(StrategyError, table)
-    # A skip on an accelerator has to be allowed to wait.
-    kind: Any = SimpleNamespace(name="accelerator", device=torch.device("cuda"), refuses=lambda _: "")
-    skip = partial(cb.LossSpike("skip").check_trainer, quiet(), kind)
-    assert_refused(ConfigError, {"skip": (skip, "action='skip'", "'cuda'", "sync=True")})
-    cb.LossSpike("skip", sync=True).check_trainer(quiet(), kind)
 
 
 def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path) -> None:
@@ -114,8 +107,8 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
     saves: Any = {"run_dir": tmp_path / "saves", "checkpoint": True}
     batch = [default_collate(duels())]
     table: dict[str, tuple[Any, ...]] = {
-        "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
-        "skip of several": (fit(cb.LossSpike("skip"), Duel(), batch), "'loss'", "'discriminator_loss'"),
+        "spike": (fit(cb.LossSpike(metric="los")), "metric='los'", "did you mean 'loss'"),
+        "spike of several": (fit(cb.LossSpike(), Duel(), batch), "'loss'", "'discriminator_loss'"),
         "detector": (fit(cb.NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
         "late assets": (
             fit(cb.LambdaCallback(on_step_end=lambda run: run.add_assets([])), **saves), "for on_fit_start"),

@@ -102,11 +102,6 @@ ONE_RANK = {
     "declared metrics": Row(
         {}, 1, "torchmetrics counts classes by bincount, for each micro-batch", task=Rated, on_cuda=4
     ),
-    'LossSpike("skip")': Row(
-        {"callbacks": [callbacks.LossSpike("skip", window=10, sync=True)]},
-        1,
-        "a spike decides whether the step is made",
-    ),
     "loggers": Row({"loggers": ("csv", "jsonl")}),
     "no log point in 200 steps": Row({}, steps=200),
 }
@@ -126,7 +121,7 @@ WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "GradientNorms": lambda: callbacks.GradientNorms(per_layer=True),
     "DeviceStats": callbacks.DeviceStats,
     "EarlyStopping": lambda: callbacks.EarlyStopping("train/loss", patience=99),
-    "LossSpike": lambda: callbacks.LossSpike("stop", window=10, threshold=1e6),
+    "LossSpike": lambda: callbacks.LossSpike(window=10, threshold=1e6),
     "NonFiniteDetector": callbacks.NonFiniteDetector,
     "MixtureMonitor": lambda: callbacks.MixtureMonitor({"a": (), "b": ()}, lambda each, _: each.sum((1, 2))),
     "MemoryReport": lambda: callbacks.MemoryReport(show=False),

@@ -76,7 +76,7 @@ def as_source(
         DataError: The data is of a kind that cannot be read, is empty, or is a Dataset without a batch size.
     """
     split, whole, reader = None, shard, 0
-    data = divided(data, name, shard) if divides else data
+    data = divided(data, name, shard, divides)
     may_be_empty = isinstance(data, AlreadySplit) and shard.size > 1  # if another rank's part is not
     if isinstance(data, AlreadySplit):
         split, data, shard, reader = data, data.part(shard), WHOLE, shard.rank

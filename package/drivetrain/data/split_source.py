@@ -67,14 +67,16 @@ class AlreadySplit:
         return self.data(*shard) if is_function and not isinstance(self.data, Dataset) else self.data
 
 
-def divided(data: Any, name: str, shard: Shard) -> Any:
+def divided(data: Any, name: str, shard: Shard, divides: bool) -> Any:
     """Return a process's part of a stream, or of a loader of one, that can be divided; else the data itself.
+
+    Without `divides` it is the data itself, too.
 
     Each process begins the first part too, because parts of streams that differ would not have each sample
     once.
     """
     stream: Any = data.dataset if isinstance(data, DataLoader) else data
-    if shard.size == 1 or not can_be_divided(stream):
+    if not divides or shard.size == 1 or not can_be_divided(stream):
         return data
     if (count := shards_of(stream)) < shard.size:
         if shard.rank == 0:

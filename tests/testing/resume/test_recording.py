@@ -31,7 +31,7 @@ def every_callback() -> list[Any]:
     ]
     act += [ours.EarlyStopping("validation/loss", patience=9)]
     act += [
-        ours.LossSpike("skip", window=10),
+        ours.LossSpike(window=10),
         ours.NonFiniteDetector(),
         ours.Profile({"wait": 2, "warmup": 1, "active": 1}),
     ]
