@@ -45,12 +45,12 @@ class Block(nn.Module):
             nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
         )
 
-    def forward(self, x, angles):
+    def forward(self, x, angles, mask=None):
         batch, length, width = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         query, key = rotate(query, angles), rotate(key, angles)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -77,12 +77,15 @@ class GPT(TaskModule):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if writes else 0.02)
 
     def forward(self, tokens):
+        return self.scores(tokens, torch.arange(tokens.shape[1], device=tokens.device))
+
+    def scores(self, tokens, positions, mask=None):
+        """Return the scores of the next bytes. Without a `mask` a byte attends to all before it."""
         pair = torch.arange(0, self.channels, 2, device=tokens.device)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        angles = torch.outer(positions, 10_000.0 ** (-pair / self.channels))
+        angles = positions[..., None] * 10_000.0 ** (-pair / self.channels)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, angles)
+            x = block(x, angles, mask)
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, outputs, batch):  # nats per byte

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,26 @@ def test_the_gpt_trains_and_samples(tmp_path: Path) -> None:
     assert perplexity == pytest.approx(2**bits, rel=1e-3)
     assert "max_steps=40 reached" in printed
     assert "\ndef " in printed
+
+
+@pytest.mark.nightly
+def test_a_killed_pretraining_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    tiny = ["--tokens", "131_072", "--megabytes", "0.2", "--width", "32", "--save-every", "4"]
+    program = [EXAMPLES / "pretrain.py", *tiny]
+    whole = run(*program, "--devices", 1, cwd=tmp_path)
+    two = [sys.executable, *program, "--run-dir", "run", "--strategy", "ddp", "--devices", "2"]
+    process = subprocess.Popen(
+        two, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert any("step 10/" in line for line in process.stdout)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    resumed = run(*program, "--run-dir", "run", "--devices", 1, cwd=tmp_path)
+    assert re.search(r"resume\w* .*step-0000000[48]", resumed)
+    ends = [found(r"(\S+ tokens in \d+ steps)\ntraining loss (\S+)", each) for each in (whole, resumed)]
+    assert ends[0][1] == ends[1][1] == "131,072 tokens in 16 steps"
+    assert float(ends[0][2]) == pytest.approx(float(ends[1][2]), abs=2e-4)
 
 
 RESUMED = """
