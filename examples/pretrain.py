@@ -1,7 +1,7 @@
 """Pretraining in small: a GPT on two sources of packed documents, with a global batch in tokens.
 
     python examples/pretrain.py --tokens 400_000
-    python examples/pretrain.py --tokens 800_000 --run-dir run --devices 2    # killed: kill -9, or Ctrl-C twice
+    python examples/pretrain.py --tokens 800_000 --run-dir run --devices 2    # killed by Ctrl-C twice
     python examples/pretrain.py --tokens 800_000 --run-dir run --devices 1    # goes on with the same batches
 
 The documents are the .py files of Python's standard library and of the installed packages, byte by byte. Of
@@ -15,11 +15,11 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from gpt import GPT
 from torch.nn import functional as F
 
 from drivetrain import CheckpointConfig, Throughput, Trainer
 from drivetrain.data import mixture, packed
+from gpt import GPT
 
 
 class PackedGPT(GPT):

@@ -64,7 +64,7 @@ def test_a_run_that_a_spike_has_stopped_goes_on_without_its_data(tmp_path: Path)
 
 
 def test_all_ranks_judge_the_same_loss(tmp_path: Path) -> None:
-    # Of the second rank's batch; the first rank has the same error, so that no rank is said to have caused it.
+    # It is in the second rank's batch, and the error is of the first rank, which has judged the same loss.
     trainer = stopping(tmp_path, strategy="ddp", devices=2)
     with pytest.raises(DivergenceError, match="a spike at step 11: "):
         trainer.fit(task(), data(23))

@@ -39,7 +39,7 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
         "until twice": (partial(freeze, {"encoder": None}, until=3), "leave out until="),
         "until of time": (partial(freeze, "encoder", until="10 minutes"), "'10 minutes'"),
         "misspelt until": (partial(freeze, "encoder", unitl="2 epochs"), "did you mean 'until'"),
-        "point of time": (partial(cut, {0: 8, "1 hour": 16}, "tokens"), "steps, whole epochs, samples or tokens"),
+        "point of time": (partial(cut, {0: 8, "1 hour": 16}, "tokens"), "epochs, samples or tokens"),
         "dimension 0": (partial(cut, 8, fields={"labels": 0}), "dimension 0 counts samples"),
         "hook": (partial(cb.LambdaCallback, on_step_ends=print), "did you mean 'on_step_end'"),
     }
