@@ -313,9 +313,11 @@ def test_the_page_of_transformers_names_has_all_and_names_what_exists() -> None:
 
 def test_names_and_cells_of_a_table_keep_together_on_a_phone() -> None:
     hooks = site_script("hooks")
-    code = "<code>on_log</code> <code>f(a, b-c=x.y)</code> <pre><code>a.b</code></pre>"
-    kept = code.replace("<code>on_log", '<code class="name">on_log').replace("x.y", "<wbr>x.<wbr>y")
-    kept = kept.replace("f(a", "f(<wbr>a").replace("b-c", '<span class="name">b-c</span>')
+    long, part = 25 * "a", "b-" + 9 * "c"  # a longer word than fits on a line
+    code = f"<code>on_log</code> <code>f(a, x.y)</code> <code>{long}.{part}</code> <pre><code>a</code></pre>"
+    kept = code.replace("<code>on_log", '<code class="name">on_log')
+    kept = kept.replace("f(a, x.y)", '<span class="name">f(a,</span> <span class="name">x.y)</span>')
+    kept = kept.replace(f".{part}", f'.<wbr><span class="name">{part}</span>')
     assert hooks.CODE.sub(hooks._unbroken, code) == kept
     assert hooks.CELL.sub(hooks._wide, "<td>short</td>") == "<td>short</td>"
     assert hooks.CELL.sub(hooks._wide, f"<th>{'word ' * 9}</th>").startswith('<th class="sentence">')

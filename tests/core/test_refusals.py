@@ -34,7 +34,7 @@ def test_intervals_and_stages_that_are_refused() -> None:
         "empty": ({}, "empty mapping"),
         "start": ({"2 epochs": 4}, "no number for the start"),
         "units": ({0: 4, "2 epochs": 8, "100 steps": 2}, "different units"),
-        "half an epoch": ({0: 4, "0.5 epochs": 8}, "steps, whole epochs, or samples"),
+        "half an epoch": ({0: 4, "0.5 epochs": 8}, "steps, whole epochs, samples or tokens"),
         "twice": ({0: 4, 5: 8, "5 steps": 2}, "two numbers for the point '5 steps'"),
         "nothing": ({0: 4, "2 epochs": 0}, "from '2 epochs' on must be a whole number, at least 1"),
     }
