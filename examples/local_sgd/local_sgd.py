@@ -159,7 +159,7 @@ class LocalSGD(Strategy):
         return [*trained, *(each for each in self._module.buffers() if each.is_floating_point())]
 
     def _slots(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the places of the optimizers' tensors, in the same order in every process."""
+        """Return the optimizers' tensors by state and name, in the same order in every process."""
         states = [
             optimizer.state.get(parameter, {})
             for optimizer in self._optimizers.values()

@@ -14,7 +14,7 @@ def old_name() -> None:
 
 
 def test_the_warning_names_the_version_the_replacement_and_the_users_line() -> None:
-    said = r"old_name\(\) is deprecated since drivetrain 0\.1\.0 .* 0\.3\.0\. Use new_name\(\)\."
+    said = r"old_name\(\) is deprecated since drivetrain 0\.1\.0, .* 0\.3\.0 removes it\. Use new_name\(\)\."
     with pytest.warns(FutureWarning, match=said) as warned:
         old_name()
     assert warned[0].filename == __file__

@@ -121,7 +121,7 @@ def test_tensors_that_disagree_about_the_number_of_samples_are_named_once() -> N
         (collated, Measure(), 0),
         (boxes, Measure(), 0),
     ):
-        with heard("edges: 2, nodes: 5.* 2, that of the first one, .*loss_weight") as found:
+        with heard("edges: 2, nodes: 5.* 2 samples, by the first tensor, .*loss_weight") as found:
             read = feed(data, measure=measure)
             assert [each.weight for window in read.windows(0) for each in window.micro_batches]
         assert len(found) == many

@@ -150,7 +150,7 @@ def test_a_connection_of_another_user_is_found() -> None:
         with connection, socket.create_connection(server.getsockname()) as own:
             inode = os.fstat(connection.fileno()).st_ino
             interfaces.check_users([os.fstat(own.fileno()).st_ino])
-            assert f"number {NOBODY}" in _refused(lambda: interfaces.check_users([inode]))
+            assert f"user {NOBODY}" in _refused(lambda: interfaces.check_users([inode]))
             os.kill(stranger, signal.SIGKILL)
             os.waitpid(stranger, 0)
 

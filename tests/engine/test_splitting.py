@@ -172,7 +172,7 @@ def test_micro_batch_auto_finds_the_size_once_keeps_and_logs_it() -> None:
     with heard("micro-batch", logging.INFO) as texts:
         quiet(max_epochs=3, micro_batch="auto", progress_bar=True).fit(task, pairs(16, 8))
     assert [each for each in task.tried if each > 3] == [8, 4]
-    assert any("micro-batch 2 of 8 samples" in each for each in texts)
+    assert any("micro-batch 2: batches of 8 run in parts" in each for each in texts)
 
 
 def test_micro_batch_auto_is_taken_over_on_resume(tmp_path: Path) -> None:

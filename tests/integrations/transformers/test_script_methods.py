@@ -281,7 +281,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     config = transformers.GenerationConfig(do_sample=False, top_p=0.9)
     seq2seq = arguments(tmp_path, transformers.Seq2SeqTrainingArguments, generation_config=config)
     cases: dict[str, Any] = {
-        "a step that divides": (lambda: Divides(Line(), twice), "Divides.training_step", "by nothing"),
+        "a step that divides": (lambda: Divides(Line(), twice), "Divides.training_step", "Do not divide"),
         "a callback in training": (made.train, "before train(), not while it runs"),
         "a configuration": (lambda: hf.Seq2SeqTrainer(model("t5"), seq2seq), "generation_config", "top_p"),
     }

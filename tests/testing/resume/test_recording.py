@@ -43,7 +43,8 @@ def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved() 
     exported = [getattr(ours, name) for name in ours.__all__]
     kinds = {each for each in exported if isinstance(each, type) and issubclass(each, Callback)}
     refused_on_a_cpu = {ours.XLAReport}
-    others = {Callback, ours.SequenceLength, ours.PlotMetrics}  # which need sequences, and metrics to draw
+    # They need sequences, metrics to draw, and a mixture.
+    others = {Callback, ours.SequenceLength, ours.PlotMetrics, ours.MixtureMonitor}
     assert {type(each) for each in every_callback()} >= kinds - others - refused_on_a_cpu
 
     def make() -> Any:
