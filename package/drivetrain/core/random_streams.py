@@ -8,9 +8,8 @@ uninterrupted one, without saving the state of torch's generators.
 
 Python's and numpy's generators are not seeded before every step: it would cost 9 us, as much as all the
 rest of the engine. They are a separate stream for steps that draw from them: seeded at the start, saved in
-checkpoints, and protected from evaluation, logging and epoch hooks by `shielded`. If loading a batch may draw
-from them, they are seeded once more after it, by `seed_after`: so the step draws the same whichever process
-loaded the batch.
+checkpoints, and protected from evaluation, logging and epoch hooks by `shielded`. If loading a batch draws
+from them, training continues from their state after that batch, even if a worker loaded it: see `peek`.
 """
 
 from __future__ import annotations
@@ -86,10 +85,10 @@ def seed_batch(seed: int, epoch: int, position: int) -> None:
 
 
 def seed_after(seed: int) -> None:
-    """Seed the host's generators for the step after the batch of `seed` was loaded.
+    """Seed the host's generators for the step after an iterable has returned the batch of `seed`.
 
-    The batch may have been loaded by a worker, and to find out how much it drew there would cost more than
-    to seed. So the step starts a new stream instead of continuing the batch's.
+    Nobody knows whether, and how much, the iterable or its workers drew. So the step starts a new stream
+    instead of continuing the batch's.
     """
     seed_host(~seed & _MASK)
 
@@ -229,8 +228,21 @@ def load_generator_state(
             generator.bit_generator.state = state
 
 
+def peek() -> tuple[int, float]:
+    """Draw a number from Python's and numpy's generators, which shows whether a batch has moved them.
+
+    A worker sends their states, which take 200 us to copy, only if the batch of that seed drew from them. The
+    process that trains draws the same number after a batch, whoever made it.
+    """
+    return random.getrandbits(64), np.random.random()
+
+
 class HostDraws:
-    """A snapshot of Python's and numpy's global generators."""
+    """A snapshot of Python's and numpy's global generators.
+
+    It is an object, not a tuple of numbers, because the code that pins a worker's tensors would walk through
+    a tuple.
+    """
 
     __slots__ = ("numpy", "python")
 

@@ -17,12 +17,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.core.errors import DataError
-from drivetrain.core.random_streams import ORDER, batch_stream, mix, mix_next, seed_after
+from drivetrain.core.random_streams import ORDER, batch_stream, mix, mix_next, peek, seed_host
 from drivetrain.data.fingerprint import Fingerprint
 from drivetrain.data.keyed_batches import (
     IndexBatch,
     KeyedDataset,
-    WithFingerprint,
+    WithDraws,
     WorkerStart,
     may_draw,
     single_item,
@@ -139,7 +139,7 @@ class IndexedSource(Source):
             self._dataset,  # type: ignore[arg-type]
             batch_sampler=asked,
             num_workers=loader.num_workers,
-            collate_fn=WithFingerprint(self._dataset, self._collate),
+            collate_fn=WithDraws(self._dataset, self._collate),
             pin_memory=self._pin_memory,
             timeout=loader.timeout,
             worker_init_fn=WorkerStart(loader.worker_init_fn),
@@ -301,7 +301,7 @@ class IndexedSource(Source):
                 if skipper is not None:
                     skipper.read, skipper.in_a_row = skipper.read + 1, 0
             if draws:
-                seed_after(indices.seed)
+                peek()
             if indices.slice is not None:
                 yield self._shared_batch(batch, indices, self._dataset.fingerprint)
                 continue
@@ -310,17 +310,22 @@ class IndexedSource(Source):
 
     def _made_by_workers(self, made: Iterator[tuple[Any, IndexBatch]]) -> Iterator[Fetched]:
         for each, indices in made:
-            batch, contents = each if type(each) is not Raised else self._bad(each, indices)
+            batch, draws, contents = each if type(each) is not Raised else self._bad(each, indices)
             if self.skipper is not None and batch is not BAD:
                 self.skipper.read, self.skipper.in_a_row = self.skipper.read + 1, 0
-            if self._draws:
-                seed_after(indices.seed)
+            # The same state as after a batch made here, so that a step that draws from the host's generators
+            # does not depend on the number of workers.
+            if draws is not None:
+                draws.restore()
+            elif self._draws:
+                seed_host(indices.seed)
+                peek()
             if indices.slice is not None:
                 yield self._shared_batch(batch, indices, contents)
             else:
                 yield batch, len(indices), len(indices) if self.knows_samples else None
 
-    def _bad(self, raised: Raised, indices: IndexBatch) -> tuple[Any, None]:
+    def _bad(self, raised: Raised, indices: IndexBatch) -> tuple[Any, None, None]:
         """Return the placeholder for a batch that a worker could not make, or raise."""
         error = raised.error()
         failure = self._failure_of(error, indices, f", in worker {raised.worker} (pid {raised.pid})")
@@ -330,7 +335,7 @@ class IndexedSource(Source):
                 raise DataError(f"{failure}; {advice}") from error
             if self.skipper is None:
                 raise failure from error
-            return self.skipper.skip(failure, error), None
+            return self.skipper.skip(failure, error), None, None
         except DataError:
             self.close()
             raise

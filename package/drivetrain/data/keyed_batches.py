@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert, get_worker_info
 
-from drivetrain.core.random_streams import seed_host
+from drivetrain.core.random_streams import HostDraws, peek, seed_host
 from drivetrain.data.fingerprint import Fingerprint, fingerprint, matches
 from drivetrain.data.rank_rounds import Slice
 from drivetrain.data.skipped_batches import Raised
@@ -46,12 +46,14 @@ class KeyedDataset:
         many: Whether samples may be requested together, by the dataset's `__getitems__` if it has one.
 
     Attributes:
+        unmoved: What `peek` returns in a worker if the last batch has drawn nothing.
         fingerprint: The fingerprint of the last batch's probe; None if it is not reproducible.
         in_worker: Set in workers, which send an exception in place of the batch.
     """
 
     def __init__(self, dataset: Any, draws: bool, many: bool) -> None:
         self.dataset = dataset
+        self.unmoved: tuple[int, float] | None = None
         self.fingerprint: Fingerprint | None = None
         self.in_worker = False
         self._draws = draws
@@ -70,6 +72,9 @@ class KeyedDataset:
         self.fingerprint = None if indices.probe is None else self._reproducible_fingerprint(*indices.probe)
         if self._draws:
             seed_host(indices.seed)
+            if self.in_worker:
+                self.unmoved = peek()
+                seed_host(indices.seed)
         try:
             if self._many is not None:
                 return self._many(list(indices))
@@ -114,21 +119,24 @@ def may_draw(dataset: Any, collate: Any) -> bool:
     return not (ours and type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range))
 
 
-class WithFingerprint:
-    """Collation in a worker, which returns the batch with the fingerprint of its probe."""
+class WithDraws:
+    """Collation in a worker, which adds the generators' state if it has moved, and the fingerprint."""
 
     def __init__(self, dataset: KeyedDataset, collate: Callable[[Any], Any]) -> None:
-        self.dataset = dataset  # the worker's own copy, which holds `fingerprint`
+        self.dataset = dataset  # the worker's own copy, which holds `unmoved`
         self.dataset.in_worker = True
         self.collate = collate
 
-    def __call__(self, samples: Any) -> tuple[Any, Fingerprint | None] | Raised:
+    def __call__(self, samples: Any) -> tuple[Any, HostDraws | None, Fingerprint | None] | Raised:
         if type(samples) is Raised:
             return samples
         try:
-            return self.collate(samples), self.dataset.fingerprint
+            batch = self.collate(samples)
         except Exception as error:
             return Raised(error)
+        unmoved = self.dataset.unmoved
+        draws = None if unmoved is None or peek() == unmoved else HostDraws()
+        return batch, draws, self.dataset.fingerprint
 
 
 def single_item(convert: Callable[[Any], Any], items: Sequence[Any]) -> Any:
