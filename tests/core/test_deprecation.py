@@ -6,17 +6,13 @@ from pathlib import Path
 import pytest
 
 import drivetrain
-from drivetrain.core.deprecation import deprecated
-
-
-def old_name() -> None:
-    deprecated("old_name()", "new_name()", since="0.1.0", removed_in="0.3.0")
+from drivetrain.core.progress import Progress
 
 
 def test_the_warning_names_the_version_the_replacement_and_the_users_line() -> None:
-    said = r"old_name\(\) is deprecated since drivetrain 0\.1\.0, .* 0\.3\.0 removes it\. Use new_name\(\)\."
+    said = r"Progress\.updates is deprecated since drivetrain 0\.1\.0, .* removes it\. Use Progress\.steps\."
     with pytest.warns(FutureWarning, match=said) as warned:
-        old_name()
+        assert Progress(steps=3).updates == 3
     assert warned[0].filename == __file__
 
 

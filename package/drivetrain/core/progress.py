@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from drivetrain.core.deprecation import deprecated
 from drivetrain.core.errors import CheckpointError
 
 
@@ -39,6 +40,12 @@ class Progress:
     skipped: int = 0
     seconds: float = 0.0
     bad_batches: int = 0
+
+    @property
+    def updates(self) -> int:
+        """The older name of `steps`."""
+        deprecated("Progress.updates", "Progress.steps", since="0.1.0", removed_in="0.3.0")
+        return self.steps
 
     def to_json(self) -> dict[str, int | float]:
         """Return all counts by name."""
