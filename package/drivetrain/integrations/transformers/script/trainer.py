@@ -508,7 +508,7 @@ class Trainer(TheirNames):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer of the last fit. One that is set before `train` is used as if it were given."""
+        """The optimizer of the last fit. If you set it before `train`, it is used as if it were given."""
         return self._own_optimizer
 
     @optimizer.setter
