@@ -77,9 +77,8 @@ def fit(data: Any, stop: int | None = None, key: str = "id", **options: Any) -> 
             run.stop("for the test")
 
     options = {"max_epochs": 1, "batch_size": None if isinstance(data, DataLoader) else 2, **options}
-    trainer = quiet(
-        strategy=DDP(world_size=2), devices=2, callbacks=[LambdaCallback(on_step_end=note)], **options
-    )
+    options = {"strategy": DDP(world_size=2), "devices": 2} | options
+    trainer = quiet(callbacks=[LambdaCallback(on_step_end=note)], **options)
     trainer.fit(Task(), data, resume="auto" if "run_dir" in options else None)
     return seen
 
@@ -129,22 +128,27 @@ def interrupted(directory: Path) -> Any:
     given = {"max_epochs": 2, "checkpoint": True}
     whole = fit(files(), run_dir=directory / "whole", **given)
     parts = fit(files(), 9, run_dir=directory / "parts", **given)
-    return whole, parts + fit(files(), run_dir=directory / "parts", **given)
+    within = fit(files(), 2, run_dir=directory / "within", checkpoint=True)
+    limited = fit(files(), run_dir=directory / "limited", checkpoint=True, limit_train_batches=2)
+    epoch = fit(files(), run_dir=directory / "epoch", checkpoint=True)
+    return whole, parts + fit(files(), run_dir=directory / "parts", **given), epoch, within, limited
 
 
-def test_a_resume_goes_on_where_each_rank_was_and_needs_as_many(tmp_path: Path) -> None:
-    for whole, parts in on_two_ranks(interrupted, tmp_path):
+def test_a_resume_within_an_epoch_needs_as_many_ranks_and_one_between_epochs_any_number(
+    tmp_path: Path,
+) -> None:
+    found = on_two_ranks(interrupted, tmp_path)
+    for whole, parts, *_ in found:
         assert whole == parts
-    on_two_ranks(lambda: fit(files(), 2, run_dir=tmp_path / "run", checkpoint=True))
-    options: dict[str, Any] = {
-        "run_dir": tmp_path / "run",
-        "checkpoint": True,
-        "max_epochs": 1,
-        "batch_size": 2,
-    }
+    assert sorted(found[0][2] + found[1][2]) == [*range(23)]
+    alone: dict[str, Any] = {"devices": 1, "strategy": "auto", "checkpoint": True}
     message = "data was divided over 2 ranks and this run's is not divided.*end of an epoch"
-    with pytest.raises(CheckpointError, match=message):
-        quiet(**options).fit(Task(), files(), resume="auto")
+    for name in ("within", "limited"):
+        with pytest.raises(CheckpointError, match=message):
+            fit(files(), run_dir=tmp_path / name, max_epochs=2, **alone)
+    assert sorted(fit(files(), run_dir=tmp_path / "epoch", max_epochs=2, **alone)) == [*range(23)]
+    back = on_two_ranks(lambda: fit(files(), run_dir=tmp_path / "epoch", max_epochs=3, checkpoint=True))
+    assert sorted(back[0] + back[1]) == [*range(23)]
 
 
 def test_streams_that_differ_between_ranks_are_refused() -> None:

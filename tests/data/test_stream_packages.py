@@ -65,7 +65,7 @@ class Task(TaskModule):
 
 
 def fit(
-    make: Callable[[], Any], stop: int | None, run_dir: str, ranks: int = 1
+    make: Callable[[], Any], stop: int | None, run_dir: str, ranks: int = 1, epochs: int = 1
 ) -> tuple[list[int], list[int]]:
     """Return the samples that were used, and those that were decoded."""
     seen: list[int] = []
@@ -81,7 +81,7 @@ def fit(
     options: dict[str, Any] = {"strategy": DDP(world_size=2), "devices": 2} if ranks == 2 else {}
     options["batch_size"] = None if isinstance(data, DataLoader) else 3
     callbacks = [LambdaCallback(on_step_end=note)]
-    trainer = quiet(max_epochs=1, checkpoint=True, run_dir=run_dir, callbacks=callbacks, **options)
+    trainer = quiet(max_epochs=epochs, checkpoint=True, run_dir=run_dir, callbacks=callbacks, **options)
     trainer.fit(Task(), data, resume="auto")
     return seen, [*READ]
 
@@ -122,6 +122,8 @@ def test_another_number_of_ranks_within_an_epoch_is_refused_and_a_lost_buffer_is
     on_two_ranks(lambda: fit(hugging_face, 2, "ranks", 2) and None)
     with pytest.raises(CheckpointError, match="divided over 2 ranks and this run's is not divided"):
         fit(hugging_face, None, "ranks")
+    on_two_ranks(lambda: fit(hugging_face, None, "epoch", 2) and None)
+    assert sorted(fit(hugging_face, None, "epoch", epochs=2)[0]) == [*range(46)]
     whole, parts, _, said = in_parts(lambda: hugging_face().shuffle(seed=3, buffer_size=8), 1, "buffer")
     assert len({*whole}) == 46 > len({*parts})
     assert "another order" in said

@@ -22,7 +22,7 @@ from drivetrain.data.packing import tokens_per_sample
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.resumption import Resumption, leave_out
 from drivetrain.data.sources import Source
-from drivetrain.data.split_source import check_division
+from drivetrain.data.split_source import is_divided_alike
 from drivetrain.data.transfer import MicroBatch, Transfer
 from drivetrain.data.workers.pool import LookAhead
 
@@ -433,6 +433,7 @@ class Feed:
         return {
             "data": source.gathered(source.snapshot() if state is None else state),
             "data_continues": source.gathered({**order, "next": samples}),
+            "data_ended": not self.left_early,
             "data_asked": "" if self._left_out else self._asked,
         }
 
@@ -484,7 +485,8 @@ class Feed:
             CheckpointError: The state is of data that was divided differently, or had another length.
         """
         source, state = self.source, saved["data"]
-        check_division(source, state, position)
+        if not is_divided_alike(source, state, position, saved.get("data_ended", False)):
+            return
         before = source.own_part(saved.get("data_continues"))
         if before is not None:
             source.restore_order(before, position)

@@ -223,16 +223,32 @@ class SplitSource(Source):
         return parts[self.shard.rank] if len(parts) == self.shard.size else None
 
 
-def check_division(source: Source, state: Any, position: int) -> None:
-    """Check that a checkpoint's data was divided as this run's, if its state depends on that."""
+def is_divided_alike(source: Source, state: Any, position: int, has_ended: bool) -> bool:
+    """Return whether a checkpoint's data was divided as this run's, so that its state can be loaded.
+
+    Args:
+        source: This run's data.
+        state: The state of the checkpoint's data.
+        position: The run's position in its epoch.
+        has_ended: Whether the checkpoint's data had been read to the end of its epoch, or not at all.
+
+    Raises:
+        CheckpointError: It was not, and the data does not go on from the start of an epoch.
+    """
     parts = state.get(_PARTS) if isinstance(state, dict) else None
     now = source.shard.size if source.is_split else None
     before = None if parts is None else len(parts)
-    if before == now or not (position or any(each is not None for each in parts or [])):
-        return
+    if before == now:
+        return True
     texts = ["not divided" if each is None else f"divided over {each} ranks" for each in (before, now)]
-    raise CheckpointError(
-        f"the checkpoint's {source.name} data was {texts[0]} and this run's is {texts[1]}, so it is unknown"
-        " which batches were used. Resume on the same number of ranks, from a checkpoint at the end of an"
-        " epoch if the data has no state, or begin the data at its start: fit(..., new_data=True)"
-    )
+    what = f"the checkpoint's {source.name} data was {texts[0]} and this run's is {texts[1]}"
+    has_state = any(each is not None for each in ([state] if parts is None else parts))
+    if position or (has_state and not has_ended):
+        raise CheckpointError(
+            f"{what}, so it is unknown which batches were used. Resume on the same number of ranks, from a"
+            " checkpoint at the end of an epoch that the data was read to, or begin the data at its start:"
+            " fit(..., new_data=True)"
+        )
+    if has_state and source.shard.rank == 0:
+        _LOG.info(f"{what}. The data begins this epoch at its start; its state is not loaded")
+    return False
