@@ -412,9 +412,8 @@ class Engine:
         progress.epoch_batches += len(micro_batches)
         if not applied:
             progress.skipped += 1
-            for updater in self._moving:
-                if updater.unit == "tokens":
-                    updater.set_rate(progress)
+            for updater in self._moving:  # tokens are counted all the same
+                updater.set_rate(progress)
             return StepResult(step_values, False, norm, step)
         progress.steps += 1
         progress.epoch_steps += 1

@@ -191,6 +191,9 @@ def _scheduled(updater: Updater, total_steps: int | None) -> Iterator[tuple[str,
             yield f"the schedule's factor at step {step}", _text(schedule(step))
         for name, value in getattr(schedule, "__dict__", {}).items():
             yield f"the schedule's {name}", _text(value)
+    for each in updater.scheduled:
+        for step in _SAMPLED:
+            yield f"the factor of {each.name} at step {step}", _text(each.factor(step))
     if scheduler is not None:
         yield "the kind of the scheduler", type(scheduler).__name__
         for name, value in scheduler.state_dict().items():

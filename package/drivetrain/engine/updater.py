@@ -23,6 +23,7 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import check_supported
 from drivetrain.strategies.optimizer_step import step as make_step
 from drivetrain.task.optim.build import (
+    ScheduledSetting,
     apply_factor,
     build_optimizer,
     build_schedule,
@@ -31,6 +32,7 @@ from drivetrain.task.optim.build import (
     check_sparse,
     remember_base_rates,
     schedule_lengths,
+    scheduled_settings,
 )
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.given import (
@@ -40,6 +42,7 @@ from drivetrain.task.optim.given import (
     fresh_values,
     given_settings,
     is_restored,
+    return_to_base,
 )
 from drivetrain.task.optim.groups import group_titles
 from drivetrain.task.optim.low_precision import WeightUpdates
@@ -72,6 +75,7 @@ class Updater:
         given: The settings that the user gave, as texts by name; see `note_given`.
         kept: Those that a resume has kept from its checkpoint instead.
         titles: The title of each group in the names of rates; see `group_titles`.
+        scheduled: The other settings of the optimizer that follow schedules.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Updater:
         self.max_grad_norm = max_grad_norm
         self.titles = titles
         self.unit, self.warmup = "steps", 0
+        self.scheduled: tuple[ScheduledSetting, ...] = ()
         self.may_unfuse = False
         self.given: dict[str, str] = {}
         self.kept: dict[str, str] = {}
@@ -118,6 +123,8 @@ class Updater:
             ConfigError: There are some, and `optimizer_settings` is None.
         """
         changed = changes(before, self.given)
+        if settings_of is not None:
+            return_to_base(changed, self.optimizer)
         if settings_of == "checkpoint":  # loading the state has restored them
             self.kept = {name: old for name, (old, _) in changed.items() if is_restored(name)}
             self.given |= self.kept
@@ -144,7 +151,8 @@ class Updater:
     def follows_steps(self) -> bool:
         """Whether something follows each step."""
         timed = self.torch_schedule
-        return self.schedule is not None or (timed is not None and timed.unit == "steps")
+        steps = timed is not None and timed.unit == "steps"
+        return self.schedule is not None or bool(self.scheduled) or steps
 
     def monitored_metric(self) -> tuple[str, str] | None:
         """Return the name of the value that the schedule depends on, and what its steps follow:
@@ -172,14 +180,15 @@ class Updater:
         start_momenta(self.optimizer)
 
     def set_rate(self, progress: Progress) -> None:
-        """Set the learning rate of the next step; does nothing without a schedule of ours."""
+        """Set the learning rate and the scheduled settings of the next step, if they follow our schedules."""
         if self.schedule is not None:
             apply_factor(self.optimizer, self.schedule(getattr(progress, self.unit)))
+        for each in self.scheduled:
+            each.apply(self.optimizer, progress)
 
     def advance(self, progress: Progress) -> None:
         """After a step, set the rate of the next one."""
-        if self.schedule is not None:
-            apply_factor(self.optimizer, self.schedule(getattr(progress, self.unit)))
+        self.set_rate(progress)
         if self.torch_schedule is not None:
             self.torch_schedule.step("steps", progress.steps, _NO_VALUES)
 
@@ -198,15 +207,25 @@ class Updater:
 
     def rates(self) -> dict[str, float]:
         """Return the learning rate now, by group; the names do not depend on the rates."""
-        prefix = "lr" if self.name == DEFAULT else f"lr/{self.name}"
+        return self._by_title("lr", self.titles)
+
+    def scheduled_values(self) -> dict[str, float]:
+        """Return the learning rate and the scheduled settings now, by the names of their logged values."""
+        found = self.rates()
+        for each in self.scheduled:
+            found |= self._by_title(each.name, each.titles)
+        return found
+
+    def _by_title(self, setting: str, titles: Sequence[str]) -> dict[str, float]:
+        prefix = setting if self.name == DEFAULT else f"{setting}/{self.name}"
         groups = self.optimizer.param_groups
-        titles = self.titles
         if len(titles) != len(groups):
             titles = [""] if len(groups) == 1 else [str(index) for index in range(len(groups))]
         return {
-            f"{prefix}/{title}" if title else prefix: float(group["lr"])
+            f"{prefix}/{title}" if title else prefix: float(group[setting])
             for title, group in zip(titles, groups, strict=True)
-            if group["lr"] is not None  # where the optimizer finds its own
+            # None where the optimizer finds its own rate; the base 0 where biases have no weight decay
+            if group.get(setting) is not None and (setting == "lr" or group[f"initial_{setting}"])
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -407,6 +426,8 @@ def build_updaters(
             titles = group_titles(task, optimizer, spec.groups)
             updaters[name] = Updater(name, optimizer, schedule, None, norm, titles)
             updaters[name].unit, updaters[name].warmup, *_ = schedule_lengths(spec, total_steps, calendar)
+            scheduled = scheduled_settings(spec, task, optimizer, total_steps, calendar)
+            updaters[name].scheduled = tuple(scheduled)
         else:
             optimizer, scheduler = made_by(spec, task, weight_updates)
             titles = group_titles(task, optimizer)

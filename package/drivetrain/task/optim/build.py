@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from torch.optim import Optimizer
 from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
-from drivetrain.core.validation import keywords
+from drivetrain.core.progress import Progress
+from drivetrain.core.validation import check_names, keywords
 from drivetrain.task.optim.config import (
     OptimizerConfig,
     OptimizerFactory,
@@ -25,6 +27,7 @@ from drivetrain.task.optim.config import (
 )
 from drivetrain.task.optim.groups import (
     embedding_parameters,
+    group_titles,
     make_groups,
     named_parameters,
     select_parameters,
@@ -37,6 +40,7 @@ from drivetrain.task.optim.schedules import (
     make_schedule,
     warmed_up,
 )
+from drivetrain.task.optim.state import is_setting
 
 # Devices with fused kernels; they are the same for all floating-point dtypes.
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
@@ -104,7 +108,29 @@ def build_optimizer(
     check_parameters(optimizer, module)
     check_sparse(optimizer, module)
     remember_base_rates(optimizer)
+    _remember_scheduled(optimizer, config)
     return optimizer
+
+
+def _remember_scheduled(optimizer: Optimizer, config: OptimizerConfig) -> None:
+    """Store the base value of each setting with a schedule as "initial_weight_decay", for example."""
+    for setting in config.schedules:
+        groups = [group for group in optimizer.param_groups if setting in group]
+        if not groups:
+            allowed = {name for group in optimizer.param_groups for name in group if is_setting(name)}
+            check_names(optimizer_title(config), (setting,), allowed - {"lr", "initial_lr"}, "setting")
+        values = [group[setting] for group in groups]
+        if not all(isinstance(each, Real) and not isinstance(each, bool) for each in values):
+            raise ConfigError(
+                f"schedules={{{setting!r}: ...}} multiplies a number by a factor, and {setting} of"
+                f" {optimizer_title(config)} is {values[0]!r}"
+            )
+        if not any(values):
+            raise ConfigError(
+                f"schedules={{{setting!r}: ...}} gives factors of {setting}, which is 0. Give {setting} too"
+            )
+        for group in groups:
+            group[f"initial_{setting}"] = group[setting]
 
 
 def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> None:
@@ -384,6 +410,46 @@ def build_schedule(
     if config.warmup_power == 1 or schedule is None:
         return schedule
     return warmed_up(schedule, warmup, config.warmup_power - 1)  # its own ramp is linear
+
+
+class ScheduledSetting(NamedTuple):
+    """A setting of an optimizer, other than the rate, that follows a schedule.
+
+    Attributes:
+        name: The setting, such as "weight_decay".
+        unit: "steps" or "tokens"; see `ScheduleLengths`.
+        factor: The factor of its base value.
+        titles: The title of each group in the names of its values; see `group_titles`.
+    """
+
+    name: str
+    unit: str
+    factor: Schedule
+    titles: Sequence[str]
+
+    def apply(self, optimizer: Optimizer, progress: Progress) -> None:
+        """Set the setting in each group that has it; called at every step."""
+        factor, base = self.factor(getattr(progress, self.unit)), f"initial_{self.name}"
+        for group in optimizer.param_groups:
+            if base in group:
+                group[self.name] = group[base] * factor
+
+
+def scheduled_settings(
+    config: OptimizerConfig,
+    module: nn.Module,
+    optimizer: Optimizer,
+    total_steps: int | None,
+    calendar: Calendar | None,
+) -> Iterator[ScheduledSetting]:
+    """Yield the settings of `OptimizerConfig(schedules=)` with their schedules; see `build_schedule`."""
+    for name in config.schedules:
+        alone = config.scheduling(name)
+        factor = build_schedule(alone, total_steps, calendar)
+        if factor is not None:
+            unit = schedule_lengths(alone, total_steps, calendar).unit
+            titles = group_titles(module, optimizer, config.groups, name)
+            yield ScheduledSetting(name, unit, factor, titles)
 
 
 def apply_factor(optimizer: Optimizer, factor: float) -> None:

@@ -76,6 +76,10 @@ class OptimizerConfig:
         total_steps: The steps, or the length such as "10B tokens", over which the schedule runs. None takes
             the run's length: `max_tokens` if that is given, else its steps.
         schedule_options: The named schedule's options, such as ``{"min_ratio": 0.1}``.
+        schedules: Schedules of other numbers among the optimizer's settings, each the name of a row of
+            `SCHEDULES` or a function from the step's number to the factor of the number:
+            ``{"weight_decay": "linear", "momentum": function}``. They have no warm-up and no options, and
+            named ones run over `total_steps` or the run.
         groups: Settings by parameter name; the first that matches wins.
         parameters: Globs on the names of the parameters to train; None trains all.
         decay_all: Whether weight decay applies to every parameter.
@@ -100,6 +104,7 @@ class OptimizerConfig:
     warmup_power: float
     total_steps: int | Every | None
     schedule_options: dict[str, Any]
+    schedules: dict[str, str | Schedule]
     groups: tuple[ParameterGroup, ...]
     parameters: tuple[str, ...] | None
     decay_all: bool
@@ -120,6 +125,7 @@ class OptimizerConfig:
         warmup_power: float = 1.0,
         total_steps: int | str | Every | None = None,
         schedule_options: Mapping[str, Any] | None = None,
+        schedules: Mapping[str, str | Schedule] | None = None,
         groups: ParameterGroup | Sequence[ParameterGroup] = (),
         parameters: str | Sequence[str] | None = None,
         decay_all: bool = False,
@@ -142,6 +148,7 @@ class OptimizerConfig:
             "warmup_power": number("warmup_power", warmup_power, above=0),
             "total_steps": None if total_steps is None else _length("total_steps", total_steps, at_least=1),
             "schedule_options": dict(schedule_options or {}),
+            "schedules": _schedules(schedules or {}),
             "groups": (groups,) if isinstance(groups, ParameterGroup) else tuple(groups),
             "parameters": None if patterns is None else tuple(patterns),
             "decay_all": flag("decay_all", decay_all),
@@ -155,11 +162,33 @@ class OptimizerConfig:
         _check_optimizer(self)
         _check_groups(self)
         _check_schedule(self)
+        for setting in self.schedules:
+            self.scheduling(setting)
+
+    def scheduling(self, setting: str) -> OptimizerConfig:
+        """Return a configuration whose schedule is that of a setting in `schedules`."""
+        given = self.schedules[setting]
+        if setting == "lr" or given == "reduce_on_plateau":
+            remedy = "only the rate can follow a metric" if setting != "lr" else "give schedule= for the rate"
+            raise ConfigError(f"OptimizerConfig(schedules={{{setting!r}: {given!r}}}): {remedy}")
+        try:
+            return OptimizerConfig(schedule=given, total_steps=self.total_steps)
+        except ConfigError as error:
+            raise ConfigError(f"OptimizerConfig(schedules={{{setting!r}: ...}}): {error}") from None
 
     @property
     def factory(self) -> OptimizerFactory:
         """The class or function named by `name`."""
         return OPTIMIZERS[self.name] if isinstance(self.name, str) else self.name
+
+
+def _schedules(given: object) -> dict[str, str | Schedule]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    raise ConfigError(
+        "OptimizerConfig(schedules=) maps settings to schedules, such as {'weight_decay': 'linear'}, not"
+        f" {given!r}. The rate's is schedule="
+    )
 
 
 def _finds_its_rate(kind: type) -> bool:

@@ -16,7 +16,7 @@ from drivetrain.task.optim.state import is_setting, restored_setting
 if TYPE_CHECKING:
     from drivetrain.task.optim.torch_schedule import TorchSchedule
 
-_OF_SCHEDULE = ("schedule", "schedule_options", "warmup_steps", "warmup_ratio", "warmup_power")
+_OF_SCHEDULE = ("schedule", "schedule_options", "schedules", "warmup_steps", "warmup_ratio", "warmup_power")
 _OF_TIMES = ("scheduler every", "scheduler metric")
 _RATE = "initial_lr"
 
@@ -80,9 +80,18 @@ def apply_changes(
                 now = value if not (old and value) or float(rate) == old else float(rate) * value / old
                 group["lr"] = restored_setting(rate, now)
                 setting = _RATE
-            group[setting] = restored_setting(group.get(setting), value)
+            for each in {setting, f"initial_{setting}"} & {setting, *group}:
+                group[each] = restored_setting(group.get(each), value)
     if timed is not None and stored:
         timed.scheduler.load_state_dict(state)
+
+
+def return_to_base(changed: Iterable[str], optimizer: Optimizer) -> None:
+    """Set what a schedule has set to its base value, if the schedule has changed: there may be none now."""
+    for group in optimizer.param_groups if any(name in _OF_SCHEDULE for name in changed) else ():
+        for name in [each for each in group if each.startswith("initial_")]:
+            setting = name.removeprefix("initial_")
+            group[setting] = restored_setting(group[setting], group[name])
 
 
 def fresh_values(optimizer: Optimizer, timed: TorchSchedule | None) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def fresh_values(optimizer: Optimizer, timed: TorchSchedule | None) -> dict[str,
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if is_setting(name) and name != "lr":
+            if is_setting(name) and name != "lr" and (name == _RATE or not name.startswith("initial_")):
                 if isinstance(value, Tensor):
                     value = value.item() if value.numel() == 1 else value.tolist()
                 found[f"{number} {'lr' if name == _RATE else name}"] = value
@@ -135,4 +144,6 @@ def _is_plain(value: Any) -> bool:
 def _text(value: Any) -> str:
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_text(each)}' for key, each in value.items())}}}"
     return repr(list(value) if isinstance(value, tuple) else value)

@@ -65,6 +65,11 @@ class ParameterGroup:
         set_field(self, "weight_decay", decay)
         set_field(self, "options", dict(options))
 
+    def has_own(self, setting: str) -> bool:
+        """Return whether these parameters may have another value of a setting than the rest."""
+        fields = {"lr": (self.lr, self.lr_scale), "weight_decay": (self.weight_decay,)}
+        return setting in self.options or any(each is not None for each in fields.get(setting, ()))
+
     def rate(self, base: float | None) -> float | None:
         """Return the base learning rate of these parameters, given the optimizer's."""
         if self.lr is not None:
@@ -207,12 +212,15 @@ def make_groups(
 
 
 def group_titles(
-    module: nn.Module, optimizer: Optimizer, rules: Sequence[ParameterGroup] | None = None
+    module: nn.Module,
+    optimizer: Optimizer,
+    rules: Sequence[ParameterGroup] | None = None,
+    setting: str = "lr",
 ) -> list[str]:
     """Return a title for each group of an optimizer, for the names under which its rate is logged.
 
     Groups that always have the same rate share a title. "" is that of an only one, and of all parameters
-    without a rate of their own.
+    without a rate of their own. The same holds for another setting.
 
     Args:
         rules: The user's groups, in the order in which they were matched; None for an optimizer that a user
@@ -222,7 +230,7 @@ def group_titles(
     names = {each.parameter: each for each in named_parameters(module)}
     groups = [[names[each] for each in group["params"] if each in names] for group in optimizer.param_groups]
     if rules is not None:
-        return _titles_of_rules(groups, rules)
+        return _titles_of_rules(groups, rules, setting)
     if len(groups) == 1:
         return [""]
     given = [group.get("name") for group in optimizer.param_groups]
@@ -236,13 +244,15 @@ def group_titles(
     return titles if all(titles) and len({*titles}) == len(titles) else [f"{i}" for i in range(len(groups))]
 
 
-def _titles_of_rules(groups: Sequence[Sequence[Any]], rules: Sequence[ParameterGroup]) -> list[str]:
-    """Return the title of the rule that each group follows, if the rule has a rate of its own; else ""."""
+def _titles_of_rules(
+    groups: Sequence[Sequence[Any]], rules: Sequence[ParameterGroup], setting: str
+) -> list[str]:
+    """Return the title of the rule that each group follows, if the rule has its own setting; else ""."""
     known = [_title(rule.pattern) for rule in rules]
     found = []
     for members in groups:
         index = next((i for i, rule in enumerate(rules) if members[0].matches((rule.pattern,))), None)
-        if index is None or rules[index].lr is rules[index].lr_scale is None:
+        if index is None or not rules[index].has_own(setting):
             found.append("")
         else:
             is_clear = known[index] and known.count(known[index]) == 1

@@ -165,7 +165,8 @@ def start_momenta(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
-        if not (group["fused"] and group["momentum"]) or group["dampening"]:
+        momentum = group.get("initial_momentum", group["momentum"])  # a schedule may be at 0 now
+        if not (group["fused"] and momentum) or group["dampening"]:
             continue
         wide = torch.float32 if group.get(WEIGHT_UPDATES, "nearest") != "nearest" else None
         for each in group["params"]:

@@ -31,7 +31,7 @@ _HORIZON = 10_000  # the steps to search for the peak if the run's length is unk
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate over the run; None where it is unknown beforehand.
+    """A learning rate, or another scheduled setting, over the run; None where it is unknown beforehand.
 
     Attributes:
         start: At step 0.
@@ -212,7 +212,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _rates(updater: Updater, whole: Every | None) -> dict[str, Rate]:
     """Return one optimizer's rates at the start, at the peak and at the end of the run."""
     updater.set_rate(Progress())
-    starts = updater.rates()
+    starts = updater.scheduled_values()
     if updater.scheduler is not None:
         return {name: Rate(start, None, None, None) for name, start in starts.items()}
     ends = whole is not None and whole.unit == updater.unit
@@ -222,7 +222,7 @@ def _rates(updater: Updater, whole: Every | None) -> dict[str, Rate]:
     history: dict[int, dict[str, float]] = {}
     for step in sorted(each for each in points if each < horizon):
         updater.set_rate(Progress(steps=step, tokens=step))
-        history[step] = updater.rates()
+        history[step] = updater.scheduled_values()
     ended = ends and not isinstance(updater.schedule, PlateauSchedule)
     found: dict[str, Rate] = {}
     for name, start in starts.items():

@@ -60,7 +60,7 @@ class Plan:
             batch.
         scheduled: Arguments whose number changes during the run, with the numbers by points of the run.
         last_window: Micro-batches and samples in an epoch's last window.
-        rates: The learning rates, by the names that a run logs them under; see `Run.learning_rates`.
+        rates: The learning rates and other scheduled settings, by the names that a run logs them under.
         validation: When it validates.
         logging: When it logs.
         saving: When it saves, by the first policy; the end of the run counts.
