@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, DeepSpeedConfig, FSDPConfig, TaskModule
+from drivetrain import Callback, DeepSpeedConfig, FSDPConfig, LambdaCallback, TaskModule
 from drivetrain.core.registry import is_installed
 from drivetrain.testing.distributed import run_distributed
 
@@ -103,6 +103,32 @@ def by_one_process() -> dict[str, Found]:
     return found
 
 
+class Calls(Callback):  # calls the model, and a part of it, in several hooks, on one rank alone
+    def __init__(self, is_on: bool = True) -> None:
+        self.is_on = is_on
+        self.found: list[Tensor] = []
+
+    def _call(self, run: Any) -> None:
+        if not self.is_on:
+            return
+        with run.gathered() as task:
+            for _ in range(2 * run.is_main):
+                self.found += [task(FEATURES[:3]), task.net[0](FEATURES[:2])]
+                assert not self.found[-1].requires_grad
+                assert not task.training
+
+    on_fit_start = on_micro_batch_end = on_before_optimizer_step = on_log = _call
+    on_evaluation_start = on_evaluation_end = on_fit_end = _call
+
+
+def _called(strategy: Any, size: int) -> list[Tensor]:
+    calls = Calls()
+    options = {"max_epochs": 1, "log_every": "4 steps"}
+    found, without = (fitted(strategy, size, each, **options) for each in (calls, Calls(is_on=False)))
+    assert all(torch.equal(*each) for each in zip(found[1], without[1], strict=True)), "it trains otherwise"
+    return calls.found
+
+
 def _alike(strategy: Any, directory: Path, expected: dict[str, Found]) -> None:
     norm, averages = EXAMPLES.values()
     plain, whole = fitted(strategy, 2, norm()), fitted(strategy, 2, averages())
@@ -124,7 +150,27 @@ def test_callbacks_read_and_change_weights_of_fsdp_as_of_one_process(tmp_path: P
 
 
 @needs_gloo
+def test_a_rank_alone_calls_the_gathered_model_in_every_hook() -> None:
+    expected = _called("cpu", 1)
+    found, nothing = on_two_ranks(_called, FSDPConfig(wrap=("Linear",)), 2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not nothing
+
+
+@needs_gloo
+@pytest.mark.parametrize("part", ["net.0", ""])
+def test_an_error_for_shards_in_a_hook_says_how_to_gather_them(part: str) -> None:
+    early = LambdaCallback(on_fit_start=lambda run: run.task.get_submodule(part)(FEATURES))
+    with pytest.raises(RuntimeError) as caught:
+        fitted(FSDPConfig(wrap=("Linear",)), 1, early)
+    torch.distributed.destroy_process_group()
+    assert "with run.gathered():" in "".join(caught.value.__notes__)
+
+
+@needs_gloo
 @pytest.mark.nightly
 @pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 def test_callbacks_read_and_change_weights_of_zero3_as_of_one_process(tmp_path: Path) -> None:
     run_distributed(_alike, ZERO3, tmp_path, by_one_process())
+    found, _ = run_distributed(_called, ZERO3, 2)
+    torch.testing.assert_close(found, _called("cpu", 1), rtol=1e-4, atol=1e-5)

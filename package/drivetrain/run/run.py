@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,7 +17,7 @@ from drivetrain.checkpoint.weights.frozen import FrozenParameters
 from drivetrain.checkpoint.weights.module_state import clean_names
 from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, NonFiniteError
-from drivetrain.core.random_streams import load_host_state, shielded
+from drivetrain.core.random_streams import load_host_state, preserved, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.types import Batch, CheckpointLogger, Logger
 from drivetrain.data import Feed
@@ -34,6 +34,7 @@ from drivetrain.run.ledger import Ledger
 from drivetrain.run.nonfinite import NonFinitePolicy
 from drivetrain.run.save_errors import LEFT_OUT, words_of
 from drivetrain.run.state import RunState, Triggers
+from drivetrain.strategies.whole_weights import whole_weights
 from drivetrain.task.attribute_state import AttributeState
 from drivetrain.task.task import TaskModule
 
@@ -314,6 +315,27 @@ class Run(RunState):
         All ranks call it together. Do not change the result in place: it may be the parameter.
         """
         return self.engine.strategy.full_tensor(tensor)
+
+    @contextmanager
+    def gathered(self) -> Iterator[TaskModule]:
+        """Run the block with the whole weights in the task on every rank, under any strategy; yield the task.
+
+        All ranks enter it together, in any hook but `on_exception`. Inside, each rank may call the model, or
+        a part of it, as often as it likes and alone, on `run.engine.device`. The task is in evaluation mode,
+        without gradients and in the run's precision. Changes of the weights are lost where they were sharded.
+        At its end all random streams are as before, so that samples do not change the training.
+
+        Each rank needs memory for all weights.
+        """
+        engine = self.engine
+        engine.strategy.reshard(engine.model)
+        with ExitStack() as stack:
+            stack.enter_context(whole_weights(engine.strategy, self.task))
+            stack.enter_context(engine.step_module.evaluating(engine.step_module.step))
+            stack.enter_context(preserved(engine.device))
+            if engine.step_module.context is not None:
+                stack.enter_context(engine.step_module.context())
+            yield self.task
 
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor]:
         """Gather a state dict with whole tensors, on the CPU and on rank 0 only, under any strategy.

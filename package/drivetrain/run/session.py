@@ -177,7 +177,13 @@ def _restore_task(run: Run) -> None:
     run.engine.strategy.restore()
 
 
+_SHARDED = (
+    "the model's weights are sharded: in a hook call the model inside `with run.gathered():`, and read a"
+    " weight by run.full_tensor(weight)"
+)
 _HINTS = {
+    "got mixed torch.Tensor and DTensor": _SHARDED,
+    "FSDP requires running forward through the root module first": _SHARDED,
     "Expected more than 1 value per channel": "batch norm cannot train on one sample; the last batch of an"
     " epoch may have no more. Use DataLoader(..., drop_last=True), other batch sizes, or group norm",
     "backward through the graph a second time": "the loss depends on a graph that a backward has freed: a"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,13 +30,36 @@ class HookSnapshot:
 
     def remove_others(self, package: str) -> None:
         """Remove the hooks that a package has added since; keep those that a user has added."""
-        module = self._module
-        for name, own in self._own.items():
-            hooks = getattr(module, name)
-            for key in [each for each in hooks if each not in own and _is_of(package, hooks[each])]:
-                del hooks[key]
-                for flags in _FLAGS:
-                    getattr(module, flags).pop(key, None)
+        _remove(self._module, package, self._own)
+
+
+@contextmanager
+def without_hooks(modules: Iterable[nn.Module], packages: Collection[str]) -> Iterator[None]:
+    """Run the block without the hooks that these packages have added to modules."""
+    modules = list(modules)
+    tables = [getattr(each, name) for each in modules for name in (*_HOOKS, *_FLAGS)]
+    before = [dict(each) for each in tables]
+    for each in modules:
+        for package in packages:
+            _remove(each, package, {})
+    try:
+        yield
+    finally:
+        for table, kept in zip(tables, before, strict=True):
+            added = dict(table)
+            table.clear()
+            table.update({**kept, **added})  # in their order
+
+
+def _remove(module: nn.Module, package: str, kept: Mapping[str, Collection[int]]) -> None:
+    for name in _HOOKS:
+        hooks = getattr(module, name)
+        for key in [
+            each for each in hooks if _is_of(package, hooks[each]) and each not in kept.get(name, ())
+        ]:
+            del hooks[key]
+            for flags in _FLAGS:
+                getattr(module, flags).pop(key, None)
 
 
 def _is_of(package: str, hook: Any) -> bool:
