@@ -148,7 +148,7 @@ class OptimizerConfig:
             "warmup_power": number("warmup_power", warmup_power, above=0),
             "total_steps": None if total_steps is None else _length("total_steps", total_steps, at_least=1),
             "schedule_options": dict(schedule_options or {}),
-            "schedules": _schedules(schedules or {}),
+            "schedules": _schedules(schedules),
             "groups": (groups,) if isinstance(groups, ParameterGroup) else tuple(groups),
             "parameters": None if patterns is None else tuple(patterns),
             "decay_all": flag("decay_all", decay_all),
@@ -162,8 +162,6 @@ class OptimizerConfig:
         _check_optimizer(self)
         _check_groups(self)
         _check_schedule(self)
-        for setting in self.schedules:
-            self.scheduling(setting)
 
     def scheduling(self, setting: str) -> OptimizerConfig:
         """Return a configuration whose schedule is that of a setting in `schedules`."""
@@ -183,8 +181,8 @@ class OptimizerConfig:
 
 
 def _schedules(given: object) -> dict[str, str | Schedule]:
-    if isinstance(given, Mapping):
-        return dict(given)
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
     raise ConfigError(
         "OptimizerConfig(schedules=) maps settings to schedules, such as {'weight_decay': 'linear'}, not"
         f" {given!r}. The rate's is schedule="
@@ -334,6 +332,8 @@ def _are_numbers(value: Any, default: Sequence[Any]) -> bool:
 
 def _check_schedule(config: OptimizerConfig) -> None:
     _check_warmup(config)
+    for setting in config.schedules:
+        config.scheduling(setting)
     schedule: object = config.schedule
     if isinstance(schedule, str):
         # Built once with a dummy length of the run: a wrong option is refused here, not in the run.

@@ -74,16 +74,22 @@ def apply_changes(
         if name in stored:
             _set_within(state, setting.split("."), value)
         elif first.isdigit():
-            group = optimizer.param_groups[int(first)]
-            if setting == "lr":
-                old, rate = 0.0 if before == "None" else float(before), group["lr"]
-                now = value if not (old and value) or float(rate) == old else float(rate) * value / old
-                group["lr"] = restored_setting(rate, now)
-                setting = _RATE
-            for each in {setting, f"initial_{setting}"} & {setting, *group}:
-                group[each] = restored_setting(group.get(each), value)
+            _change(optimizer.param_groups[int(first)], setting, before, value)
     if timed is not None and stored:
         timed.scheduler.load_state_dict(state)
+
+
+def _change(group: dict[str, Any], setting: str, before: str, value: Any) -> None:
+    """Set a setting of a group and its base value."""
+    if setting == "lr":
+        old, rate = 0.0 if before == "None" else float(before), group["lr"]
+        now = value if not (old and value) or float(rate) == old else float(rate) * value / old
+        group["lr"] = restored_setting(rate, now)
+    else:
+        group[setting] = restored_setting(group.get(setting), value)
+    base = f"initial_{setting}"
+    if base in group:
+        group[base] = restored_setting(group[base], value)
 
 
 def return_to_base(changed: Iterable[str], optimizer: Optimizer) -> None:
