@@ -28,7 +28,7 @@ class EvaluationPass:
     """
 
     def __init__(self, run: Run, whole: bool, stack: ExitStack) -> None:
-        engine, declared = run.engine, run.evaluation_metrics
+        engine, declared = run.engine, run.metrics_of(run.evaluation.loader)
         self._ranks = engine.data_ranks
         self._buffer = MetricBuffer(self._ranks)
         self.add = self._buffer.add

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import NamedTuple, TypeVar
 
@@ -82,17 +82,13 @@ class MetricNames:
             full[given] = value
         return full
 
-    def declare(
-        self, metrics: DeclaredMetrics | None, stage: str, loaders: Iterable[str | None] = (None,)
-    ) -> None:
+    def declare(self, metrics: DeclaredMetrics | None, stage: str, loader: str | None = None) -> None:
         """Take over which way each declared metric of a stage is better, as far as the metrics say it."""
-        loaders = tuple(loaders)
-        self._loaders += tuple(each for each in loaders if each is not None)
+        self._loaders += () if loader is None else (loader,)
         for name, direction in metrics.directions().items() if metrics is not None else ():
-            for loader in loaders:
-                full = self._task.metric_name(stage, loader, name)
-                if full is not None:
-                    self._directions[full] = direction
+            full = self._task.metric_name(stage, loader, name)
+            if full is not None:
+                self._directions[full] = direction
 
     def direction(self, name: str) -> str | None:
         """Return whether less or more of a value is better: "min" or "max", by the metric that gives it, else

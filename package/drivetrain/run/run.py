@@ -113,7 +113,7 @@ class Run(RunState):
         train_feed: Feed | None = None,
         evaluation_feeds: Sequence[tuple[str | None, Feed]] = (),
         train_metrics: DeclaredMetrics | None = None,
-        evaluation_metrics: DeclaredMetrics | None = None,
+        evaluation_metrics: Mapping[str | None, DeclaredMetrics] | None = None,
         on_save_error: str = "raise",
         frozen: FrozenParameters | None = None,
     ) -> None:
@@ -129,9 +129,10 @@ class Run(RunState):
         self.train_feed = train_feed
         self.evaluation_feeds = tuple(evaluation_feeds)
         self.train_metrics = train_metrics
-        self.evaluation_metrics = evaluation_metrics
+        self.evaluation_metrics = evaluation_metrics or {}
         self.names.declare(train_metrics, "train")
-        self.names.declare(evaluation_metrics, "validation", [loader for loader, _ in self.evaluation_feeds])
+        for loader, _ in self.evaluation_feeds:
+            self.names.declare(self.metrics_of(loader), "validation", loader)
         self.nonfinite = NonFinitePolicy(self)
         self.ledger = Ledger(self)
         self.hook: Any = None  # the hook of a callback that is called now, for whoever watches the run
@@ -375,6 +376,10 @@ class Run(RunState):
         for updater in self.engine.updaters.values():
             rates.update(updater.rates())
         return rates
+
+    def metrics_of(self, loader: str | None) -> DeclaredMetrics | None:
+        """Return the declared metrics of an evaluation set; None if there are none."""
+        return self.evaluation_metrics.get(loader, self.evaluation_metrics.get(None))
 
     def call(self, hooks: Iterable[Any]) -> None:
         """Call hooks in order."""

@@ -169,6 +169,9 @@ class TaskModule(nn.Module):
 
         Instead of this method, a constructor may assign them: `self.metrics = {"accuracy": ...}`. Default:
         none.
+
+        A method with a parameter `loader` is called for each set of evaluation data, with its name, and with
+        None for training and for data without a name: `def metrics(self, loader=None)`.
         """
         metrics: Mapping[str, Any] = self.__dict__.get("_metrics", {})
         return metrics

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,11 +38,12 @@ from drivetrain.core.validation import duration, token_count
 from drivetrain.data import Feed, map_tensors
 from drivetrain.data.consistency import check_data
 from drivetrain.data.reading import check_evaluation_size, check_settings_used
+from drivetrain.data.split_source import AlreadySplit
 from drivetrain.distributed.failure.channel import FailureChannel, Status
 from drivetrain.distributed.failure.location import thread_location
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
-from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by
+from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by, takes_loader
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
 from drivetrain.engine.updater import long_warmups
 from drivetrain.loggers.base import build_loggers
@@ -304,8 +305,9 @@ def _fit_run(
     length = planned_length(settings, feed, engine.strategy.world_size)
     engine.closing.enter_context(known_fit(task, length, engine.progress))
     declared = declared_by(task)
+    by_loader = _by_loader(task, validation_data, declared)
     feeds = evaluation_feeds(
-        settings, engine, task, validation_data, "validation", callbacks, changes, declared
+        settings, engine, task, validation_data, "validation", callbacks, changes, by_loader
     )
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
     triggers = make_triggers(settings, length.calendar, validates=bool(feeds))
@@ -346,7 +348,7 @@ def _fit_run(
         train_feed=feed,
         evaluation_feeds=feeds,
         train_metrics=train_metrics,
-        evaluation_metrics=_evaluation_metrics(engine, task, declared) if feeds and declared else None,
+        evaluation_metrics=_evaluation_metrics(engine, task, by_loader, declared) if feeds else None,
         on_save_error=settings.on_save_error,
         frozen=frozen,
     )
@@ -438,16 +440,36 @@ def _made_metrics(engine: Engine, declared: Mapping[str, Any]) -> DeclaredMetric
     return DeclaredMetrics(declared, engine.device, engine.data_ranks) if declared else None
 
 
-def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[str, Any]) -> DeclaredMetrics:
+def _by_loader(
+    task: TaskModule, data: Any, declared: Mapping[str, Any] | None = None
+) -> dict[str | None, Mapping[str, Any]]:
+    """Return a task's metrics by the name of the evaluation data; by None, if they are the same for all.
+
+    Args:
+        declared: These, if they are known.
+    """
+    if takes_loader(task):
+        loaders = data.data if isinstance(data, AlreadySplit) else data
+        names = loaders if isinstance(loaders, Mapping) else (None,)
+        return {name: declared_by(task, name) or {} for name in names}
+    return {None: declared or declared_by(task) or {}}
+
+
+def _evaluation_metrics(
+    engine: Engine, task: TaskModule, loaders: Iterable[str | None], of_training: Mapping[str, Any]
+) -> dict[str | None, DeclaredMetrics]:
     """Return the metrics of a fit's evaluations.
 
     A task that keeps its metrics returns those of training again: an evaluation in the middle of a log
     interval must not reset them.
     """
-    metrics = declared_by(task)
-    made = DeclaredMetrics(metrics, engine.device, engine.data_ranks)
-    shared = any(each is of_training.get(name) for name, each in metrics.items())
-    return made.copies() if shared else made
+    found = {}
+    for loader in loaders:
+        metrics = declared_by(task, loader) or {}
+        made = DeclaredMetrics(metrics, engine.device, engine.data_ranks)
+        shared = any(each is of_training.get(name) for name, each in metrics.items())
+        found[loader] = made.copies() if shared else made
+    return found
 
 
 @contextmanager
@@ -584,7 +606,7 @@ def _evaluation_run(
     loaders = [*data.values()] if isinstance(data, Mapping) else [data]
     check_evaluation_size(loaders, stage, settings.evaluation_batch_size)
     engine.prepare_task(task, training=False)
-    declared = declared_by(task) if metrics else None
+    declared = _by_loader(task, data) if metrics else None
     feeds = evaluation_feeds(settings, engine, task, data, stage, callbacks, declared=declared)
     if not feeds:
         raise ConfigError(
@@ -600,5 +622,8 @@ def _evaluation_run(
         callbacks=[each for each in callbacks if not isinstance(each, built_in.ModelSummary)],
         run_dir=Path(settings.run_dir) if settings.run_dir is not None else None,
         evaluation_feeds=feeds,
-        evaluation_metrics=_made_metrics(engine, declared or {}),
+        evaluation_metrics={
+            loader: DeclaredMetrics(each, engine.device, engine.data_ranks)
+            for loader, each in (declared or {}).items()
+        },
     )

@@ -110,13 +110,13 @@ def evaluation_feeds(
     stage: str,
     callbacks: Iterable[Any] = (),
     changes: bool = False,
-    declared: Mapping[str, Any] | None = None,
+    declared: Mapping[str | None, Mapping[str, Any]] | None = None,
 ) -> list[tuple[str | None, Feed]]:
     """Return evaluation or prediction data by loader name; an empty result for None.
 
     Args:
         changes: Whether the user's code may change it during the run.
-        declared: The task's metrics; None for a prediction without them.
+        declared: The task's metrics by loader name; None for a prediction without them.
     """
     if data is None:
         return []
@@ -175,9 +175,9 @@ def evaluation_batch_size(settings: RunSettings) -> int | None:
     return None if size is None else most(size)
 
 
-def reads_all(callbacks: Iterable[Any], declared: Mapping[str, Any] | None) -> bool:
+def reads_all(callbacks: Iterable[Any], declared: Mapping[str | None, Mapping[str, Any]] | None) -> bool:
     """Return whether something reads a whole evaluation, in sample order."""
-    if any(isinstance(each, EpochMetric) for each in (declared or {}).values()):
+    if any(isinstance(each, EpochMetric) for of in (declared or {}).values() for each in of.values()):
         return True
     readers = [reader for each in callbacks if (reader := each.evaluation_reader()) is not None]
     for reader in readers:

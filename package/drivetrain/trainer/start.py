@@ -31,7 +31,7 @@ def start_from(
         if isinstance(each, RunLogger):
             each.begin(run)
     if start.kind != "new" or (saver is not None and saver.policies[0].resumable):
-        declared = run.train_metrics, run.evaluation_metrics
+        declared = run.train_metrics, *run.evaluation_metrics.values()
         run.attributes = AttributeState(run.task, declared, run.engine.data_ranks)
     found = None
     if start.kind != "new":

@@ -172,6 +172,11 @@ def test_refusals_of_metrics() -> None:
     broken = {**stored, "metrics": {"it": {"own": {}, "members": []}}}
     cases: dict[str, tuple[Any, ...]] = {
         "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
+        "a parameter": (
+            lambda: declared_by(variant(metrics=lambda self, name: {})()),
+            "'name'",
+            "loader=None",
+        ),
         "a list": (lambda: declared_by(variant(metrics=lambda _: [one])()), "such as {'accuracy'"),
         "the loss": (lambda: declared_by(variant(metrics=lambda _: {"loss": one})()), "'mean_loss'"),
         "a property": (lambda: declared_by(variant(metrics=property(lambda _: {}))()), "without @property"),
@@ -269,6 +274,28 @@ def test_batches_without_weight_are_in_no_metric_of_training() -> None:
     expected = [[2.0 + 3.0 + 5.0, 21.0]] * 2
     assert seen() == expected
     assert on_two_ranks(lambda: seen(strategy="ddp", devices=2)) == [expected] * 2
+
+
+def _of_each_set(strategy: str = "cpu", size: int = 1) -> list[float]:
+    from torchmetrics import MeanSquaredError
+
+    def metrics(self: Any, loader: str | None = None) -> dict[str, Any]:
+        last = EpochMetric(lambda outputs, targets: float(targets[-1].item()))
+        return {"last": last} if loader == "b" else {"error": MeanSquaredError()}
+
+    task, loaders = variant(metrics=metrics)(), {"a": pairs(8, seed=1), "b": pairs(8, seed=2)}
+    trainer = quiet(max_epochs=1, strategy=strategy, devices=size)
+    values = {**trainer.validate(task, loaders), **trainer.fit(task, pairs(8), loaders).metrics}
+    names = ["validation/a/error", "validation/b/last", "train/error"]
+    assert [each for each in values if not each.endswith("loss")] == names
+    assert values["validation/a/error"] == pytest.approx(values["validation/a/loss"], rel=1e-5)
+    return [values["validation/b/last"]]
+
+
+def test_each_evaluation_set_has_its_own_metrics() -> None:
+    found = _of_each_set()
+    assert found == [float(pairs(8, seed=2).dataset.tensors[1][-1])]  # type: ignore[attr-defined]
+    assert on_two_ranks(_of_each_set, "ddp", 2) == [found] * 2
 
 
 class Plain(nn.Module):  # as torchmetrics' metrics are: their state is in attributes, and in no state dict

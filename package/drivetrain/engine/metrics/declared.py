@@ -7,6 +7,7 @@ pay, so nothing here does.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,13 +40,32 @@ def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict
     return {**returned, **declared}
 
 
-def declared_by(task: Any) -> Any:
-    """Return what a task's `metrics` returns, a module of several, such as torchmetrics' MetricCollection, as
-    a mapping: its metrics by their names.
+def takes_loader(task: Any) -> bool:
+    """Return whether a task's `metrics` takes the name of a loader.
+
+    Raises:
+        ConfigError: It is no method, or takes something else.
     """
     if isinstance(getattr(type(task), "metrics", None), property):
         raise ConfigError("metrics is a method: write `def metrics(self)` without @property")
-    metrics = task.metrics()
+    names = inspect.signature(task.metrics).parameters
+    for name, each in names.items():
+        if name != "loader" and each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD:
+            raise ConfigError(
+                f"{type(task).__name__}.metrics takes {name!r}; it is called without an argument, or with the"
+                " name of the evaluation data: `def metrics(self, loader=None)`"
+            )
+    return "loader" in names
+
+
+def declared_by(task: Any, loader: str | None = None) -> Any:
+    """Return what a task's `metrics` returns, a module of several, such as torchmetrics' MetricCollection, as
+    a mapping: its metrics by their names.
+
+    Args:
+        loader: The name of the evaluation data, for a method that takes it; None for training.
+    """
+    metrics = task.metrics(loader=loader) if takes_loader(task) else task.metrics()
     items: Any = getattr(metrics, "items", None)
     if isinstance(metrics, torch.nn.Module) and callable(items):
         metrics = dict(items())

@@ -68,13 +68,13 @@ class PlotMetrics(Callback):
         Raises:
             ConfigError: There is no validation, or no such metric with a `plot`.
         """
-        declared = run.evaluation_metrics
-        if declared is None:
+        metrics = [each for loader, _ in run.evaluation_feeds if (each := run.metrics_of(loader))]
+        if not metrics:
             raise ConfigError(
                 "PlotMetrics draws metrics of validations, and this fit has no validation data, or its task"
                 " no metrics()"
             )
-        able = {name: each for name, each in declared.metrics.items() if _has_plot(each)}
+        able = {name: each for of in metrics for name, each in of.metrics.items() if _has_plot(each)}
         for name in self.metrics or ():
             if name not in able:
                 raise ConfigError(
@@ -84,9 +84,10 @@ class PlotMetrics(Callback):
         if not able:
             raise ConfigError("PlotMetrics: no metric of the task's metrics() has a method plot")
         self._drawn = {name: each for name, each in able.items() if name in (self.metrics or able)}
-        declared.drawn = self._drawn
-        if run.train_metrics is not None:  # the same metrics, drawn in validation alone
-            run.train_metrics.drawn = self._drawn
+        for each in filter(
+            None, (run.train_metrics, *metrics)
+        ):  # those of training, to give no numbers there
+            each.drawn = self._drawn
 
     def on_evaluation_end(self, run: Run) -> None:
         """Draw what the metrics have computed."""
