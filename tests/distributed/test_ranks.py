@@ -60,7 +60,7 @@ def together():
 def messages(
     ranks, length
 ):  # of any length, and of another one on the other rank; and the exchanges they take
-    calls, counted = [], ("all_gather", "broadcast", "gather")
+    calls, counted = [], ("all_gather", "all_reduce", "broadcast", "gather")
     with pytest.MonkeyPatch.context() as patch:
         for name in counted:
             call = getattr(torch.distributed, name)
@@ -79,7 +79,7 @@ def test_all_get_the_same_also_an_error_of_one():
     assert (first[4][0], second[4][0]) == ("OddError", "RuntimeError")
     assert first[5] == second[5] == ["still together"] * 2
     for number, length in enumerate((0, 900, 1100, 5000)):
-        taken = 3 if length < 1000 else 6
+        taken = 4 if length < 1000 else 6
         assert first[6][number] == ([0, length], length, [0, length], taken)
         assert second[6][number] == ([0, length], length, None, taken)
 

@@ -214,8 +214,8 @@ class SplitSource(Source):
         return {"kind": "divided by its shards", "the first sample": self._first}
 
     def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the states of all parts, by rank."""
-        return {_PARTS: self.ranks.all_gather(state)}
+        """Return, on rank 0, which writes them, the states of all parts, by rank."""
+        return {_PARTS: self.ranks.gather_first(state) or []}
 
     def own_part(self, gathered: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return this process's value, if as many processes gathered it as there are now."""

@@ -133,11 +133,36 @@ class Ranks:
         """Return the values of all ranks, in rank order, on rank 0; None on the others."""
         if self.alone:
             return [value]
-        found = self._gathered(_encoded(value), to_first=True)
-        return [each for _, each in found][:: self.copies] if self.is_first else None
+        data = _encoded(value)
+        size = torch.tensor([data.numel()])
+        longest = int(self._max(size.clone()))
+        sent = torch.cat([size.view(torch.uint8), torch.nn.functional.pad(data, (0, longest - data.numel()))])
+        received = [torch.empty_like(sent) for _ in range(self.size * self.copies)] if self.is_first else None
+        torch.distributed.gather(sent, received, group=self.group, group_dst=0)
+        if received is None:
+            return None
+        sizes = [int(each[:_SIZE].view(torch.int64)) for each in received]
+        return [each for _, each in _read([each[_SIZE:] for each in received], sizes)][:: self.copies]
 
-    def _gathered(self, data: Tensor, to_first: bool = False) -> list[tuple[int | None, Any]]:
-        """Return the order and the value that each rank has sent; with `to_first`, on rank 0 alone.
+    def compare_calls(self) -> None:
+        """Check that all ranks have made the same calls; see `order`. One small sum, however many they are.
+
+        Raises:
+            StrategyError: They have not.
+        """
+        if self.alone:
+            return
+        digest = self.order.digest
+        both = self._max(torch.tensor([digest, -digest]))
+        if int(both[0]) != -int(both[1]):
+            raise unequal_calls(self._of_each(self.order.recent(), compares=False))
+
+    def _max(self, numbers: Tensor) -> Tensor:
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self.group)
+        return numbers
+
+    def _gathered(self, data: Tensor) -> list[tuple[int | None, Any]]:
+        """Return the order and the value that each rank has sent.
 
         The first bytes travel with the size; what is longer on any rank takes a second exchange.
         """
@@ -150,14 +175,10 @@ class Ranks:
         if longest > 0:
             rest = data[_SHORT:]
             rest = torch.nn.functional.pad(rest, (0, longest - rest.numel()))
-            receives = self.is_first or not to_first
-            rests = [torch.empty_like(rest) for _ in sizes] if receives else []
-            if to_first:
-                torch.distributed.gather(rest, rests or None, group=self.group, group_dst=0)
-            else:
-                torch.distributed.all_gather(rests, rest, group=self.group)
-            parts = [torch.cat(each) for each in zip(parts, rests, strict=False)]
-        return _read(parts, sizes) if self.is_first or not to_first else []
+            rests = [torch.empty_like(rest) for _ in sizes]
+            torch.distributed.all_gather(rests, rest, group=self.group)
+            parts = [torch.cat(each) for each in zip(parts, rests, strict=True)]
+        return _read(parts, sizes)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums over all ranks, equal on each to the last bit."""

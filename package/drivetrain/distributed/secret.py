@@ -24,11 +24,14 @@ _SHORTEST = 16
 _AUTHENTICATED = "drivetrain/authenticated/{}"
 """A key in the store for each rank: how often it has done this, the same number on all."""
 
-_NONCE = "drivetrain/nonce/{}/{}"
-"""A key in the store for each rank: a random text, so that no signature of an earlier job is valid."""
+_CHALLENGE = "drivetrain/challenge/{}"
+"""A key in the store: rank 0's random text, so that no claim and no signature of an earlier job is valid."""
 
-_PROOF = "drivetrain/proof/{}/{}"
-"""A key in the store for each rank: its number, signed."""
+_CLAIM = "drivetrain/claim/{}/{}"
+"""A key in the store for each other rank: its own random text, and both texts signed."""
+
+_ANSWER = "drivetrain/answer/{}/{}"
+"""A key in the store for each other rank: the ranks whose claims are wrong, signed with its random text."""
 
 _HOW = (
     f"Set {SECRET} to the same text, of at least {_SHORTEST} characters, for all processes of the job, or"
@@ -92,34 +95,67 @@ def authenticate(rank: int, world_size: int) -> None:
     """Check that every rank has the job's secret, and sign what it writes into the store from now on.
 
     Every rank must call it, when all have reached the store. A second call for the same group does nothing.
+    Rank 0 checks the others and each of them checks rank 0, so that a rank's work does not grow with their
+    number.
     """
     global _key, _store
     store: Store = distributed_c10d._get_default_store()
     if store is _store:
         return
-    number, nonce = store.add(_AUTHENTICATED.format(rank), 1), secrets.token_hex(16)
-    store.set(_NONCE.format(number, rank), nonce)
-    nonces = store.multi_get([_NONCE.format(number, each) for each in range(world_size)])
-    # Not what the store says of this rank: an earlier job's nonces would make its messages valid again.
-    nonces[rank] = nonce.encode()
+    number = store.add(_AUTHENTICATED.format(rank), 1)
     try:
-        key = hmac.digest(secret(), b" ".join(nonces), "sha256")
+        key = secret()
     except StrategyError:
-        store.set(_PROOF.format(number, rank), "")  # so that the others do not wait for it
+        if rank:
+            store.set(_CLAIM.format(number, rank), "")  # so that rank 0 does not wait for it
+        else:
+            _answer(store, number, world_size, "", b"")
         raise
-    store.set(_PROOF.format(number, rank), _proof(key, rank))
-    proofs = store.multi_get([_PROOF.format(number, each) for each in range(world_size)])
-    others = [
-        str(each)
-        for each, proof in enumerate(proofs)
-        if not hmac.compare_digest(proof, _proof(key, each).encode())
-    ]
-    if others:
+    if rank:
+        challenge, wrong = _ask(store, number, rank, key)
+    else:
+        challenge = secrets.token_hex(16)
+        wrong = _answer(store, number, world_size, challenge, key)
+    if wrong:
         raise StrategyError(
-            f"rank {', '.join(others[:8])} has another secret than rank {rank}, or is no part of this job."
-            f" {_HOW.format('~/.config/drivetrain/secret')}"
+            f"rank {wrong} has another secret than rank {rank if wrong == '0' else 0}, or is no part of this"
+            f" job. {_HOW.format('~/.config/drivetrain/secret')}"
         )
-    _key, _store = key, store
+    _key, _store = _sign(key, f"job {challenge}".encode()), store
+
+
+def _ask(store: Store, number: int, rank: int, key: bytes) -> tuple[str, str]:
+    """Return rank 0's challenge and the ranks that have another secret; "0" if rank 0 has."""
+    nonce, challenge = secrets.token_hex(16), store.get(_CHALLENGE.format(number)).decode(errors="replace")
+    store.set(_CLAIM.format(number, rank), f"{nonce} {_claim(key, challenge, rank, nonce)}")
+    wrong, _, proof = store.get(_ANSWER.format(number, rank)).decode(errors="replace").rpartition(" ")
+    answers = hmac.compare_digest(proof.encode(), _claim(key, challenge, rank, nonce, wrong).encode())
+    return challenge, wrong if answers else "0"
+
+
+def _answer(store: Store, number: int, world_size: int, challenge: str, key: bytes) -> str:
+    """Answer the other ranks and return those that have another secret; without a challenge, refuse all."""
+    ranks = range(1, world_size)
+    store.set(_CHALLENGE.format(number), challenge)
+    claims = [
+        each.decode(errors="replace").partition(" ")
+        for each in store.multi_get([_CLAIM.format(number, each) for each in ranks])
+    ]
+    others = [
+        str(rank)
+        for rank, (nonce, _, proof) in zip(ranks, claims, strict=True)
+        if not hmac.compare_digest(proof.encode(), _claim(key, challenge, rank, nonce).encode())
+    ]
+    wrong = ", ".join(others[:8])
+    for rank, (nonce, *_) in zip(ranks, claims, strict=True):
+        answer = f"{wrong} {_claim(key, challenge, rank, nonce, wrong)}" if challenge else ""
+        store.set(_ANSWER.format(number, rank), answer)
+    return wrong
+
+
+def _claim(key: bytes, challenge: str, rank: int, nonce: str, answer: str | None = None) -> str:
+    """Return the signature of a rank's claim or, with an answer, of rank 0's answer to it."""
+    return _sign(key, repr((challenge, rank, nonce, answer)).encode()).hex()
 
 
 def derived(label: str) -> str | None:
@@ -148,10 +184,6 @@ def _is_active() -> bool:
         and distributed_c10d.is_initialized()
         and distributed_c10d._get_default_store() is _store
     )
-
-
-def _proof(key: bytes, rank: int) -> str:
-    return _sign(key, f"rank {rank}".encode()).hex()
 
 
 def _sign(key: bytes, data: bytes) -> bytes:

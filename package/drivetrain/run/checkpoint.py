@@ -44,8 +44,9 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
     """
     engine = run.engine
     engine.synchronize_buffers()
-    # Every save compares the calls of the ranks with it.
-    own = engine.data_ranks.all_gather(_own_state(run) if resumable else {})
+    engine.data_ranks.compare_calls()
+    own = _own_state(run) if resumable else {}
+    of_ranks = engine.data_ranks.gather_first(own) or [own]  # rank 0 writes them
     attributes = run.attributes.gather() if resumable and run.attributes is not None else []
     groups: dict[str, dict[str, Tensor]] = {}
     tree: dict[str, Any] = {}
@@ -55,7 +56,7 @@ def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
             groups["optimizer"], tree["optimizers"] = optimizer_state(run.task, taken)
     if resumable:
         lost = [] if run.attributes is None else [*run.attributes.lost]
-        tree |= {**_state(run, own), "attributes": attributes, "lost": lost}
+        tree |= {**_state(run, of_ranks), "attributes": attributes, "lost": lost}
     state, groups["state"] = pack({**tree, "module_extras": extras})
     groups["model"], frozen = _without_frozen(run, groups["model"])
     return Snapshot(

@@ -111,7 +111,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
 
 
 def _check_first_step(run: Run, result: StepResult) -> None:
-    run.engine.ranks.all_gather(None)  # compares the calls of all ranks
+    run.engine.ranks.compare_calls()  # compares the calls of all ranks
     if run.length.calendar.needs_tokens and result.applied and not run.progress.tokens:
         raise ConfigError(
             f"{type(run.task).__name__}.tokens counted none in the first step, and an interval or the length"
@@ -128,7 +128,7 @@ def _end(run: Run, left: bool) -> None:
     """Log what is left, and call the hooks of the fit's end."""
     if not left:
         run.end_if_asked()
-    run.engine.ranks.all_gather(None)  # compares the calls of the last steps
+    run.engine.ranks.compare_calls()  # compares the calls of the last steps
     if run.evaluation_feeds and run.engine.ranks.size > 1 and _ends_itself(run):
         _agree_at_end(run)
     run.is_over = True

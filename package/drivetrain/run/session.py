@@ -156,7 +156,7 @@ def _end_together(settings: RunSettings, run: Run, closing: ExitStack) -> None:
     exit.
     """
     closing.close()
-    run.engine.ranks.all_gather(None)
+    run.engine.ranks.compare_calls()
     print_end(run, _left(settings, run))
 
 
