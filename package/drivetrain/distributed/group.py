@@ -28,7 +28,7 @@ from drivetrain.distributed.launch.meeting import HOSTED, Meeting
 from drivetrain.distributed.launch.rendezvous import gather, note_end
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.secret import authenticate
-from drivetrain.distributed.sockets import closing_sockets_in_forks
+from drivetrain.distributed.sockets import closing_sockets_in_forks, open_more_files
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """The back end by the kind of device that the tensors are on."""
@@ -116,6 +116,7 @@ def _connect(
             # With one process, no other needs to find the store.
             distributed.init_process_group(BACKENDS[device], store=HashStore(), rank=0, world_size=1)
         else:
+            open_more_files()
             with closing_sockets_in_forks():
                 _meet(environment, own, timeout)
     except (RuntimeError, ValueError) as error:

@@ -17,6 +17,9 @@ from collections.abc import Iterator
 
 from drivetrain.distributed.interfaces import check_users
 
+if sys.platform != "win32":
+    import resource
+
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _torch_sockets: set[tuple[int, int]] = set()
 _changing = threading.Lock()
@@ -84,6 +87,24 @@ def reserved_port() -> Iterator[int]:
         yield port
     finally:
         line.close()
+
+
+def open_more_files() -> None:
+    """Let this process open as many files as the hard limit allows: a rank connects to all others."""
+    if sys.platform != "win32":
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(ValueError, OSError):  # macOS takes less than its hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def out_of_files(world_size: int) -> str:
+    """Return what to do where no file descriptor is left for the connection of another rank."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if sys.platform != "win32" else "all"
+    return (
+        f"rank 0 has {limit} files and sockets open, which is its limit, and {world_size} ranks connect to"
+        f" it. Raise the hard limit on its machine (ulimit -Hn, or LimitNOFILE of the service) to at least"
+        f" {3 * world_size + 1024}"
+    )
 
 
 def _sockets() -> set[tuple[int, int]]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -295,3 +296,23 @@ def test_a_phase_without_signs_has_more_time() -> None:
         assert job.monitor.cause is None
         job.tick(2, saves, waits)
         assert "rank 0 is behind, in a save; rank 1 waits" in str(job.monitor.cause)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit of open files")
+def test_rank_0_opens_all_the_files_it_may_and_names_the_limit() -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        job = Job()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limits[1]
+        with socket.create_connection(("127.0.0.1", job.monitor.port)):
+            free = os.dup(0)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            job.until(lambda: job.monitor.cause)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert f"rank 0 failed first: Too many open files: rank 0 has {free} files" in str(job.monitor.cause)
+    job.monitor.close()

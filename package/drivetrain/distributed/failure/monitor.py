@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import selectors
@@ -20,7 +21,7 @@ from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Lo
 from drivetrain.distributed.failure.watchdog import ProgressTimeout
 from drivetrain.distributed.interfaces import listen
 from drivetrain.distributed.launch.children import ending, started, wait_for
-from drivetrain.distributed.sockets import closed_in_forks
+from drivetrain.distributed.sockets import closed_in_forks, open_more_files, out_of_files
 from drivetrain.distributed.stopping import Poll
 
 _LOG = logger(__name__)
@@ -91,6 +92,7 @@ class Monitor:
         token: str | None = None,
     ) -> None:
         self._world_size = world_size
+        open_more_files()
         self._timing = timing
         self._clock = clock
         self._tick = timing.heartbeat / 5
@@ -174,9 +176,11 @@ class Monitor:
             connection, _ = self._server.accept()
         except BlockingIOError:  # the client has withdrawn the connection
             return
-        except OSError:
+        except OSError as error:
             # The connection failed before it was accepted (accept(2) lists the reasons), or no descriptor is
             # free. Then the server stays ready, and the oldest that has not said its rank makes room.
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._unknown and self.cause is None:
+                self._decide(Cause("error", 0, "", f"{error.strerror}: {out_of_files(self._world_size)}"))
             self._drop_oldest()
             time.sleep(0.02)
             return
