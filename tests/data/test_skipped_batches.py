@@ -10,11 +10,11 @@ from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import FEATURES, Regression, quiet
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 import drivetrain
-from drivetrain import CheckpointConfig, DataError, LambdaCallback, OptimizerConfig, already_split
+from drivetrain import CheckpointConfig, DataError, LambdaCallback, OptimizerConfig, TaskModule, already_split
 from drivetrain.data.skipped_batches import IN_A_ROW
 
 ADAMW = OptimizerConfig("adamw", lr=0.05)
@@ -124,13 +124,130 @@ def test_data_that_is_all_or_too_often_bad_ends_with_an_error(workers: int) -> N
     assert_refused(DataError, cases)
 
 
-def test_an_iterable_is_refused_as_it_is_at_its_end_once_it_has_raised() -> None:
-    class Endless:
-        def __iter__(self) -> Any:
-            return iter(loader())
+BAD_OF_STREAM = (3, 9, 10)
 
-    with pytest.raises(DataError, match=r"iterable \(Endless\): an iterable that has raised is at its end"):
-        left_out(Endless())
+
+class Stream(IterableDataset[Any]):
+    """The numbers below 22 without a state, of which some raise; an iterator that goes on, or a generator."""
+
+    num_shards = 2
+
+    def __init__(self, numbers: Any = range(22), generator: bool = False, bad: Any = BAD_OF_STREAM) -> None:
+        self.numbers, self.generator, self.bad = numbers, generator, bad
+
+    def shard(self, size: int, rank: int) -> Any:
+        return Stream(self.numbers[rank::size])
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        own = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
+        return (self.read(each) for each in own) if self.generator else map(self.read, own)
+
+    def read(self, number: int) -> Tensor:
+        if number in self.bad:
+            raise OSError(f"sample {number} is cut short")
+        return torch.as_tensor(number)
+
+
+class WithState(Stream):
+    at = 0
+
+    def __iter__(self) -> Any:  # a generator, which is begun again from its state
+        while self.at < len(self.numbers):
+            self.at += 1
+            yield self.read(self.numbers[self.at - 1])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def checked(samples: list[Tensor]) -> Tensor:
+    if any(int(each) in BAD_OF_STREAM for each in samples):
+        raise ValueError("the batch is bad")
+    return torch.stack(samples)
+
+
+class Loop(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.weight * batch.double().mean()
+
+
+def read_of(data: Any, stop: int | None = None, **options: Any) -> tuple[list[int], int]:
+    seen: list[int] = []
+
+    def note(run: Any) -> None:
+        own = (each for each in run.window.micro_batches if not each.is_placeholder)
+        seen.extend(number for each in own for number in each.batch.flatten().tolist())
+        if run.progress.steps == stop:
+            run.stop("for the test")
+
+    options |= {"max_epochs": 1, "callbacks": [LambdaCallback(on_step_end=note)], "on_bad_batch": "skip"}
+    with heard():
+        result = quiet(**options).fit(Loop(), data, resume="auto" if "run_dir" in options else None)
+    return seen, result.progress.bad_batches
+
+
+GOOD = [each for each in range(22) if each not in BAD_OF_STREAM]
+STREAMS: dict[str, Any] = {
+    "samples": (Stream, {"batch_size": 4}),
+    "samples with a state": (WithState, {"batch_size": 4}),
+    "a loader": (lambda: DataLoader(Stream(), 4), {}),
+    "a loader with workers": (lambda: DataLoader(Stream(), 4, num_workers=2), {}),
+    "batches": (lambda: Stream(torch.arange(22)[:, None]), {}),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_goes_on_after_samples_that_raise_and_loses_no_other(kind: str, tmp_path: Path) -> None:
+    make, options = STREAMS[kind]
+    seen, bad = read_of(make(), **options)
+    assert (sorted(seen), bad) == (GOOD, len(BAD_OF_STREAM))
+    options = options | {"checkpoint": True, "run_dir": tmp_path}
+    assert read_of(make(), 2, **options)[0] + read_of(make(), **options)[0] == seen
+
+
+def test_each_of_two_ranks_leaves_samples_of_its_part_out_and_a_collate_function_may_raise() -> None:
+    found = on_two_ranks(lambda: read_of(Stream(), batch_size=4, strategy="ddp", devices=2))
+    assert sorted(found[0][0] + found[1][0]) == GOOD
+    assert [each[1] for each in found] == [3, 3]
+    for workers in (0, 2):
+        data = DataLoader(Stream(bad=()), 1, collate_fn=checked, num_workers=workers)
+        assert read_of(data) == (GOOD, 3)
+
+
+def test_a_stream_that_cannot_go_on_ends_the_run_and_names_the_place() -> None:
+    own_loader = type("OwnLoader", (DataLoader,), {})
+    at_its_end = "sample 3 is cut short; then the iterator of Stream was at its end, as a generator is when"
+
+    class Late(WithState):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = 3
+
+    cases = {
+        "a generator": (lambda: read_of(Stream(generator=True), batch_size=4), at_its_end),
+        "in a worker": (
+            lambda: read_of(DataLoader(Stream(generator=True), 4, num_workers=2)),
+            "batch 1 of epoch 0, in worker 1",
+            at_its_end,
+        ),
+        "its state is late": (
+            lambda: read_of(Late(), batch_size=4),
+            "10 samples in a row raised",
+            "sample 3",
+        ),
+        "a loader of another kind": (lambda: read_of(own_loader(Stream(), 4)), "OwnLoader: whether such"),
+    }
+    assert_refused(DataError, cases)
+    with pytest.raises(RuntimeError, match="each of 2 processes reads whole"):
+        on_two_ranks(lambda: read_of(DataLoader([*Stream(bad=())], 4).__iter__(), strategy="ddp", devices=2))
 
 
 def test_a_validation_is_not_made_smaller_and_a_policy_must_be_known() -> None:

@@ -16,7 +16,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
 from drivetrain.data import MicroBatch
 from drivetrain.data.orders.mixing import SOURCE
-from drivetrain.data.sources import length_of
+from drivetrain.data.protocols import length_of
 from drivetrain.task.output import wide_dtype
 
 if TYPE_CHECKING:

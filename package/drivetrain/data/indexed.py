@@ -38,10 +38,11 @@ from drivetrain.data.orders.order import (
     unshuffled,
 )
 from drivetrain.data.orders.passes import OrderedByItself
+from drivetrain.data.protocols import length_of, set_epoch
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
-from drivetrain.data.sources import Fetched, Source, length_of, set_epoch
+from drivetrain.data.sources import Fetched, Source
 from drivetrain.data.workers.ends import lacks_shared_memory
 from drivetrain.data.workers.pool import LookAhead, RequestedBatches, Workers
 
@@ -299,7 +300,7 @@ class IndexedSource(Source):
                 batch = skipper.skip(failure, error)
             else:
                 if skipper is not None:
-                    skipper.read, skipper.in_a_row = skipper.read + 1, 0
+                    skipper.note_good()
             if draws:
                 peek()
             if indices.slice is not None:
@@ -312,7 +313,7 @@ class IndexedSource(Source):
         for each, indices in made:
             batch, draws, contents = each if type(each) is not Raised else self._bad(each, indices)
             if self.skipper is not None and batch is not BAD:
-                self.skipper.read, self.skipper.in_a_row = self.skipper.read + 1, 0
+                self.skipper.note_good()
             # The same state as after a batch made here, so that a step that draws from the host's generators
             # does not depend on the number of workers.
             if draws is not None:

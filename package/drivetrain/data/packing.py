@@ -18,8 +18,8 @@ from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count, one_of
 from drivetrain.data.orders.length_grouped import lengths_of
+from drivetrain.data.protocols import has_state, set_epoch
 from drivetrain.data.shard import can_be_divided, shards_of
-from drivetrain.data.sources import has_state, set_epoch
 
 _LOG = logger(__name__)
 

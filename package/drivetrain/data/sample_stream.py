@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from drivetrain.core.types import Batch
-from drivetrain.data.sources import has_state
+from drivetrain.data.protocols import has_state
 
 
 class SampleStream:
@@ -23,6 +23,9 @@ class SampleStream:
         dataset: The dataset. Its `set_epoch` is called before each epoch.
         batch_size: Samples of a batch; the last one may be shorter.
         collate: Makes a batch of a list of samples; None takes torch's default.
+
+    Attributes:
+        goes_on: Whether the iterator of the dataset returns itself, and can be read on after an error.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class SampleStream:
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
+        self.goes_on = False
         self._collate = collate or default_collate
         if has_state(dataset):
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
@@ -39,7 +43,7 @@ class SampleStream:
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, because `islice` calls `iter` for each batch, which would begin some datasets anew:
-        # those that return themselves, such as litData's.
-        samples = (each for each in self.dataset)
-        while batch := list(islice(samples, self.batch_size)):
-            yield self._collate(batch)
+        # those that return themselves, such as litData's. It is at its end once it has raised.
+        samples = iter(self.dataset) if self.goes_on else (each for each in self.dataset)
+        # `map` goes on after an error of the collate function.
+        return map(self._collate, iter(lambda: list(islice(samples, self.batch_size)), []))

@@ -24,6 +24,10 @@ SHARE = 0.1
 """The share of bad batches that a process may read, once it has read more than `IN_A_ROW` of them."""
 
 
+class BadSample(Exception):  # noqa: N818 - says that the stream goes on after the sample
+    """A sample of a stream that raised and was left out."""
+
+
 class _BadBatch:
     """The type of `BAD`."""
 
@@ -90,8 +94,13 @@ class BadBatchSkipper:
     def __init__(self) -> None:
         self.read = self.in_a_row = self.bad = 0
 
-    def skip(self, failure: DataError, error: Exception) -> Any:
-        """Report a bad batch and return its placeholder.
+    def note_good(self) -> None:
+        """Count a batch that was read."""
+        self.read += 1
+        self.in_a_row = 0
+
+    def skip(self, failure: DataError, error: Exception, what: str = "batch") -> Any:
+        """Report a bad batch, or a bad sample of a stream, and return its placeholder.
 
         Raises:
             DataError: There are too many; or memory has run out, which is not the data's fault.
@@ -111,6 +120,6 @@ class BadBatchSkipper:
                 f"{failure}; on_bad_batch='skip' leaves out no more: {many}, which is no accident. Repair the"
                 " data, or remove the bad samples"
             ) from error
-        text = f"{failure}; the batch is left out (on_bad_batch='skip')"
+        text = f"{failure}; the {what} is left out (on_bad_batch='skip')"
         _LOG.warning(text)
         return BAD

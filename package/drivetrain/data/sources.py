@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +23,15 @@ from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import CheckpointError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
-from drivetrain.core.types import Batch, Stateful
+from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
 from drivetrain.data.fingerprint import fingerprint
+from drivetrain.data.protocols import has_state, length_of, set_epoch
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.repeats import Repeats
 from drivetrain.data.shard import WHOLE, Shard
-from drivetrain.data.skipped_batches import BadBatchSkipper
+from drivetrain.data.skipped_batches import BadBatchSkipper, BadSample
+from drivetrain.data.skipping_stream import skipping
 from drivetrain.data.workers.ends import (
     WorkerEnded,
     how_ended,
@@ -48,6 +50,10 @@ _LOG = logger(__name__)
 Fetched: TypeAlias = tuple[Batch, int, int | None] | SharedBatch
 """A batch as its source gave it, on the host; how far it moves the position; and its number of samples if the
 source knows it. If several processes read the data, a `SharedBatch`."""
+
+
+_OURS = re.compile(r"^(drivetrain\.[\w.]+\.)?(BadSample|DataError): ")
+"""The name of an error of this package, which has another error's text."""
 
 
 class Source(ABC):
@@ -224,6 +230,7 @@ class Source(ABC):
 
     def raised(self, batch_name: str, what: str) -> DataError:
         """Return a `DataError` with another error's text, and advice if torch's collation raised that."""
+        what = _OURS.sub("", what)
         if "default_collate: batch must contain" in what:
             what += (
                 ". Return mappings, tuples or tensors from the dataset, or give a function that makes a batch"
@@ -349,14 +356,22 @@ class IterableSource(Source):
                 self._end(number, position, is_whole, repeats)
                 return
             except Exception as error:
-                raise self._failed(error, iterator, number, epoch) from error
+                batch = self._left_out(error, iterator, number, epoch)
+            else:
+                repeats = self._note_read(batch, repeats)
             once_more = False
             seed_after(seed)
-            if repeats is not None and not repeats.note(batch):
-                repeats = self._repeats = None
             number += 1
             if number > position:
                 yield batch, 1, None
+
+    def _note_read(self, batch: Batch, repeats: Repeats | None) -> Repeats | None:
+        """Note that a batch was read; return what looks for repeated samples as long as it looks."""
+        if self.skipper is not None:
+            self.skipper.note_good()
+        if repeats is not None and not repeats.note(batch):
+            repeats = self._repeats = None
+        return repeats
 
     def _end(self, number: int, position: int, is_whole: bool, repeats: Repeats | None) -> None:
         """Note that the data has ended after a number of batches."""
@@ -402,6 +417,19 @@ class IterableSource(Source):
             self._begun = weakref.ref(iterator)
         return iterator
 
+    def _left_out(self, error: Exception, iterator: Any, number: int, epoch: int) -> Any:
+        """Return the placeholder for a batch that could not be read, or raise."""
+        failure = self._failed(error, iterator, number, epoch)
+        # A DataError says that the data cannot be read on.
+        if (
+            self.skipper is None
+            or isinstance(error, DataError)
+            or how_ended(iterator, error)
+            or note_on(error)
+        ):
+            raise failure from error
+        return self.skipper.skip(failure, error, "sample" if isinstance(error, BadSample) else "batch")
+
     def _failed(self, error: Exception, iterator: Any, number: int, epoch: int) -> DataError:
         """Return the error for a batch that could not be read."""
         ended = how_ended(iterator, error) or note_on(error)
@@ -412,8 +440,9 @@ class IterableSource(Source):
             failure = self.raised(f"batch {number} of epoch {epoch}{which}", what)
         else:
             state = ""
-            with suppress(Exception):  # the state of data that has just raised
-                state = f" (its state: {str(self.snapshot())[:300]})" if self.stateful else ""
+            if self.stateful and not isinstance(error, BadSample):  # which names the state
+                with suppress(Exception):  # the state of data that has just raised
+                    state = f" (its state: {str(self.snapshot())[:300]})"
             failure = self.failure(WorkerEnded(ended) if ended else error, number, epoch, state)
         return failure if advice is None else DataError(f"{failure}; {advice}")
 
@@ -425,13 +454,17 @@ class IterableSource(Source):
         end(iterator)
 
     def skip_bad_batches(self) -> None:
-        """Refuse, because an iterator that has raised is at its end."""
-        raise DataError(
-            f"on_bad_batch='skip' with the {self.name} data, which is an iterable"
-            f" ({type(self._data).__name__}): an iterable that has raised is at its end, and the"
-            " batches after a bad one cannot be read. Skip bad samples inside the iterable, give a dataset"
-            " with a length, or use on_bad_batch='raise'"
-        )
+        """Leave out samples that raise, and batches whose collate function raises."""
+        if self.shard.size > 1:
+            raise DataError(
+                f"on_bad_batch='skip' with the {self.name} data, which each of {self.shard.size} processes"
+                f" reads whole ({type(self._data).__name__}): a sample that raises on one of them only would"
+                " shift its order. Divide the stream by a method shard(num_shards, index) or by"
+                " already_split, or use on_bad_batch='raise'"
+            )
+        self._data = skipping(self._data, self.name)
+        self.skipper = BadBatchSkipper()
+        self._length_checked = True  # a sample that is left out may leave a batch more, or less
 
     def count(self, position: int = 0) -> int | None:
         """Return the number of batches, or rounds, left, if the iterable has a length."""
@@ -461,32 +494,3 @@ class IterableSource(Source):
     def seed_epoch(self, epoch: int) -> None:
         """Seed what a loader draws as it begins, also if its first `state_dict` makes it begin."""
         seed_batch(self._seed, epoch, -1)
-
-
-def has_state(data: object) -> bool:
-    """Return whether data has a state that can be stored without knowing more about it."""
-    if not isinstance(data, Stateful):
-        return False
-    try:
-        inspect.signature(data.state_dict).bind()
-        inspect.signature(data.load_state_dict).bind({})
-    except TypeError:
-        return False
-    except ValueError:  # a function without a signature, such as one of an extension module
-        pass
-    return True
-
-
-def length_of(data: Any) -> int | None:
-    """Return the length of data or of a sampler; None if it has none."""
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def set_epoch(data: object, epoch: int) -> None:
-    """Call the `set_epoch` of data or of a sampler, if it has one."""
-    call = getattr(data, "set_epoch", None)
-    if callable(call):
-        call(epoch)

@@ -15,8 +15,8 @@ from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.validation import number, one_of
 from drivetrain.data.orders.length_grouped import lengths_of
 from drivetrain.data.orders.passes import OrderedByItself, Passes
+from drivetrain.data.protocols import has_state, set_epoch
 from drivetrain.data.shard import can_be_divided, shards_of
-from drivetrain.data.sources import has_state, set_epoch
 
 SOURCE = "source"
 """The entry of a sample that holds the number of its source."""

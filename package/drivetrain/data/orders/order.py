@@ -26,7 +26,7 @@ from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
 from drivetrain.data.orders.length_grouped import LengthGroupedSampler
 from drivetrain.data.orders.shuffle import LARGE, FormulaOrder
-from drivetrain.data.sources import has_state, length_of, set_epoch
+from drivetrain.data.protocols import has_state, length_of, set_epoch
 
 _LOG = logger(__name__)
 
