@@ -17,12 +17,14 @@ from drivetrain import (
     Callback,
     CheckpointConfig,
     ConfigError,
+    FSDPConfig,
     MemoryReport,
     OptimizerConfig,
     TaskModule,
     Trainer,
     already_split,
 )
+from drivetrain.task import ModelInfo
 
 
 class Classifier(TaskModule):
@@ -248,6 +250,29 @@ def test_a_plan_says_where_the_residual_stream_has_16_bits():
         assert ("residual stream" in said) == (dtype == torch.bfloat16)
 
 
+class Split(TaskModule):  # a wide layer between two narrow ones, split by its columns
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 4096), nn.Linear(4096, 16)
+
+    def training_step(self, batch):
+        return self.down(self.up(batch).relu()).square().mean()
+
+    def model_info(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return ModelInfo(parallel_plan={"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def test_tensor_parallel_keeps_its_part_of_the_activations():
+    for split in (1, 4):
+        strategy = FSDPConfig(tensor_parallel=split)
+        found = quiet(max_epochs=1, devices=4, strategy=strategy).plan(Split(), [torch.randn(64, 16)]).memory
+        # The batch, the result of relu and that of the last layer.
+        assert found["activations"] == pytest.approx(4 * 64 * (16 + 4096 / split + 16), rel=0.02)
+        assert found["temporary"] == pytest.approx(4 * 64 * 2 * 4096 / split, rel=0.6)
+
+
 def _measured(options):
     report = MemoryReport(show=False)
     quiet(max_epochs=1, devices=2, callbacks=[report], **options).fit(wide(), [torch.randn(32, 16)] * 8)
@@ -263,6 +288,13 @@ def test_a_plan_for_two_ranks_has_what_each_holds(monkeypatch):
         assert [found.memory[each] for each in ("parameters", "gradients", "optimizer")] == expected
         assert 0.75 < sum(found.memory.values()) / use.total < 1.3, options
         assert ("in each process about" in str(found), found.processes) == (True, 2)
+    gathered = [
+        quiet(max_epochs=1, devices=2, strategy="fsdp", precision=each)
+        .plan(wide(), [torch.randn(32, 16)])
+        .memory["gathered"]
+        for each in ("32", "bf16-true")
+    ]
+    assert gathered[0] == 2 * gathered[1]
     monkeypatch.setattr("drivetrain.strategies.checks.host_memory", lambda: 10_000)
     sharded = quiet(max_epochs=1, devices=2, strategy="fsdp").plan(wide(), [torch.randn(32, 16)] * 8)
     assert "Give gather_at_end=False" in sharded.warnings[-1]

@@ -51,8 +51,9 @@ def sharded_memory(
         for each in part.parameters():
             if each in kept or (part is task and each in inside) or (trained and not each.requires_grad):
                 continue
-            dtype = precision.compute_dtype if mixed and precision.compute_dtype else each.dtype
-            dtype = precision.reduce_dtype if reduced and precision.compute_dtype else dtype
+            dtype = each.dtype
+            if precision.compute_dtype is not None and each.is_floating_point():
+                dtype = precision.reduce_dtype if reduced else precision.compute_dtype
             total += each.numel() // (split if each in divided else 1) * dtype.itemsize
         return total
 

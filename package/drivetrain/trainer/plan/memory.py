@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -23,6 +23,7 @@ from drivetrain.engine.memory_profile import MemoryWatch
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Memory, Strategy
 from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.fsdp.tensor_parallel import TensorParallel, parallel_modules
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.recompute import Recomputation
 from drivetrain.strategies.wrapping import apply_tied, batch_norms
@@ -104,17 +105,45 @@ def step_memory(settings: RunSettings, task: TaskModule, memory: Memory | None, 
     context = precision.forward_context(_CPU) or nullcontext
     try:
         copy: Any = precision.convert_module(on_meta(task))
-        with mode:
-            _make_fake(copy, None if memory is None else memory.forward_dtype)
-            fake = tree_map(_fake, batch)
-        watch = MemoryWatch(copy, (), torch.device("meta"), fake)
-        again = _recompute(settings, strategy, copy, watch)
-        with mode, watch:
-            kept, outputs = _run(copy, context, fake, watch)
+        with _split_copy(strategy) as split:
+            with mode:
+                _make_fake(copy, None if memory is None else memory.forward_dtype)
+                split(copy)
+                fake = tree_map(_fake, batch)
+            watch = MemoryWatch(copy, (), torch.device("meta"), fake)
+            again = _recompute(settings, strategy, copy, watch)
+            with mode, watch:
+                kept, outputs = _run(copy, context, fake, watch)
     except Exception as error:
         raise Unknown(f"a step without values raises {_short(error)}") from error
     recomputed = max(again.values(), default=0)
     return StepMemory(kept + recomputed, max(0, outputs - recomputed))
+
+
+@contextmanager
+def _split_copy(strategy: Strategy) -> Iterator[Callable[[TaskModule], object]]:
+    """Run the block with a function that splits a task's modules as the first process of `strategy` does.
+
+    The other processes are torch's "fake" ones: its collectives return tensors of the right shapes.
+    """
+    config = getattr(strategy, "config", None)
+    if not isinstance(config, FSDPConfig) or config.tensor_parallel == 1:
+        yield lambda task: None
+        return
+    if distributed.is_initialized():
+        raise Unknown(
+            "tensor_parallel is planned with ranks of torch's own, and this process has a job already"
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    size = config.tensor_parallel
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        yield lambda task: TensorParallel(parallel_modules(task), mesh).split(task)
+    finally:
+        distributed.destroy_process_group()
 
 
 def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch) -> tuple[int, int]:
