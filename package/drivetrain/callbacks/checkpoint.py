@@ -174,7 +174,7 @@ class CheckpointSaver(Callback):
             self.wait_for_save(run)
             self._saving_step, saved = progress.steps, None
             try:
-                with self._tolerating(run), _as_saved(run):
+                with self._tolerating(run), as_saved(run):
                     factory = partial(self._snapshot, run)
                     saved = self.manager.save(
                         progress.steps, progress.epoch, run.metrics, factory, resume=resume, best=best
@@ -265,9 +265,9 @@ class CheckpointSaver(Callback):
 
 
 @contextmanager
-def _as_saved(run: Run) -> Iterator[None]:
-    """Run the block with the task and its optimizers as the callbacks have them saved."""
-    with ExitStack() as stack:
+def as_saved(run: Run) -> Iterator[None]:
+    """Run the block with the task and its optimizers as they, and the callbacks, have them saved."""
+    with run.engine.modes.saving(), ExitStack() as stack:
         for each in run.callbacks:
             stack.enter_context(each.saving(run))
         yield
@@ -279,7 +279,7 @@ def _check_storable(run: Run) -> None:
     Raises:
         CheckpointError: The first save would fail, perhaps hours later.
     """
-    with _as_saved(run), run.engine.checkpoint_layout() as taken:
+    with as_saved(run), run.engine.checkpoint_layout() as taken:
         tensors, _ = optimizer_state(run.task, taken)
     for name, tensor in tensors.items():
         if has_plain_bytes(tensor):

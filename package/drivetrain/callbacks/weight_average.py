@@ -129,6 +129,11 @@ class WeightAverage(Callback):
             ConfigError: A batch norm's statistics cannot be renewed.
             StrategyError: The optimizers train copies of the weights.
         """
+        if modes := run.engine.modes.optimizers:
+            raise ConfigError(
+                f"WeightAverage with {type(modes[0]).__name__}: this optimizer evaluates and saves an average"
+                " of its own. Leave WeightAverage out"
+            )
         if not self._is_resumed:
             self._averages, self.averaged = [], 0
         self._is_resumed, self._trained = False, None

@@ -34,6 +34,7 @@ from drivetrain.engine.generator_step import advance, generator_step
 from drivetrain.engine.memory import MemoryConfig, MemoryInUse
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.metrics.means import MetricBuffer, Row, refuse_nonfinite
+from drivetrain.engine.optimizer_modes import OptimizerModes
 from drivetrain.engine.own_loop import EngineData, prepare_module
 from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.skip import StepGate
@@ -128,6 +129,7 @@ class Engine:
         self.transfer = Transfer(self.device, self.precision.input_dtype, self.strategy.place)
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
+        self.modes = OptimizerModes((), self.strategy, self.precision)
         self.micro_batch_end: Callable[[Batch, Any], None] | None = None
         self.before_optimizer_step: Callable[[], None] | None = None
         self.splitter: MicroBatches | None = None
@@ -201,7 +203,9 @@ class Engine:
             self.updaters = build_updaters(
                 task, specs, total_steps, max_grad_norm, self.weight_updates, calendar
             )
-            return {name: updater.optimizer for name, updater in self.updaters.items()}
+            made = {name: updater.optimizer for name, updater in self.updaters.items()}
+            self.modes = OptimizerModes(made.values(), self.strategy, self.precision)
+            return made
 
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
         for updater in self.updaters.values():
@@ -428,7 +432,7 @@ class Engine:
     def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
         """Run the block with a step of an evaluation or prediction, without gradients."""
         self.synchronize_buffers()
-        with self.step_module.evaluating(step) as run_step:
+        with self.modes.evaluating(), self.step_module.evaluating(step) as run_step:
             self.evaluate_step = self.compilation.marking(self.model if self.strategy.sharded else run_step)
             yield
             # Forwards without a backward leave parameters gathered. The next forward would compute with

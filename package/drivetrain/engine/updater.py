@@ -19,6 +19,7 @@ from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
 from drivetrain.core.validation import check_no_class
+from drivetrain.engine.optimizer_modes import has_modes
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import check_supported
 from drivetrain.strategies.optimizer_step import step as make_step
@@ -432,6 +433,8 @@ def build_updaters(
             optimizer, scheduler = made_by(spec, task, weight_updates)
             titles = group_titles(task, optimizer)
             updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm, titles)
+        if has_modes(optimizer):
+            optimizer.train()  # type: ignore[attr-defined]
         updaters[name].note_given(spec if isinstance(spec, OptimizerConfig) else None)
     return updaters
 

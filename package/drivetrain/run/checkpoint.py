@@ -345,6 +345,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any, how: Resumption) -> None
         restore_optimizer_state(
             run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"]
         )
+    engine.modes.load()
     for name, updater in engine.updaters.items():
         updater.load_state_dict(tree["schedules"][name])
     engine.strategy.load_state_dict(tree["strategy"])

@@ -134,6 +134,7 @@ def _end(run: Run, left: bool) -> None:
     run.is_over = True
     run.log_training()
     run.nonfinite.check_end()
+    run.engine.modes.evaluate()
     run.call(run.hooks.on_fit_end)
     if run.failure is not None:
         raise run.failure

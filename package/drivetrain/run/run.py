@@ -331,6 +331,7 @@ class Run(RunState):
         engine = self.engine
         engine.strategy.reshard(engine.model)
         with ExitStack() as stack:
+            stack.enter_context(engine.modes.evaluating())
             stack.enter_context(whole_weights(engine.strategy, self.task))
             stack.enter_context(engine.step_module.evaluating(engine.step_module.step))
             stack.enter_context(preserved(engine.device))

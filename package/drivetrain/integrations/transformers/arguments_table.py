@@ -484,10 +484,6 @@ _LOW_RANK = (
     " `OptimizerConfig({}, groups=ParameterGroup('*.weight', rank=128, ...))`"
 )
 _LAYERWISE = 'it steps within backward; use one that does not: `strategy="fsdp"` divides the gradients'
-_AVERAGED = (
-    "it averages weights, and an evaluation must first ask it for the average; give the class to a task of"
-    " your own, and ask for it in a callback"
-)
 
 OPTIMIZERS: Mapping[str, OptimizerRow] = {
     "adamw_torch": OptimizerRow('"adamw", not fused', "adamw", is_adam=True, fixed={"fused": False}),
@@ -541,8 +537,8 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
     "adalomo": OptimizerRow(_LAYERWISE),
     "grokadamw": OptimizerRow(_CLASS.format("grokadamw.GrokAdamW")),
     "stable_adamw": OptimizerRow(_CLASS.format("optimi.StableAdamW")),
-    "schedule_free_radam": OptimizerRow(_AVERAGED),
-    "schedule_free_adamw": OptimizerRow(_AVERAGED),
-    "schedule_free_sgd": OptimizerRow(_AVERAGED),
+    "schedule_free_radam": OptimizerRow(_CLASS.format("schedulefree.RAdamScheduleFree")),
+    "schedule_free_adamw": OptimizerRow(_CLASS.format("schedulefree.AdamWScheduleFree")),
+    "schedule_free_sgd": OptimizerRow(_CLASS.format("schedulefree.SGDScheduleFree")),
 }
 """The rows by the names of `optim`, of version 5 and before."""

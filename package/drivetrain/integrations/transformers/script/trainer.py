@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -49,6 +49,7 @@ from transformers.trainer_utils import (
 )
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.checkpoint import as_saved
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, Snapshot
 from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, resolve
@@ -973,9 +974,7 @@ class Trainer(TheirNames):
             made.assets = assets
             return made
 
-        with ExitStack() as stack:
-            for each in run.callbacks:
-                stack.enter_context(each.saving(run))
+        with as_saved(run):
             manager = CheckpointManager(folder, policy, ranks=run.engine.ranks)
             saved = manager.save(progress.steps, progress.epoch, run.metrics, snapshot)
         run.checkpoint_saved(saved.path)
