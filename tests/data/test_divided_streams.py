@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import drivetrain
 from drivetrain import CheckpointError, Engine, LambdaCallback, TaskModule, already_split
-from drivetrain.data import mixture, packed
+from drivetrain.data import mixture, packed, shuffled
 from drivetrain.strategies.ddp import DDP
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -96,6 +96,8 @@ def of_many() -> Any:
     found["mixture"] = fit(both), mixed["a"].read + mixed["b"].read
     documents = files(key="input_ids")
     found["packed"] = fit(packed(documents, 2, buffer=2), key="input_ids"), documents.read
+    reordered = files()
+    found["shuffled"] = fit(shuffled(reordered, 5)), reordered.read
     made = already_split(lambda rank, size: files().shard(size, rank))
     found["already_split"] = fit(made), []
     engine, alone = Engine(strategy=DDP(world_size=2), devices=2), files(count=4, samples=16)

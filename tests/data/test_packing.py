@@ -84,7 +84,7 @@ def test_a_stream_resumes_with_the_next_row_and_reads_one_buffer_again(rows_give
     assert given + [each["input_ids"].tolist() for each in again] == whole
     assert source.drawn == len(source.documents) - state["stream"]["at"]
     assert "documents" not in state
-    assert set(state) == {"stream", "rows"}
+    assert set(state) == {"stream", "at"}
 
 
 class Model(TaskModule):

@@ -17,5 +17,6 @@ from drivetrain.data.shard import GlobalCounts as GlobalCounts
 from drivetrain.data.shard import Shard as Shard
 from drivetrain.data.sources import Source as Source
 from drivetrain.data.split_source import already_split as already_split
+from drivetrain.data.streams.shuffling import shuffled as shuffled
 from drivetrain.data.transfer import MicroBatch as MicroBatch
 from drivetrain.data.transfer import Transfer as Transfer

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,8 +16,7 @@ from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count, one_of
 from drivetrain.data.orders.length_grouped import lengths_of
-from drivetrain.data.protocols import has_state, set_epoch
-from drivetrain.data.shard import can_be_divided, shards_of
+from drivetrain.data.streams.buffered import BufferedStream
 
 _LOG = logger(__name__)
 
@@ -305,62 +302,26 @@ class PackedDataset(Dataset[Row]):
         return self._form.collate(rows)
 
 
-class PackedStream(IterableDataset[Row]):
-    """The rows of a stream of documents; see `packed`.
-
-    If the stream has a `state_dict`, the state is that of the stream as a buffer began, and the number of
-    rows of this buffer that were given. A resume reads the buffer again.
-    """
+class PackedStream(BufferedStream):
+    """The rows of a stream of documents; see `packed`."""
 
     def __init__(self, data: Iterable[Any], form: _Packing) -> None:
-        self._data = data
+        super().__init__(data, form.buffer)
         self._form = form
         self.tokens_per_sample = form.tokens_per_sample
-        self._before: Any = None
-        self._given = 0
-        self._skip = 0
         self._said = False
-        if has_state(data):
-            self.state_dict, self.load_state_dict = self._state, self._load
-        if can_be_divided(data):
-            self.shard, self.num_shards = self._shard, shards_of(data)
 
-    def _shard(self, num_shards: int, index: int) -> PackedStream:
-        return PackedStream(self._data.shard(num_shards, index), self._form)  # type: ignore[attr-defined]
+    def _of(self, data: Iterable[Any]) -> PackedStream:
+        return PackedStream(data, self._form)
 
-    def _state(self) -> dict[str, Any]:
-        if self._before is None:
-            self._before = copy.deepcopy(self._data.state_dict())  # type: ignore[attr-defined]
-        return {"stream": self._before, "rows": self._given}
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._data.load_state_dict(copy.deepcopy(state["stream"]))  # type: ignore[attr-defined]
-        self._before, self._given = state["stream"], state["rows"]
-        self._skip = self._given
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the stream of documents which epoch begins."""
-        set_epoch(self._data, epoch)
-
-    def __iter__(self) -> Iterator[Row]:
-        documents = (self._form.read(each) for each in self._data)
-        skip, self._skip = self._skip, 0
-        while True:
-            self._before, self._given = None, skip
-            if has_state(self._data):
-                self._state()
-            read = list(islice(documents, self._form.buffer))
-            if not read:
-                return
-            lengths = [len(ids) for ids, _ in read]
-            rows = self._form.rows_of(lengths)
-            if not self._said:
-                self._said = True
-                _say(len(read), sum(lengths), len(rows), self._form)
-            for pieces in islice(rows, skip, None):
-                self._given += 1
-                yield self._form.row(pieces, read.__getitem__)
-            skip = 0
+    def _made(self, samples: list[Any], epoch: int, number: int) -> Iterator[Row]:
+        read = [self._form.read(each) for each in samples]
+        lengths = [len(ids) for ids, _ in read]
+        rows = self._form.rows_of(lengths)
+        if not self._said:
+            self._said = True
+            _say(len(read), sum(lengths), len(rows), self._form)
+        return (self._form.row(pieces, read.__getitem__) for pieces in rows)
 
     def collate_fn(self, rows: list[Row]) -> Batch:
         """Make a batch of rows."""

@@ -18,10 +18,10 @@ from drivetrain.core.types import Batch
 from drivetrain.data.indexed import IndexedSource
 from drivetrain.data.orders.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.data.orders.order import generators_of
-from drivetrain.data.sample_stream import SampleStream
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.split_source import AlreadySplit, SplitSource, divided
+from drivetrain.data.streams.samples import SampleStream
 from drivetrain.distributed.ranks import ALONE, Ranks
 
 _LOG = logger(__name__)

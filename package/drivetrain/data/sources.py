@@ -31,7 +31,7 @@ from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.repeats import Repeats
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BadBatchSkipper, BadSample
-from drivetrain.data.skipping_stream import skipping
+from drivetrain.data.streams.skipping import skipping
 from drivetrain.data.workers.ends import (
     WorkerEnded,
     how_ended,

@@ -12,8 +12,8 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import is_out_of_memory
 from drivetrain.data.protocols import has_state
-from drivetrain.data.sample_stream import SampleStream
 from drivetrain.data.skipped_batches import IN_A_ROW, BadSample
+from drivetrain.data.streams.samples import SampleStream
 from drivetrain.distributed.failure.messages import summary
 
 _LOG = logger(__name__)
