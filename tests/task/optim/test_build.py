@@ -9,8 +9,16 @@ import torch
 from tests.support.refusals import assert_refused
 from torch import nn
 
+from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import ConfigError
-from drivetrain.task.optim.build import apply_factor, build_optimizer, build_schedule, remember_base_rates
+from drivetrain.core.intervals import Every
+from drivetrain.task.optim.build import (
+    apply_factor,
+    build_optimizer,
+    build_schedule,
+    remember_base_rates,
+    schedule_lengths,
+)
 from drivetrain.task.optim.config import OPTIMIZERS, OptimizerConfig
 from drivetrain.task.optim.groups import ParameterGroup
 from drivetrain.task.optim.quantized import QUANTIZED
@@ -201,6 +209,40 @@ def test_the_schedule_covers_the_run_or_total_steps():
         assert [schedule(warmup - 1) < 1, schedule(warmup)] == [True, 1]
     schedule = build_schedule(OptimizerConfig(schedule=lambda step: 0.5, warmup_steps=1), None)
     assert [schedule(step) for step in range(3)] == [0.25, 0.5, 0.5]
+
+
+COSINE = {"schedule": "cosine"}
+WITHOUT = "of tokens if its lengths are in tokens"
+MIXES = [  # the lengths, the steps and tokens that limit the run, and the unit, the warm-up and the whole
+    (COSINE, 50, None, ("steps", 0, 50)),
+    (COSINE, 50, 900, ("tokens", 0, 900)),
+    ({**COSINE, "warmup_steps": 5}, 50, 900, ("steps", 5, 50)),
+    ({**COSINE, "warmup_steps": 5}, None, 900, WITHOUT),
+    ({**COSINE, "warmup_steps": "5 steps", "total_steps": 40}, None, 900, ("steps", 5, 40)),
+    ({**COSINE, "warmup_steps": "1 epoch"}, None, 900, WITHOUT),
+    ({**COSINE, "warmup_steps": "1 epoch"}, 50, 900, ("steps", 20, 50)),
+    ({**COSINE, "warmup_steps": "90 tokens"}, 50, None, WITHOUT),
+    ({**COSINE, "warmup_steps": "90 tokens"}, 50, 900, ("tokens", 90, 900)),
+    ({**COSINE, "warmup_steps": "90 tokens", "total_steps": "0.8K tokens"}, 50, None, ("tokens", 90, 800)),
+    ({**COSINE, "warmup_steps": "0.2"}, 50, 900, ("tokens", 180, 900)),
+    ({**COSINE, "warmup_steps": "0.2", "total_steps": 40}, 50, 900, ("steps", 8, 40)),
+    ({**COSINE, "warmup_ratio": 0.2, "total_steps": "0.5"}, 50, None, ("steps", 5, 25)),
+    ({"schedule": "warmup_stable_decay", "schedule_options": {"decay": 9}}, None, 900, WITHOUT),
+    ({"schedule": lambda step: 1.0, "warmup_steps": "0.2"}, None, 900, "not known in steps"),
+    ({"schedule": lambda step: 1.0, "warmup_steps": "0.2"}, 50, 900, ("steps", 10, 50)),
+    ({"schedule": lambda step: 1.0, "warmup_steps": "9 tokens"}, 50, 900, "steps or tokens, and not both"),
+]
+
+
+def test_a_schedule_follows_one_unit_over_the_runs_limit_in_it() -> None:
+    for given, steps, tokens, expected in MIXES:
+        calendar, config = Calendar(length=20), OptimizerConfig(**given)
+        calendar.whole = Every(tokens, "tokens") if tokens else Every(steps)
+        if isinstance(expected, tuple):
+            assert schedule_lengths(config, steps, calendar)[:3] == expected, given
+        else:
+            with pytest.raises(ConfigError, match=expected):
+                build_schedule(config, steps, calendar)
 
 
 def test_the_factor_scales_each_groups_base_rate_whatever_it_was_before():

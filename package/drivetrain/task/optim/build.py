@@ -329,7 +329,8 @@ def schedule_lengths(
 ) -> ScheduleLengths:
     """Return the lengths of a configured schedule.
 
-    It follows the tokens if a length is in tokens, or if none is given and tokens limit the run.
+    It follows the tokens if a length is in tokens, or if none is given and tokens limit the run. It runs over
+    the limit of the run that is in this unit.
 
     Args:
         config: The configuration.
@@ -346,7 +347,9 @@ def schedule_lengths(
     given |= {name: options.get(name) for name in LENGTHS}
     lengths = {name: Every(each) for name, each in given.items() if each is not None}
     unit = _unit_of(config, lengths, whole)
-    total = int(whole.amount) if whole is not None and whole.unit == unit else None
+    total = total_steps
+    if unit == "tokens":
+        total = int(whole.amount) if whole is not None and whole.unit == unit else None
     if "total_steps" in lengths:
         total = _amount(lengths.pop("total_steps"), unit, total, calendar)
     amounts = {name: _amount(each, unit, total, calendar) for name, each in lengths.items()}

@@ -64,9 +64,9 @@ def _decaying(
     floor = number(f"min_ratio of the schedule {name!r}", min_ratio, at_least=0, at_most=1)
     if total is None:
         raise ConfigError(
-            f"the schedule {name!r} must know the number of steps in all, and the length of the run is not "
-            "known. Give max_steps to the Trainer or total_steps to OptimizerConfig; with max_tokens, the "
-            "warm-up and the other lengths of a schedule are in tokens"
+            f"the schedule {name!r} must know the number of steps in all, or of tokens if its lengths are in"
+            " tokens, and the run has no such limit. Give the Trainer max_steps or max_tokens, the one in the"
+            " unit of the warm-up and the other lengths, or give total_steps in it to OptimizerConfig"
         )
     ramp, end, span = warmup + 1, total, 1.0 - floor
     begin = warmup if start is None else max(start, warmup)
