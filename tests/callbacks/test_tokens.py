@@ -8,11 +8,11 @@ import torch
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import PADDING, NextToken, quiet
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import LambdaCallback, OptimizerConfig, WeightAverage
 from drivetrain.callbacks import SequenceLength
-from drivetrain.data import by_tokens, packed
+from drivetrain.data import by_tokens, mixture, packed
 from drivetrain.errors import ConfigError
 from drivetrain.task.optim.schedules import warmup_stable_decay
 
@@ -111,8 +111,52 @@ def test_a_fit_follows_its_tokens_also_resumed_and_on_two_ranks(config: Any, tmp
     assert one == other == [pytest.approx(weights, abs=1e-6), *whole[1:]]
 
 
-def packed_fit(folder: Path | None = None, *, stop: int | None = None, **options: Any) -> list[Any]:
-    """Train on rows of 16 tokens; return the weights, and the samples and tokens of each micro-batch."""
+class Stream(IterableDataset[Any]):
+    def __init__(self, texts: list[Any]) -> None:
+        self.texts, self.at = texts, 0
+
+    def __iter__(self) -> Any:
+        while self.at < len(self.texts):
+            self.at += 1
+            yield self.texts[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def padded(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TEXTS, collate_fn=pad, **options)  # type: ignore[arg-type]
+
+
+def rows(texts: Any = TEXTS) -> Any:
+    return packed(texts, 16, tokens="tokens")
+
+
+def mixed(*texts: Any) -> Any:
+    return mixture(dict(zip("ab", map(rows, texts), strict=True)), {"a": 0.6, "b": 0.4})
+
+
+KINDS: dict[str, Any] = {
+    "rows": rows,
+    "varlen": lambda: packed(TEXTS, 16, tokens="tokens", boundary="varlen"),
+    "a mixture": lambda: mixed(TEXTS, TEXTS[::2]),
+    "streams": lambda: mixed(Stream(TEXTS), Stream(TEXTS[::2])),
+    "by tokens": lambda: padded(batch_sampler=by_tokens(TEXTS, 32, lengths="tokens")),
+    "padded": lambda: padded(batch_size=5, shuffle=True),
+}
+OWN_BATCHES = ("by tokens", "padded")
+
+
+def packed_fit(
+    folder: Path | None = None, kind: str = "rows", *, stop: int | None = None, **options: Any
+) -> list[Any]:
+    """Train on rows of 16 tokens, or on data of another kind; return the weights, and the samples and tokens
+    of each micro-batch.
+    """
     shapes: list[Any] = []
 
     def note(run: Any) -> None:
@@ -120,11 +164,10 @@ def packed_fit(folder: Path | None = None, *, stop: int | None = None, **options
 
     files: dict[str, Any] = {} if folder is None else {"run_dir": folder, "checkpoint": True}
     callbacks = [LambdaCallback(on_step_end=note), *options.pop("callbacks", ())]
-    task = NextToken(OptimizerConfig("sgd", lr=0.5))
-    trainer = quiet(
-        **{"batch_size": 2, "max_epochs": 2, **files, **options}, callbacks=callbacks, max_steps=stop
-    )
-    trainer.fit(task, packed(TEXTS, 16, tokens="tokens"), resume="auto" if folder else None)
+    task, skip = NextToken(OptimizerConfig("sgd", lr=0.5)), options.pop("skip", None)
+    size = {} if kind in OWN_BATCHES else {"batch_size": 2}
+    trainer = quiet(**{**size, "max_epochs": 2, **files, **options}, callbacks=callbacks, max_steps=stop)
+    trainer.fit(task, KINDS[kind](), resume="auto" if folder else None, skip=skip)
     return [task.head.weight.flatten().tolist(), shapes]
 
 
@@ -140,6 +183,45 @@ def test_a_step_has_as_many_tokens_on_any_ranks_and_when_resumed_on_others(tmp_p
     assert one == [pytest.approx(weights, abs=1e-6), [[(1, 16)] * len(each) for each in shapes[4:]]]
 
 
+def rest_on_two_ranks(folder: Path, batches: Any, given: Any) -> list[Any]:
+    """Return the weights after the rest of each fit in a folder, by kind of data.
+
+    Batches of rows are half as large, so that a step has as many. Of other data it has half as many.
+    """
+    kinds = {each.name: {"gradient_accumulation_steps": given, "batch_size": 1} for each in folder.iterdir()}
+    kinds |= {kind: {"gradient_accumulation_steps": batches} for kind in kinds if kind in OWN_BATCHES}
+    one, other = on_two_ranks(
+        lambda: {kind: packed_fit(folder / kind, kind, **each, **TWO)[0] for kind, each in kinds.items()}
+    )
+    assert one == other
+    return one
+
+
+def test_a_step_has_as_many_tokens_of_streams_mixtures_and_batches_by_tokens(tmp_path: Path) -> None:
+    expected, given = {}, "128 tokens"
+    for kind in ("a mixture", "streams", "by tokens"):
+        weights, shapes = packed_fit(kind=kind, gradient_accumulation_steps=given)
+        assert [len(each) for each in shapes[:3]] == [4] * 3, kind
+        packed_fit(tmp_path / kind, kind, stop=2, gradient_accumulation_steps=given)
+        expected[kind] = pytest.approx(weights, abs=1e-6)
+    assert rest_on_two_ranks(tmp_path, given, given) == expected
+
+
+def test_points_in_tokens_of_other_data_follow_the_tokens_read(tmp_path: Path) -> None:
+    expected, given = {}, {0: 2, "100 tokens": 4}
+    for kind in ("streams", "by tokens", "padded"):
+        before: list[tuple[int, int]] = []
+        see = LambdaCallback(
+            on_step_start=lambda run, before=before: before.append((run.progress.tokens, run.progress.epoch))
+        )
+        weights, shapes = packed_fit(kind=kind, gradient_accumulation_steps=given, callbacks=[see])
+        for made, (tokens, epoch), following in zip(shapes, before, before[1:], strict=False):
+            assert len(made) == (4 if tokens >= 100 else 2) or following[1] > epoch, kind
+        packed_fit(tmp_path / kind, kind, stop=1, gradient_accumulation_steps=given)
+        expected[kind] = pytest.approx(weights, abs=1e-6)
+    assert rest_on_two_ranks(tmp_path, {0: 1, "100 tokens": 2}, given) == expected
+
+
 def test_points_in_tokens_are_those_of_the_samples_before() -> None:
     numbers: dict[str, Any] = {"batch_size": {0: 1, "100 tokens": 3}}
     assert packed_fit(**numbers) == packed_fit(batch_size={0: 1, "7 samples": 3})
@@ -153,10 +235,20 @@ def test_points_in_tokens_are_those_of_the_samples_before() -> None:
 
 FIELDS = ("tokens", "labels", "position_ids")
 REFUSED: dict[str, dict[str, Any]] = {
-    "one has 2 samples on each of 1 processes, 32 tokens. Give '96 tokens'": {
+    "one has 32 tokens on each of 1 processes. Give '96 tokens'": {
         "gradient_accumulation_steps": "100 tokens"
     },
     "takes a number of tokens": {"gradient_accumulation_steps": "2 epochs"},
+    r"batch_size=.* needs steps that are known beforehand": {
+        "batch_size": {0: 1, 9: 2},
+        "gradient_accumulation_steps": {0: 1, "9 tokens": 2},
+        "kind": "varlen",
+    },
+    "batch_size=.* changes after tokens": {"batch_size": {0: 1, "9 tokens": 2}, "kind": "varlen"},
+    "SequenceLength=.* changes after tokens": {
+        "kind": "streams",
+        "callbacks": [SequenceLength({0: 4, "9 tokens": 8}, fields=FIELDS)],
+    },
     "changes the tokens of a sample": {**GLOBAL, "callbacks": [SequenceLength(8, fields=FIELDS)]},
 }
 

@@ -99,8 +99,8 @@ class Calendar:
         self.batches = IntSchedule("gradient_accumulation_steps", batches)
         self.batch_size = IntSchedule("batch_size", batch_size)
         self.lengths = IntSchedule("lengths", 1)
-        self.length = length
         self.counts_samples = counts_samples
+        self.length = length if self.is_planned else None
         self._shards = shards if counts_samples else 1
         self._limit = limit
         self._drop_last = drop_last
@@ -109,6 +109,13 @@ class Calendar:
         self.whole: Every | None = None
         self.counts_tokens = True
         self.needs_tokens = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the points of `batches` are known beforehand; if not, the windows follow the run's counts,
+        and the length of an epoch counts as unknown.
+        """
+        return self.batches.unit != "tokens" and (self.batches.unit != "samples" or self.counts_samples)
 
     @property
     def varies(self) -> bool:
@@ -121,6 +128,12 @@ class Calendar:
         return None if self.varies or self.length is None else self.windows_in(0)
 
     # Where the run is.
+
+    def batches_now(self, progress: Progress) -> int:
+        """Return the micro-batches of the next window, by the counts of a run."""
+        now = {"steps": progress.steps + progress.skipped, "epochs": progress.epoch}
+        unit = self.batches.unit
+        return self.batches.at(now[unit] if unit in now else getattr(progress, unit))
 
     def windows(self) -> Iterator[tuple[int, bool]]:
         """Return the micro-batches of each window from the position begun at, and whether it is the last."""

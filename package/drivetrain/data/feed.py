@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from itertools import chain, islice
+from operator import itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from drivetrain.core.calendar import Calendar, RunPosition
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.int_schedule import IntSchedule, most
-from drivetrain.core.intervals import exact
+from drivetrain.core.intervals import Every, exact
 from drivetrain.core.messages import logger
 from drivetrain.core.progress import Progress
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size, first_dimensions
 from drivetrain.data.counting import Measure, count_batch
 from drivetrain.data.fingerprint import Fingerprint, as_text, matches, of_samples
-from drivetrain.data.packing import tokens_per_sample
+from drivetrain.data.known_tokens import tokens_per_sample
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
 from drivetrain.data.resumption import Resumption, leave_out
 from drivetrain.data.sources import Source
@@ -148,7 +149,7 @@ class StreamEpoch:
         source.seed_epoch(epoch)
         self.state = source.snapshot() if state is None else state
         ahead = source.made_ahead and transfer.draws_ahead
-        for size, _ in feed.calendar.windows():
+        for size in feed.window_sizes():
             first = [] if self.following is None else [self.following]
             window = [*first, *islice(self._micro_batches, size - len(first))]
             if not window:
@@ -245,8 +246,10 @@ class Feed:
         size = 1 if source.samples_per_epoch is None else source.batch_size or 1
         self.calendar = self._make_calendar(accumulation, batch_sizes or size)
         self.calendar.counts_tokens = self._measure.tokens is not None
-        _check_unit("gradient_accumulation_steps", self.calendar.batches, self.calendar)
+        if not self.calendar.is_planned and self.calendar.batches.unit == "tokens":
+            self.calendar.resolved(Every(self.calendar.batches.next_start(0) or 1, "tokens"))
         if batch_sizes is not None:
+            _check_unit("batch_size", self.calendar.batch_size, self.calendar)
             source.calendar = self.calendar
 
     @property
@@ -279,8 +282,8 @@ class Feed:
     def _make_calendar(self, batches: Mapping[Any, int] | int, batch_sizes: IntSchedule | int) -> Calendar:
         source = self.source
         return Calendar(
-            self._by_samples("gradient_accumulation_steps", batches),
-            self._by_samples("batch_size", batch_sizes),
+            self._by_samples(batches),
+            self._by_samples(batch_sizes),
             length=self._length_now(),
             counts_samples=source.samples_per_epoch is not None,
             shards=source.shard.size,
@@ -289,11 +292,15 @@ class Feed:
             exact=source.exact,
         )
 
-    def _by_samples(self, name: str, number: Any, cuts: bool = False) -> Any:
-        """Return a schedule with points in samples, if they are in tokens; `cuts` if it cuts sequences."""
+    def _by_samples(self, number: Any, cuts: bool = False) -> Any:
+        """Return a schedule with points in samples, if it has them in tokens and the tokens of a sample are
+        known; `cuts` if it cuts sequences.
+        """
         if not isinstance(number, IntSchedule) or number.unit != "tokens":
             return number
-        each = tokens_per_sample(f"{name}={number!r}", self.source.dataset)
+        each = tokens_per_sample(self.source.dataset)
+        if each is None:
+            return number
         return number.by_samples(lambda length: min(length, each) if cuts else each)
 
     def cut(self, lengths: IntSchedule, cut: Cut, name: str) -> None:
@@ -310,9 +317,15 @@ class Feed:
         """
         if self._cut is not None:
             raise ConfigError(f"two {name}s would cut the same batches. Give one")
-        lengths = self._by_samples(name, lengths, cuts=True)
+        lengths = self._by_samples(lengths, cuts=True)
         _check_unit(name, lengths, self.calendar)
         self.calendar.lengths, self._cut = lengths, cut
+
+    def window_sizes(self) -> Iterator[int]:
+        """Return the micro-batches of each window from the position begun at, of data without an end."""
+        if self.calendar.is_planned:
+            return map(itemgetter(0), self.calendar.windows())
+        return iter(partial(self.calendar.batches_now, self._progress), None)
 
     @property
     def samples_per_step(self) -> int | None:
@@ -392,7 +405,7 @@ class Feed:
         Raises:
             DataError: There is no batch at all, a batch is of an unknown kind, or the data raised.
         """
-        kind = SizedEpoch if self.source.exact else StreamEpoch
+        kind = SizedEpoch if self.source.exact and self.calendar.is_planned else StreamEpoch
         self._epoch = kind(self)
         return self._epoch.windows(epoch, position, done, until)
 
@@ -593,10 +606,19 @@ class Feed:
 
 
 def _check_unit(name: str, schedule: IntSchedule, calendar: Calendar) -> None:
-    if schedule.unit == "samples" and not calendar.counts_samples:
+    """Check that it is known beforehand which batches come before each point of a schedule."""
+    if not calendar.is_planned:
         raise ConfigError(
-            f"{name}={schedule!r} changes after samples. The training data must then be a dataset with a"
-            " length, read without a batch sampler of your own. Or give the points in steps or epochs"
+            f"{name}={schedule!r} needs steps that are known beforehand. With this data those of"
+            f" gradient_accumulation_steps={calendar.batches!r} follow the {calendar.batches.unit} that are"
+            " read. Give one number of gradient_accumulation_steps, or points in steps or epochs"
+        )
+    if schedule.unit == "tokens" or (schedule.unit == "samples" and not calendar.counts_samples):
+        raise ConfigError(
+            f"{name}={schedule!r} changes after {schedule.unit}. The training data must then be a dataset"
+            " with a length, read without a batch sampler of your own. For points in tokens its samples must"
+            " have equally many: rows of drivetrain.data.packed, or data with an attribute tokens_per_sample."
+            " Or give the points in steps or epochs"
         )
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.errors import DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count, one_of
@@ -326,30 +326,6 @@ class PackedStream(BufferedStream):
     def collate_fn(self, rows: list[Row]) -> Batch:
         """Make a batch of rows."""
         return self._form.collate(rows)
-
-
-def tokens_per_sample(name: str, dataset: Any) -> int:
-    """Return the tokens that each sample of a dataset has: packed rows, or what its `tokens_per_sample` says.
-
-    Args:
-        name: What needs it, for the message.
-        dataset: The dataset, or a concatenation, a mixture or a part of such datasets.
-
-    Raises:
-        ConfigError: Samples have different numbers of tokens.
-    """
-    parts = getattr(dataset, "datasets", None) or ([dataset.dataset] if isinstance(dataset, Subset) else [])
-    found: set[Any] = {tokens_per_sample(name, each) for each in parts} or {
-        getattr(dataset, "tokens_per_sample", None)
-    }
-    each = found.pop()
-    if each is None or found:
-        raise ConfigError(
-            f"{name} is in tokens, which needs a dataset with a length and as many tokens in each sample:"
-            " rows of drivetrain.data.packed, or an attribute tokens_per_sample of the dataset. Give other"
-            " data a number of micro-batches, with drivetrain.data.by_tokens if samples differ in length"
-        )
-    return int(each)
 
 
 def _say(documents: int, tokens: int, rows: int, form: _Packing) -> None:

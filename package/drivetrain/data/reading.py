@@ -119,6 +119,7 @@ def as_source(
         source = BatchSource(name, loader, shard)
     else:
         source = IterableSource(name, loader, seed, shard)
+    source.loader = loader
     if split is None:
         source.ranks, source.seed = ranks, seed
     elif whole.size > 1:

@@ -9,6 +9,7 @@ from drivetrain.core.calendar import Calendar
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.intervals import Every
 from drivetrain.core.progress import Progress
+from drivetrain.data.known_tokens import tokens_per_sample
 from drivetrain.data.sources import Source
 
 
@@ -47,8 +48,10 @@ def leave_out(every: Every, source: Source, calendar: Calendar, progress: Progre
         DataError: The data is empty.
     """
     _check_unit(every, source, calendar)
-    if every.unit == "samples":
-        amount, group, size = int(every.amount), 1, 1
+    is_fine = every.unit in ("samples", "tokens")  # finer than a step
+    if is_fine:
+        each = 1 if every.unit == "samples" else _tokens(source, calendar)
+        amount, group, size = -(-int(every.amount) // (each or 1)), 1, 1
     else:
         group = calendar.batches.first
         amount, size = calendar.step_of(every) * group, 1 if source.is_split else source.shard.size
@@ -57,7 +60,7 @@ def leave_out(every: Every, source: Source, calendar: Calendar, progress: Progre
         return amount
     length = calendar.length or 0
     while True:
-        left = source.count(progress.position) if every.unit != "samples" else length - progress.position
+        left = source.count(progress.position) if not is_fine else length - progress.position
         whole = -(-(left or 0) // group) * group  # the last step of an epoch may be short
         if amount <= whole:
             break
@@ -71,12 +74,22 @@ def leave_out(every: Every, source: Source, calendar: Calendar, progress: Progre
     return 0
 
 
+def _tokens(source: Source, calendar: Calendar) -> int | None:
+    """Return the tokens of a sample, or of a stream's round of batches; None if they are unknown."""
+    loader = source.loader
+    if source.exact:
+        return tokens_per_sample(source.dataset) if calendar.counts_samples else None
+    each = tokens_per_sample(getattr(loader, "dataset", None))
+    return (each or 0) * source.shard.size * (getattr(loader, "batch_size", None) or 0) or None
+
+
 def _check_unit(every: Every, source: Source, calendar: Calendar) -> None:
-    is_fixed = not calendar.varies
+    is_fixed, is_planned = not calendar.varies, calendar.is_planned
     units = {
         "steps": is_fixed,
         "epochs": is_fixed and source.exact,
-        "samples": source.exact and calendar.counts_samples,
+        "samples": source.exact and calendar.counts_samples and is_planned,
+        "tokens": (is_planned or not source.exact) and _tokens(source, calendar),
     }
     if not units.get(every.unit):
         counted = " or ".join(unit for unit, is_counted in units.items() if is_counted)

@@ -77,6 +77,7 @@ class Source(ABC):
         needs_evidence: Whether the next round must come with its `Evidence`.
         skipper: Replaces a batch that cannot be made with `BAD`; None raises.
         dataset: The user's dataset, if there is one.
+        loader: What makes its batches: a loader of the user's or of this package, or the data itself.
         made_ahead: Whether worker processes make the batches, ahead of the steps that use them.
         calendar: The windows of the fit, if batch sizes change; only for a source with `samples_per_epoch`.
     """
@@ -96,6 +97,7 @@ class Source(ABC):
     needs_evidence: bool = False
     skipper: BadBatchSkipper | None = None
     dataset: Any = None
+    loader: Any = None
     made_ahead: bool = False
     calendar: Calendar | None = None
 

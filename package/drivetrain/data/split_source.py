@@ -136,6 +136,7 @@ class SplitSource(Source):
         self.batch_size = own.batch_size
         self.knows_samples = own.knows_samples
         self._own = own
+        self.loader = own.loader
         own.is_part = True
         self.ranks = ranks
         self._placeholder: Batch | None = None

@@ -12,7 +12,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.int_schedule import IntSchedule, at_start, most, number_or_schedule
 from drivetrain.core.intervals import Every
 from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
-from drivetrain.data.packing import tokens_per_sample
+from drivetrain.data.known_tokens import tokens_per_batch
 from drivetrain.data.reading import is_dataset
 from drivetrain.data.sources import Source
 from drivetrain.engine.engine import Engine
@@ -76,23 +76,31 @@ def accumulation(settings: RunSettings, source: Source) -> int | Mapping[Any, in
     """Return the micro-batches of a step on each process.
 
     Raises:
-        ConfigError: The tokens of a step are no whole number of micro-batches.
+        ConfigError: The tokens of a micro-batch are unknown, or those of a step are no whole number of
+            micro-batches.
     """
     steps = settings.gradient_accumulation_steps
     if not isinstance(steps, Every):
         return known_accumulation(settings)
     tokens, asked = int(steps.amount), f"gradient_accumulation_steps='{steps}'"
-    each = tokens_per_sample(asked, source.dataset) * source.shard.size
-    sizes = settings.batch_size if isinstance(settings.batch_size, Mapping) else {0: source.batch_size or 0}
-    for size in sizes.values():
-        if not size or tokens % (each * size):
-            less = tokens - tokens % (each * size or 1)
+    loader, processes, sizes = source.loader, source.shard.size, settings.batch_size
+    points = sizes if isinstance(sizes, Mapping) else {0: getattr(loader, "batch_size", None)}
+    found = {}
+    for point, size in points.items():
+        each = tokens_per_batch(loader, size)
+        if each is None:
             raise ConfigError(
-                f"{asked} is no whole number of micro-batches: one has {size} samples on each of"
-                f" {source.shard.size} processes, {each * size} tokens. Give '{less or each * size} tokens',"
-                " or another batch size"
+                f"{asked} needs data whose micro-batches have equally many tokens. Give rows of"
+                " drivetrain.data.packed, or data with an attribute tokens_per_sample, and a batch_size; or"
+                " batches of drivetrain.data.by_tokens. Otherwise give a number of micro-batches"
             )
-    return number_or_schedule(asked, {point: tokens // (each * size) for point, size in sizes.items()})
+        found[point], rest = divmod(tokens, each * processes)
+        if rest:
+            raise ConfigError(
+                f"{asked} is no whole number of micro-batches: one has {each} tokens on each of {processes}"
+                f" processes. Give '{max(tokens - rest, each * processes)} tokens', or another batch size"
+            )
+    return number_or_schedule(asked, found)
 
 
 def with_accumulation(settings: Settings, feed: Feed) -> Settings:

@@ -72,8 +72,8 @@ class Trainer(RunSettings):
     Attributes: Gradient
         gradient_accumulation_steps: Micro-batches per step: a number, or numbers by points of the run, such
             as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs, samples or
-            tokens; see `ramp`. Or the tokens of a step over all processes, "524_288 tokens", for samples that
-            have equally many. Default: 1. Example: gradient_accumulation_steps=4.
+            tokens; see `ramp`. Or the tokens of a step over all processes, "524_288 tokens", for rows of one
+            length and `by_tokens`. Default: 1. Example: gradient_accumulation_steps=4.
         max_grad_norm: Clip the gradient's global norm to this; None disables clipping. Default: None.
             Example: max_grad_norm=1.0.
         max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
@@ -200,10 +200,11 @@ class Trainer(RunSettings):
                 for a second stage of training. Weights, optimizer, schedules, steps and complete epochs
                 continue; an epoch that was under way begins again.
             skip: Training data that a resume leaves out after the checkpoint's position, such as "2_000
-                steps", "64_000 samples" or "0.1 epochs": for example data that caused a spike of the loss.
-                The run is the same as if the data did not contain that part. None leaves out nothing. With
-                resume="auto", a checkpoint of a fit with the same `new_data` and `skip` continues at its
-                position.
+                steps", "64_000 samples", "10M tokens" or "0.1 epochs": for example data that caused a spike
+                of the loss. Tokens need rows of one length, and are rounded up to whole samples, or to whole
+                batches of a stream. The run is the same as if the data did not contain that part. None leaves
+                out nothing. With resume="auto", a checkpoint of a fit with the same `new_data` and `skip`
+                continues at its position.
 
         Raises:
             ConfigError: Arguments, task and data do not fit together.

@@ -61,16 +61,17 @@ class TokenBatches(Sampler[list[int]]):
 
     Args:
         lengths: The length of each sample, of shape [samples].
-        tokens: The most tokens of a batch.
+        tokens_per_batch: The most tokens of a batch.
     """
 
-    def __init__(self, lengths: Tensor, tokens: int) -> None:
+    def __init__(self, lengths: Tensor, tokens_per_batch: int) -> None:
         self._lengths = lengths
+        self.tokens_per_batch = tokens_per_batch
         self._sizes: list[int] = []
         sorted_lengths = lengths.sort(descending=True).values.tolist()
         done = 0
         while done < len(sorted_lengths):
-            size = min(tokens // max(1, sorted_lengths[done]), len(sorted_lengths) - done)
+            size = min(tokens_per_batch // max(1, sorted_lengths[done]), len(sorted_lengths) - done)
             self._sizes.append(size)
             done += size
 

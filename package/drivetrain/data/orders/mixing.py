@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Sampler
 
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.validation import number, one_of
+from drivetrain.data.known_tokens import tokens_in_common
 from drivetrain.data.orders.length_grouped import lengths_of
 from drivetrain.data.orders.passes import OrderedByItself, Passes
 from drivetrain.data.protocols import has_state, set_epoch
@@ -288,6 +289,7 @@ class MixtureStream(IterableDataset[Any]):
         self._form = form
         self._turns = _Turns(form.schedule)
         self.collate_fn = _collate_of(sources)
+        self.tokens_per_sample = tokens_in_common(sources)
         self._passes = [0] * len(sources)
         self._iterators: dict[int, Iterator[Any]] = {}
         self._ended: set[int] = set()  # in this epoch

@@ -184,10 +184,7 @@ class TrainerView(ProcessPart):
         """The number of batches in a step."""
         run = self._state.run
         if run is not None and run.train_feed is not None:
-            feed, progress = run.train_feed, run.progress
-            schedule, steps = feed.calendar.batches, progress.steps + progress.skipped
-            done = {"steps": steps, "epochs": progress.epoch, "samples": progress.samples}
-            return schedule.at(done[schedule.unit])
+            return run.train_feed.calendar.batches_now(run.progress)
         return self._state.length.gradient_accumulation_steps or 1
 
     @property

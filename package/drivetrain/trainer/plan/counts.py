@@ -78,11 +78,11 @@ class Epoch:
         self.batches = self.feed.batches_per_epoch
         self.exact = source.exact and not source.is_split  # the other processes' parts are not known here
         each = [batch_size(batch) or 0 for batch in data] if isinstance(data, (list, tuple)) else []
-        if each and set(each[:-1]) <= {each[0]} and 0 < each[-1] <= each[0]:
+        if each and self.calendar.is_planned and set(each[:-1]) <= {each[0]} and 0 < each[-1] <= each[0]:
             self.calendar = Calendar(
                 self.calendar.batches, each[0], length=sum(each), shards=processes, limit=self.feed.limit
             )
-        self._knows_samples = self.exact and self.calendar.counts_samples
+        self._knows_samples = self.exact and self.calendar.is_planned and self.calendar.counts_samples
         self._processes = processes
 
     def window(self, number: int) -> int | None:
@@ -113,7 +113,9 @@ class Epoch:
         if every.unit == "samples":
             largest = most(self.calendar.batches) * most(self.calendar.batch_size) * self._processes
             return self._knows_samples and every.amount >= largest  # a step that passes two ends is due once
-        return every.unit == "steps" or (every.unit == "epochs" and self.calendar.length is not None)
+        return (every.unit == "steps" and self.calendar.is_planned) or (
+            every.unit == "epochs" and self.calendar.length is not None
+        )
 
     def after(self, steps: int) -> Progress:
         """Return the counts after so many steps."""
