@@ -19,6 +19,7 @@ from drivetrain.core.errors import DrivetrainError as DrivetrainError
 from drivetrain.core.errors import NonFiniteError as NonFiniteError
 from drivetrain.core.errors import StrategyError as StrategyError
 from drivetrain.core.types import StepOutput as StepOutput
+from drivetrain.core.types import Term as Term
 from drivetrain.core.version import __version__ as __version__
 from drivetrain.data.split_source import already_split as already_split
 from drivetrain.distributed.processes import local_rank as local_rank

@@ -18,7 +18,8 @@ class StepOutput(NamedTuple):
     """The result of a step that returns more than a loss. It is a tuple, so that wrappers find its tensors.
 
     Attributes:
-        loss: The scalar to optimise, or a mapping with "loss"; its other values are logged.
+        loss: The scalar to optimise, or a mapping with "loss"; its other values are logged, and each `Term`
+            among them is optimised too.
         outputs: The model's outputs, for the declared metrics.
         metrics: Further scalars to log, averaged with the loss's weight.
         media: Images, texts and other values of `drivetrain.loggers` by name, or functions without arguments
@@ -31,6 +32,25 @@ class StepOutput(NamedTuple):
     outputs: Any = None
     metrics: Mapping[str, Any] | None = None
     media: Mapping[str, Any] | None = None
+
+
+class Term(NamedTuple):
+    """A further term of a loss, a mean with a denominator of its own: `{"loss": ..., "balance": Term(...)}`.
+
+    The gradient of a step is that of the loss, plus scale x sum(weight x value) / sum(weight) for each term,
+    over the step's micro-batches and all ranks. A term is logged under its name as the mean of its values,
+    without the scale. It is a tuple, so that wrappers find its tensors.
+
+    Attributes:
+        value: A scalar with its graph, the mean over what the weight counts.
+        weight: What the value is a mean over, such as the number of routed tokens: a number or a scalar
+            tensor, 0 or more. A value of weight 0 has no effect, even if it is NaN.
+        scale: The factor of the term in the gradient.
+    """
+
+    value: Tensor
+    weight: float | Tensor
+    scale: float = 1.0
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -73,7 +73,9 @@ class StepContext(Protocol):
     passes: int
     begins_again: bool
 
-    def accumulate(self, weighted_batches: Weighted) -> tuple[list[Row], list[Any]]:
+    def accumulate(
+        self, weighted_batches: Weighted, left_out: Iterable[MicroBatch] = ()
+    ) -> tuple[list[Row], list[Any]]:
         """See `Engine.accumulate`."""
 
     def update(

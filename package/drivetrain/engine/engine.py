@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
@@ -39,6 +39,7 @@ from drivetrain.engine.own_loop import EngineData, prepare_module
 from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.skip import StepGate
 from drivetrain.engine.splitting import MicroBatches
+from drivetrain.engine.terms import accumulate_terms
 from drivetrain.engine.updater import (
     DEFAULT,
     JointOptimizer,
@@ -59,7 +60,14 @@ from drivetrain.task.assigned_loss import is_sum
 from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.state import start_momenta
-from drivetrain.task.output import Optimized, StepValues, no_loss, read_output, without_other_graphs
+from drivetrain.task.output import (
+    Optimized,
+    StepValues,
+    TermsFound,
+    no_loss,
+    read_output,
+    without_other_graphs,
+)
 from drivetrain.task.task import StepModule, TaskModule, assigned_loss, overrides
 
 
@@ -299,7 +307,7 @@ class Engine:
             self.gate.begin()
         weighted, total = weigh(micro_batches, self.sharing, self.placeholders, self.sums)
         if self._optimize is None:
-            values, inputs = self.accumulate(weighted)
+            values, inputs = self.accumulate(weighted, micro_batches if self._alone else ())
             applied, norm = (
                 self.update(self.optimizer, values, self.parameters) if weighted else (False, None)
             )
@@ -310,8 +318,15 @@ class Engine:
         return result
 
     @named_location("in the forward")
-    def accumulate(self, weighted_batches: Weighted) -> tuple[list[Row], list[Any]]:
+    def accumulate(
+        self, weighted_batches: Weighted, left_out: Iterable[MicroBatch] = ()
+    ) -> tuple[list[Row], list[Any]]:
         """Run forward and backward of each micro-batch.
+
+        Args:
+            weighted_batches: The micro-batches with their factors.
+            left_out: Micro-batches of the window. Those whose loss has weight zero run last, and only if the
+                loss has terms.
 
         Returns:
             The scalars of each, and the inputs for the declared metrics once the step is made.
@@ -322,23 +337,27 @@ class Engine:
         self.media = media = None
         left = len(weighted_batches)
         moved = weighted_batches if self.transfer.idle else self.transfer.moving(weighted_batches)
-        for micro_batch, factor in moved:
-            self.passes += 1
-            left -= 1
-            if self._calls_microbatch:
-                strategy.microbatch(self.model, not left)
-            if micro_batch.is_placeholder:
-                step_values.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, factor))
-                continue
-            loss, names, values, outputs, media = read_output(run_step(micro_batch.batch))
-            if loss is None or values is None or not loss.requires_grad:
-                raise no_loss(self.task, loss)
-            step_values.append((names, values, micro_batch.weight))
-            strategy.backward(loss, factor)
-            if self.train_metrics is not None and outputs is not None:
-                self.show_metrics(outputs, micro_batch.batch, metric_inputs)
-            if self.micro_batch_end is not None:
-                self.micro_batch_end(micro_batch.batch, outputs)
+        try:
+            for micro_batch, factor in moved:
+                self.passes += 1
+                left -= 1
+                if self._calls_microbatch:
+                    strategy.microbatch(self.model, not left)
+                if micro_batch.is_placeholder:
+                    run = self.placeholders.run
+                    step_values.append(run(self.task, strategy, run_step, micro_batch, factor))
+                    continue
+                loss, names, values, outputs, media, terms = read = read_output(run_step(micro_batch.batch))
+                if loss is None or values is None or terms is not None or not loss.requires_grad:
+                    raise no_loss(self.task, read)
+                step_values.append((names, values, micro_batch.weight))
+                strategy.backward(loss, factor)
+                if self.train_metrics is not None and outputs is not None:
+                    self.show_metrics(outputs, micro_batch.batch, metric_inputs)
+                if self.micro_batch_end is not None:
+                    self.micro_batch_end(micro_batch.batch, outputs)
+        except TermsFound as found:
+            return accumulate_terms(self, weighted_batches, left_out, found.read, step_values)
         self.media = media
         return step_values, metric_inputs
 

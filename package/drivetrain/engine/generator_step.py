@@ -73,9 +73,10 @@ def _backward(
     metric_inputs: list[Any] = []
     parameters = engine.updaters[name].parameters
     for value, (micro_batch, factor) in zip(losses, weighted_batches, strict=True):
-        loss, names, values, outputs, media = read_output(value)
-        if loss is None or values is None or not loss.requires_grad:
-            raise no_loss(engine.task, loss)
+        read = read_output(value)
+        loss, names, values, outputs, media, terms = read
+        if loss is None or values is None or terms is not None or not loss.requires_grad:
+            raise no_loss(engine.task, read)
         if media is not None:
             engine.media = {**(engine.media or {}), **media}
         step_values.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
@@ -152,7 +153,7 @@ def returned_rows(yielded: Sequence[Any], weighted_batches: Weighted) -> list[Ro
                 f"a generator training_step returned a {type(each.value).__name__}; it may return a mapping"
                 " of scalars to log"
             )
-        _, names, values, _, _ = read_output(StepOutput(None, metrics=each.value))  # type: ignore[arg-type]
+        _, names, values, *_ = read_output(StepOutput(None, metrics=each.value))  # type: ignore[arg-type]
         if values is not None:
             step_values.append((names, values, micro_batch.weight))
     return step_values

@@ -76,9 +76,10 @@ class Placeholders:
         factor: float | Tensor | None,
     ) -> Row:
         """Run forward and backward of a placeholder; return its scalars."""
-        loss, names, values, _, _ = read_output(self.forward(task, run_step, micro_batch.batch))
-        if loss is None or values is None or not loss.requires_grad:
-            raise no_loss(task, loss)
+        read = read_output(self.forward(task, run_step, micro_batch.batch))
+        loss, names, values, _, _, terms = read
+        if loss is None or values is None or terms is not None or not loss.requires_grad:
+            raise no_loss(task, read)
         self.backward(task, strategy, loss, factor)
         return names, values, micro_batch.weight
 
@@ -110,24 +111,36 @@ class Placeholders:
 
 
 @contextmanager
-def zero_gradients(loss: Tensor) -> Iterator[None]:
-    """Run the block with all gradients of a loss zero in backward, even if the loss or a derivative is NaN.
+def zero_gradients(*losses: Tensor, but: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Run the block with all gradients of losses zero in backward, even if a loss or a derivative is NaN.
 
     A weight of zero does not suffice: zero times the infinite derivative of 0 / 0 is NaN. Each node of the
     graph gets zeros instead. This works even if gradients bypass the parameters' hooks, as with FSDP.
+
+    Args:
+        but: Losses that keep their gradients, in what they share with the others too.
     """
-    waiting, nodes = [loss.grad_fn], dict[torch.autograd.graph.Node, None]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes[node] = None
-            waiting += [following for following, _ in node.next_functions]
+    kept = _graph(but)
+    nodes = [each for each in _graph(losses) if each not in kept]
     handles = [node.register_prehook(_zeros) for node in nodes]
+    if kept:  # from zeros a node may make NaN, for one that is shared
+        handles += [node.register_hook(lambda given, _: _zeros(given)) for node in nodes]
     try:
         yield
     finally:
         for each in handles:
             each.remove()
+
+
+def _graph(losses: Sequence[Tensor]) -> dict[torch.autograd.graph.Node, None]:
+    """Return the nodes of the losses' graph."""
+    waiting, nodes = [each.grad_fn for each in losses], dict[torch.autograd.graph.Node, None]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return nodes
 
 
 def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

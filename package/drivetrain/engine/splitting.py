@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ class MicroBatches:
             parts = [(self._placeholder(weighted_batches[0][0]), 0.0)]
         self._attempted = [each.batch for each, _ in parts] + [each.batch for each in self._unlearned]
         self._largest = max((batch_size(each) or 1 for each in self._attempted), default=0)
-        step_values, metric_inputs = engine.accumulate(parts)
+        step_values, metric_inputs = engine.accumulate(parts, self._empty(micro_batches))
         # After all others, so that training does not depend on whether metrics are declared.
         for part in self._unlearned:
             with torch.no_grad(), shielded():
@@ -193,9 +193,16 @@ class MicroBatches:
         whole = 1.0 if factor is None else factor
         return [(each, whole * (each.weight / weight)) for each in kept]
 
+    def _empty(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the parts whose loss has weight zero."""
+        for each in micro_batches:
+            if not (each.bad or isinstance(each.weight, Tensor)):
+                yield from filter(has_zero_weight, self._parts(each, self.size, self._weigh))
+
     def _placeholder(self, micro_batch: MicroBatch) -> MicroBatch:
         """A part of a placeholder, for a rank that has nothing to learn from; see `Placeholders`."""
-        return self._parts(micro_batch, self.size, self._weigh)[0]._replace(weight=0.0, is_placeholder=True)
+        part = self._parts(micro_batch, self.size, self._weigh)[0]
+        return part._replace(weight=0.0, is_placeholder=True, bad=True)
 
     def _shrink(self, error: Exception) -> None:
         """Lower the size on all ranks after an error, or raise it."""

@@ -11,6 +11,7 @@ from drivetrain.core.types import EvaluationReader
 from drivetrain.data import MicroBatch
 from drivetrain.engine.metrics.declared import joined
 from drivetrain.engine.metrics.means import MetricBuffer
+from drivetrain.engine.terms import term_rows
 from drivetrain.run.run import Run
 from drivetrain.task.output import StepValues
 
@@ -52,11 +53,13 @@ class EvaluationPass:
 
     def take(self, micro_batch: MicroBatch, number: int, returned: StepValues) -> None:
         """Take what a step has returned for a batch."""
-        loss, names, scalars, outputs, media = returned
+        loss, names, scalars, outputs, media, terms = returned
         if media is not None and number == 0:
             self._log_media(media)
         if scalars is not None:
             self.add([(names, scalars, micro_batch.weight)], number)
+        if terms is not None:
+            self.add(term_rows(terms), number)
         self.read(micro_batch, loss, outputs)
 
     def read(self, micro_batch: MicroBatch, loss: Tensor | None, outputs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,15 +10,22 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.types import Batch, StepOutput
+from drivetrain.core.types import Batch, StepOutput, Term
 from drivetrain.data.batch import map_tensors
 
-StepValues: TypeAlias = tuple[Tensor | None, tuple[str, ...], Tensor | None, Any, Mapping[str, Any] | None]
+StepValues: TypeAlias = tuple[
+    Tensor | None,
+    tuple[str, ...],
+    Tensor | None,
+    Any,
+    Mapping[str, Any] | None,
+    Mapping[str, Term] | None,
+]
 """A step's return value in parts.
 
 First comes the scalar to optimise, with its graph; it is None when a validation step returned nothing. Then
-come the names of the scalars to log, those scalars (detached), the model's outputs or None, and the media or
-None."""
+come the names of the scalars to log, those scalars (detached), the model's outputs or None, the media or
+None, and the further terms of the loss by name, None if there are none."""
 
 
 class Optimized(NamedTuple):
@@ -54,27 +62,55 @@ def read_output(output: Any) -> StepValues:
         if loss.ndim or loss.is_complex():
             loss = _scalar("loss", loss)
         if not extra:
-            return loss, _LOSS, loss.detach(), outputs, media
+            return loss, _LOSS, loss.detach(), outputs, media, None
         named = {"loss": loss, **extra}
     elif isinstance(loss, Mapping):
         named = {**loss, **extra} if extra else dict(loss)
-        if "loss" not in named:
-            raise ConfigError(
-                f"a step returned a mapping without 'loss'; it has {', '.join(map(repr, named))}."
-                " An evaluation's step without a loss returns StepOutput(None, metrics={...})"
-            )
-        loss = named["loss"]
+        loss = named.get("loss")
         if not isinstance(loss, Tensor):
-            raise ConfigError(f"a step's 'loss' must be a tensor, not a {type(loss).__name__}")
+            raise _no_loss_in(named)
         if loss.ndim:
             named["loss"] = loss = _scalar("loss", loss)
     elif loss is None:
         if not extra:
-            return None, (), None, outputs, media
-        return None, tuple(extra), _stacked(extra, None), outputs, media
+            return None, (), None, outputs, media, None
+        named = {**extra}
     else:
         raise _no_output(output, loss)
-    return loss, tuple(named), _stacked(named, loss), outputs, media
+    values = _stacked(named, loss)
+    if values is None:
+        terms = _taken_terms(named, extra)
+        return loss, tuple(named), _stacked(named, loss), outputs, media, terms
+    return loss, tuple(named), values, outputs, media, None
+
+
+def _no_loss_in(named: Mapping[str, Any]) -> ConfigError:
+    if "loss" not in named:
+        return ConfigError(
+            f"a step returned a mapping without 'loss'; it has {', '.join(map(repr, named))}."
+            " An evaluation's step without a loss returns StepOutput(None, metrics={...})"
+        )
+    own = " whose weight is what `loss_weight` returns" if isinstance(named["loss"], Term) else ""
+    return ConfigError(f"a step's 'loss' must be a tensor{own}, not a {type(named['loss']).__name__}")
+
+
+def _taken_terms(named: dict[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Term]:
+    """Take the terms out of the values that a step returned, and return them with scalars of one element."""
+    terms: dict[str, Term] = {}
+    for name, each in [*named.items()]:
+        if not isinstance(each, Term):
+            continue
+        if name in (extra or ()):
+            raise ConfigError(
+                f"a step returned the Term {name!r} among StepOutput's metrics, which are only logged. Return"
+                f" it in the mapping of the loss, {{'loss': ..., {name!r}: Term(...)}}"
+            )
+        value, weight, scale = named.pop(name)
+        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise ConfigError(f"Term(scale=...) of {name!r} must be a finite number, not {scale!r}")
+        weight = _scalar(f"Term(weight=...) of {name}", weight).detach()
+        terms[name] = Term(_scalar(name, value), weight, scale)
+    return terms
 
 
 def _no_output(output: Any, loss: Any) -> ConfigError:
@@ -85,8 +121,25 @@ def _no_output(output: Any, loss: Any) -> ConfigError:
     )
 
 
-def no_loss(task: object, loss: Tensor | None) -> ConfigError:
-    """Return the error of a training step that returned nothing to optimise."""
+class TermsFound(ConfigError):  # noqa: N818 - an error in a generator step only
+    """A loss has terms, whose weights must be added up before the first backward of the window.
+
+    The engine then runs the window by `accumulate_terms`; a generator step raises this error.
+    """
+
+    def __init__(self, read: StepValues) -> None:
+        super().__init__(
+            f"a generator training_step yielded the terms {[*(read[5] or ())]}: a yielded loss has the weight"
+            " of its batch. Add a term's value to it"
+        )
+        self.read = read
+
+
+def no_loss(task: object, read: StepValues) -> ConfigError:
+    """Return the error of a training step that returned nothing to optimise, or that returned terms."""
+    loss = read[0]
+    if loss is not None and loss.requires_grad and read[5] is not None:
+        return TermsFound(read)
     if loss is not None:
         return ConfigError(
             f"{type(task).__name__}.training_step returned a loss ({loss.dtype}) that depends on no"
@@ -131,12 +184,15 @@ def _check_extra(loss: Any, extra: Mapping[str, Any] | None, media: object) -> N
         )
 
 
-def _stacked(named: Mapping[str, Any], loss: Tensor | None) -> Tensor:
+def _stacked(named: Mapping[str, Any], loss: Tensor | None) -> Tensor | None:
+    """Return the values to log as a tensor; None if there are terms, which have their own weights."""
     # Copied at once: a task may later change a tensor that it returned.
     with torch.no_grad():
         try:
             stacked = torch.stack(tuple(named.values()))
         except (TypeError, RuntimeError):  # numbers among the tensors, other devices, or shapes such as (1,)
+            if any(isinstance(each, Term) for each in named.values()):
+                return None
             tensors = (each for each in (loss, *named.values()) if isinstance(each, Tensor))
             device = next((each.device for each in tensors), torch.device("cpu"))
             wide = wide_dtype(device)

@@ -137,6 +137,8 @@ class TaskModule(nn.Module):
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Any]:
         """Return the scalar to minimise, or a mapping: its "loss" is minimised, its other values are logged.
 
+        A value of the mapping that is a `Term` is minimised too, as a mean with a denominator of its own.
+
         Instead of this method, a constructor may assign a module, `self.loss = nn.CrossEntropyLoss()`, which
         is called with the outputs and the target that `metric_inputs` finds. The result of a loss of torch
         with `reduction="sum"` is divided here by the number of samples, and the step multiplies the gradient

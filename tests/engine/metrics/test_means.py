@@ -63,14 +63,14 @@ def test_the_loss_is_optimised_with_its_graph_and_everything_is_logged_without()
         (Mine({"loss": loss, "norm": norm}, "outputs", {}), {"norm": 9.0}),
         (Mine({"loss": loss, "norm": norm}, "outputs", {"accuracy": half}), {"norm": 9.0, "accuracy": 0.5}),
     ):
-        optimised, _, _, outputs, _ = read_output(output)
+        optimised, _, _, outputs, *_ = read_output(output)
         assert optimised is loss
         assert outputs == ("outputs" if isinstance(output, StepOutput) else None)
         assert values_of(output) == {"loss": 6.0, **more}
 
 
 def test_a_validation_step_may_return_nothing_or_metrics_alone() -> None:
-    assert read_output(None) == (None, (), None, None, None)
+    assert read_output(None) == (None, (), None, None, None, None)
     alone = StepOutput(None, metrics={"loss": torch.tensor(2.0)})  # type: ignore[arg-type]
     assert read_output(alone)[0] is None
     assert values_of(alone) == {"loss": 2.0}

@@ -159,8 +159,10 @@ def _run(task: TaskModule, context: Any, batch: Batch, watch: MemoryWatch) -> tu
             kept = max(kept, watch.total - before)
             besides = max(besides, _backward(task, tree_leaves(each), watch))
     else:
-        loss, _, _, outputs, _ = read_output(found)
-        del found
+        loss, _, _, outputs, _, terms = read_output(found)
+        for each in (terms or {}).values():
+            loss = each.value if loss is None else loss + each.value
+        del found, terms
         whole = watch.total
         del outputs
         kept = watch.total - before
