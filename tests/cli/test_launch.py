@@ -55,8 +55,12 @@ def test_machines_without_numbers_meet_at_a_rendezvous() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
-    code, lines, last = launch("--nodes", "1", "--rendezvous", place, "--", "fine", devices=2)
-    assert (code, len(lines)) == (0, 4), last
+    options = ("--nodes", "1", "--rendezvous", place, "--log-dir", "logs")
+    code, lines, last = launch(*options, "--", "fine", devices=2)
+    assert (code, len(lines)) == (0, 2), last  # of rank 0 alone
+    written = sorted(Path("logs").rglob("stdout.log"))
+    assert [each.parent.name for each in written] == ["0", "1"]
+    assert ["torchrun", "1"] in [line.split()[:2] for line in written[1].read_text().splitlines()]
 
 
 @landing

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 from drivetrain.cli.parser import Parser
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError
 from drivetrain.distributed.failure.last_words import TRAINING
+from drivetrain.distributed.failure.stack_files import now
 from drivetrain.distributed.interfaces import check_resolves
 from drivetrain.distributed.launch.children import (
     FAILURE,
@@ -46,7 +48,10 @@ _CLOSING = 60.0
 _PORT = 29500
 """The default port of the first machine, as in torchrun."""
 
-_OPTIONS = ("--devices", "--nodes", "--node-rank", "--address", "--rendezvous", "--job", "--max-restarts")
+_OPTIONS = (
+    *("--devices", "--nodes", "--node-rank", "--address", "--rendezvous", "--job"),
+    *("--log-dir", "--max-restarts"),
+)
 _USAGE = 2
 """The exit code of a program that rejects its arguments."""
 
@@ -70,7 +75,9 @@ def run(words: Sequence[str]) -> int:
             check_resolves(re.sub(r":\d*$", "", given).strip("[]"), f"--{option}")
     threads = threads_per_rank(devices, os.environ)
     variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    code = _Attempts(parsed.max_restarts, variables).run([*torchrun, parsed.program, *parsed.arguments])
+    code = _Attempts(parsed.max_restarts, variables, parsed.log_dir).run(
+        [*torchrun, parsed.program, *parsed.arguments]
+    )
     ours = [each for each in parsed.arguments if each.partition("=")[0] in _OPTIONS]
     if code == _USAGE and ours:
         say(
@@ -92,6 +99,7 @@ def _parser() -> Parser:
     add("--address", metavar="HOST[:PORT]", help=f"the first machine; default port: {_PORT}")
     add("--rendezvous", metavar="HOST:PORT", help="where machines without numbers meet")
     add("--job", default="drivetrain", metavar="NAME", help="the job's name, if several share a rendezvous")
+    add("--log-dir", metavar="DIR", help="where each rank writes what it prints; the first is shown too")
     add(
         "--max-restarts",
         type=int,
@@ -159,9 +167,10 @@ class _Attempts:
     a restart.
     """
 
-    def __init__(self, restarts: int, variables: Mapping[str, str]) -> None:
+    def __init__(self, restarts: int, variables: Mapping[str, str], log_dir: str | None) -> None:
         self._restarts = self._left = restarts
         self._variables = variables
+        self._log_dir = log_dir
         self._received: int | None = None
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._last_end = 0.0
@@ -205,7 +214,12 @@ class _Attempts:
 
     def _attempt(self, words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
         """Make one attempt; return its exit code and its first failure."""
-        logs = Path(tempfile.mkdtemp(prefix="drivetrain-launch-"))
+        if self._log_dir is None:
+            logs = Path(tempfile.mkdtemp(prefix="drivetrain-launch-"))
+        else:
+            logs = Path(self._log_dir, f"{now()}-{socket.gethostname()}-{self._restarts - self._left}")
+            logs.mkdir(parents=True)
+            words = ["--redirects", "3", "--tee", "0:3", *words]
         environment = {**os.environ, **self._variables, LAUNCHER: parent_mark()}
         if self._restarts:
             environment[AGAIN] = "1" if self._last_end else "0"
@@ -224,7 +238,8 @@ class _Attempts:
         except (FileNotFoundError, ValueError):
             return self._torchrun.returncode if self._torchrun is not None else 1, {}
         finally:
-            shutil.rmtree(logs, ignore_errors=True)
+            if self._log_dir is None:
+                shutil.rmtree(logs, ignore_errors=True)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._received = number if self._received is None else self._received

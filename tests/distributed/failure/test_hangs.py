@@ -36,6 +36,9 @@ def names_the_sleeping_rank(ended: Any, size: int, limit: float) -> None:
     assert sorted(found) == [f"rank{rank}.txt" for rank in range(size)]
     assert "in on_step_end" in found[f"rank{size - 1}.txt"]
     assert all("in train_step" in each for each in found.values()), "the main threads are there"
+    made = r"^collective \d+ of group 0: (\S+).*: (.*)$"
+    last = [re.findall(made, found[each], re.M)[-1] for each in sorted(found)]
+    assert last == [*[("gloo:all_reduce", "not ended")] * (size - 1), ("gloo:all_reduce", "ended")]
 
 
 @needs_gloo

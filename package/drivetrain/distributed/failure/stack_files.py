@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import sys
 import threading
 import time
@@ -12,6 +13,10 @@ from pathlib import Path
 
 from drivetrain.core.files import open_file
 from drivetrain.distributed.failure.messages import at
+from drivetrain.distributed.processes import is_grouped
+
+_COLLECTIVES = 20
+"""Collectives that a rank's file lists."""
 
 _WRITING = 2.0
 """Seconds that a process waits for them at its end: the disk may be what hangs."""
@@ -31,6 +36,28 @@ def write_stacks(path: Path, title: str, error: BaseException | None = None) -> 
             file.writelines([*traceback.format_exception(error), "\n"])
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+def last_collectives() -> str:
+    """Return the last collectives of torch's flight recorder, one a line, the newest last; "" without one.
+
+    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+    """
+    if not is_grouped():
+        return ""
+    from torch._C import _distributed_c10d as recorder
+
+    found = json.loads(recorder._dump_fr_trace_json())  # type: ignore[attr-defined]
+    counts = found.get("pg_status", {})
+    lines = []
+    for each in found.get("entries", ())[-_COLLECTIVES:]:
+        number, group = int(each["collective_seq_id"]), each["process_group"]
+        known = counts.get(str(each["pg_id"]), {})
+        ended = each["state"] == "completed" or number <= int(known.get("last_completed_collective", -1))
+        sizes = " ".join(map(str, each["input_sizes"]))
+        state = "ended" if ended else "not ended"
+        lines.append(f"collective {number} of group {group[0]}: {each['profiling_name']} {sizes}: {state}\n")
+    return "".join(lines)
 
 
 class StackFiles:
@@ -77,8 +104,11 @@ class StackFiles:
             self._thread.join(_WRITING)
 
     def _write(self, directory: Path, where: str, error: BaseException | None) -> None:
+        title = f"rank {self._rank}, {at(where)}"
+        with contextlib.suppress(Exception):  # torch's format may change
+            title = f"{title}\n{last_collectives()}".rstrip()
         try:
-            write_stacks(directory / f"rank{self._rank}.txt", f"rank {self._rank}, {at(where)}", error)
+            write_stacks(directory / f"rank{self._rank}.txt", title, error)
         except OSError as failed:  # the disk may be why the run has failed
             with contextlib.suppress(Exception):
                 sys.stderr.write(f"drivetrain: the stacks of rank {self._rank} were not saved: {failed}\n")
