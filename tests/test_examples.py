@@ -155,3 +155,16 @@ def test_the_native_loop_resumes_from_its_checkpoint_with_the_same_weights(tmp_p
     run("-c", RESUMED, resumed, whole, cwd=EXAMPLES)
     weights = [(each / "epoch-4" / "model.safetensors").read_bytes() for each in (resumed, whole)]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "command",
+    ["sft", "dpo --strategy fsdp --devices 2", "grpo --strategy ddp --devices 2", "flow_matching"],
+    ids=lambda command: command.split()[0],
+)
+def test_an_example_that_is_killed_goes_on_with_the_same_numbers(command: str, tmp_path: Path) -> None:
+    name, *options = command.split()
+    program = [EXAMPLES / f"{name}.py", "--run-dir", "run", *options]
+    printed = run("-m", "drivetrain", "check-resume", "--steps", "6", *program, cwd=tmp_path)
+    assert "the runs are identical to the last bit" in printed
