@@ -77,8 +77,8 @@ class Recorder(Callback):
         result, recording, self.step = run.result, self._recording, run.progress.steps
         norm = {} if result.grad_norm is None else {"gradient norm": float(result.grad_norm)}
         rates = {name: rate for each in run.engine.updaters.values() for name, rate in each.rates().items()}
-        results = {"loss": result.loss, **norm, **rates}
-        self._write("step", self.step, results=results, **self._row)
+        losses = {name: each for name, each in result.metrics.items() if name.endswith("loss")}
+        self._write("step", self.step, results=losses | norm | rates, **self._row)
         made = self.step - self._base
         if recording.kind != KILLED and made >= recording.steps:
             run.stop(f"{recording.steps} steps are recorded")
