@@ -335,6 +335,10 @@ def test_the_site_is_built_without_a_warning_and_asks_nothing_of_other_hosts(tmp
     built = build_site(DOCS, tmp_path / "site")
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site" / "search" / "search_index.json").exists()
+    index, whole = ((tmp_path / "site" / f"llms{end}.txt").read_text("utf-8") for end in ("", "-full"))
+    assert "](how-to/data/): use training and evaluation data" in index
+    for part in ("\n# Give it data\n", "\n## drivetrain.Trainer\n", "\n### Trainer.fit\n", "\nfit(task: "):
+        assert part in whole
     elsewhere = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:[^"]*|<link[^>]* href="https?:[^"]*')
     for page in (tmp_path / "site").rglob("*.html"):
         asked = elsewhere.findall(page.read_text(encoding="utf-8"))
