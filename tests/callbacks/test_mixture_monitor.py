@@ -159,7 +159,10 @@ def test_what_cannot_be_attributed_is_refused() -> None:
     for task, sources, given, losses, words in (
         (Task, ["web"], data, None, "takes the sources by name"),
         (Task, two, one["web"], None, "with an entry 'source'"),
-        (Task, one, data, None, r"sources among \['web'\]"),
+        (Task, one, data, None, r"has the sources \['web'\]"),
+        (Task, dict(reversed(two.items())), data, None, r"mixture \['web', 'code'\], in this order"),
+        (Task, two, data, "by_sample", "takes a function of outputs and batch"),
+        (Task, two, data, lambda outputs, batch: None, r"returned a shape None, not \[4\]"),
         (Bare, two, data, by_sample, "StepOutput"),
         (Task, two, data, lambda outputs, batch: outputs.mean(), r"returned a shape \[\], not \[4\]"),
     ):

@@ -15,7 +15,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Batch
 from drivetrain.data import MicroBatch
-from drivetrain.data.orders.mixing import SOURCE
+from drivetrain.data.orders.mixing import SOURCE, Mixture, MixtureStream
 from drivetrain.data.protocols import length_of
 from drivetrain.task.output import wide_dtype
 
@@ -42,8 +42,8 @@ class MixtureMonitor(Callback):
             and the number of these tokens. None logs no losses.
 
     Raises:
-        ConfigError: `sources` is no such mapping; or, in the first step, a batch has no entry "source" or
-            other sources, the step returns no outputs, or `losses` returns another shape.
+        ConfigError: `sources` is no such mapping, or not that of the training data; or, in the first step, a
+            batch has no entry "source", the step returns no outputs, or `losses` returns another shape.
     """
 
     def __init__(self, sources: Mapping[str, Any], losses: Callable[[Any, Batch], Any] | None = None) -> None:
@@ -51,13 +51,21 @@ class MixtureMonitor(Callback):
             raise ConfigError('MixtureMonitor takes the sources by name, such as {"web": web, "code": code}')
         self.names = list(sources)
         self._lengths = [length_of(each) for each in sources.values()]
+        if losses is not None and not callable(losses):
+            raise ConfigError(
+                f"MixtureMonitor(losses=) takes a function of outputs and batch, not {losses!r}"
+            )
         self._losses = losses
-        if losses is not None:  # without it, micro-batches are not watched
-            self.on_micro_batch_end = self._add  # type: ignore[method-assign]
         self._by_token = False
 
     def wrap_run(self, run: Run) -> AbstractContextManager[object]:
         """Begin to count, before a checkpoint is loaded."""
+        data = None if run.train_feed is None else getattr(run.train_feed.source.loader, "dataset", None)
+        if isinstance(data, (Mixture, MixtureStream)) and data.names != self.names:
+            raise ConfigError(
+                f"MixtureMonitor has the sources {self.names}, and the mixture {data.names}, in this order."
+                " Give it the mapping that mixture() was given"
+            )
         self._ranks, device = run.engine.data_ranks, run.engine.device
         self._before: Mapping[str, Any] = {}
         self._samples = Counter[int]()
@@ -86,17 +94,20 @@ class MixtureMonitor(Callback):
             )
         return found
 
-    def _add(self, run: Run) -> None:
+    def on_micro_batch_end(self, run: Run) -> None:
         """Add the losses of a micro-batch to those of the step."""
+        if self._losses is None:
+            return
         if run.outputs is None:
             raise ConfigError(
                 "MixtureMonitor(losses=...) needs a step that returns StepOutput(loss, outputs)"
             )
         with torch.no_grad(), (run.engine.step_module.context or nullcontext)():
-            found = self._losses(run.outputs, run.batch)  # type: ignore[misc]
+            found = self._losses(run.outputs, run.batch)
         self._by_token, sources = isinstance(found, tuple), run.batch[SOURCE]
-        pair = found if self._by_token else (found, torch.ones_like(found))
-        if wrong := [[*each.shape] for each in pair if each.shape != sources.shape]:
+        pair = found if self._by_token else (found, torch.ones_like(sources))
+        shapes = [[*each.shape] if isinstance(each, Tensor) else each for each in pair]
+        if wrong := [each for each in shapes if each != [len(sources)]]:
             raise ConfigError(f"MixtureMonitor(losses=...) returned a shape {wrong[0]}, not [{len(sources)}]")
         is_own = sources[:, None] == torch.arange(len(self.names), device=sources.device)
         values = torch.stack([each.to(self._step.dtype) for each in pair])[:, :, None]
