@@ -152,6 +152,7 @@ def test_varlen_joins_the_rows_of_a_batch_without_padding():
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], {}, "padded document"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "2 input_ids and 1 labels"),
         ([torch.ones(4)], {}, "whole numbers"),
+        (["text"], {}, "whole numbers, not 'text'. Tokenise"),
         ({"input_ids": [[1, 2]]}, {}, "a mapping of columns"),
         ([[1, 2]], {"boundary": "flex"}, "boundary"),
         ([[1, 2]], {"by": "bestfit"}, "best_fit"),

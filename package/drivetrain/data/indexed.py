@@ -27,6 +27,7 @@ from drivetrain.data.keyed_batches import (
     may_draw,
     single_item,
 )
+from drivetrain.data.orders.by_tokens import check_batches_by_tokens
 from drivetrain.data.orders.order import (
     FORMULA,
     OWN,
@@ -37,7 +38,7 @@ from drivetrain.data.orders.order import (
     undivided,
     unshuffled,
 )
-from drivetrain.data.orders.passes import OrderedByItself
+from drivetrain.data.orders.passes import OrderedByItself, refuse_wrapped
 from drivetrain.data.protocols import length_of, set_epoch
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
@@ -95,6 +96,7 @@ class IndexedSource(Source):
         # sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
         described: Any = loader.batch_sampler if plain else loader
+        check_batches_by_tokens(loader)
         sampler = self._sampler(described.sampler, in_order, every_sample)
         self._order = Order(name, sampler, size, seed)
         self._batch_sampler = None if ready or plain else loader.batch_sampler
@@ -121,6 +123,7 @@ class IndexedSource(Source):
         """Return the sampler of the whole dataset that stands for the user's."""
         if isinstance(self.dataset, OrderedByItself):
             return self.dataset.sampler_for(self._loader, self.name, self._seed, is_training=not every_sample)
+        refuse_wrapped(self.dataset, self.name)
         sampler = sampler if self.shard.size == 1 else undivided(sampler, self.name)
         return unshuffled(sampler) if in_order else sampler
 

@@ -217,7 +217,13 @@ class _Packing(NamedTuple):
 
 
 def _column(values: Any, name: str) -> Tensor:
-    found = torch.as_tensor(values)
+    try:
+        found = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"packed(): {name} of a document must be a sequence of whole numbers, not {values!r:.60}."
+            " Tokenise text first"
+        ) from None
     if found.ndim != 1 or (found.is_floating_point() and len(found)) or found.is_complex():
         raise DataError(
             f"packed(): {name} of a document must be a sequence of whole numbers, not {found.dtype} of shape"

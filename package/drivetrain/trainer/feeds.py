@@ -51,6 +51,13 @@ def train_feed(
         group_by_length=settings.group_by_length,
         accumulation=most(known_accumulation(settings)),
     )
+    if getattr(getattr(source.loader, "dataset", None), "is_endless", False) and not (
+        settings.max_steps or settings.max_tokens or settings.max_time
+    ):
+        raise ConfigError(
+            'the training data is a mixture until="forever", whose epoch has no end. Give the Trainer'
+            " max_steps, max_tokens or max_time"
+        )
     feed = Feed(
         source,
         engine.transfer,

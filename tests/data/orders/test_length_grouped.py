@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import ConfigError, DataError, LambdaCallback
 from drivetrain.data import LengthGroupedSampler, Shard, as_source, by_tokens
@@ -135,3 +135,10 @@ def test_batches_by_tokens_are_full_and_as_many_in_each_epoch() -> None:
     for words, (tokens, lengths) in refused.items():
         with pytest.raises((ConfigError, DataError), match=words):
             by_tokens(Rows(), tokens, lengths=lengths)
+    batches = by_tokens(Rows(), 600, lengths=LENGTHS)
+    for data, option in ((Rows(), "sampler"), ([*range(500)], "batch_sampler")):
+        loader: Any = DataLoader(data, **{option: batches})  # type: ignore[arg-type]
+        with pytest.raises(DataError, match="batch_sampler=by_tokens"):
+            as_source(loader, "training", 0)
+    with pytest.raises(DataError, match="with a length, not a generator"):
+        by_tokens((each for each in "ab"), 9)

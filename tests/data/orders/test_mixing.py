@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.tasks import quiet
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from drivetrain import LambdaCallback, TaskModule
 from drivetrain.data import mixture, packed
@@ -142,6 +142,7 @@ def test_rows_that_were_packed_keep_their_collation():
     assert batch["source"].tolist() == [0, 0]
 
 
+EQUAL = {"a": 1, "b": 1, "c": 1}
 REFUSED = [
     ({"a": 1, "d": 1}, {}, "'d', which is no source"),
     ({"a": 1, "b": 1}, {}, "no share of 'c'"),
@@ -149,6 +150,12 @@ REFUSED = [
     ({"a": -1, "b": 1, "c": 1}, {}, "weight of 'a'"),
     ({"a": 1, "b": 1, "c": 0}, {"until": "all"}, "'c' has weight 0"),
     ({5: {"a": 1, "b": 1, "c": 1}}, {}, "begin at 0"),
+    ({0: EQUAL, "1 epoch": EQUAL}, {}, "change after samples, not at '1 epoch'"),
+    ({0: EQUAL, "9 tokens": EQUAL}, {}, "change after samples"),
+    ({0: EQUAL, 5: EQUAL, "5 samples": EQUAL}, {}, "each point once"),
+    ({0: EQUAL, "a": 1}, {}, "shares by name, or such shares by points"),
+    ([1, 1, 1], {}, "shares by name"),
+    (EQUAL, {"tokens": "ids"}, 'is for by="tokens"'),
     ({"a": 1, "b": 1, "c": 1}, {"by": "token"}, "tokens"),
     ({"a": 1, "b": 1, "c": 1}, {"by": "tokens", "tokens": "ids"}, "tokens='ids'"),
 ]
@@ -161,13 +168,19 @@ def test_what_cannot_be_mixed_is_refused(weights, options, words):
 
 
 def test_a_mixture_is_for_training_and_keeps_its_order():
-    data, equal = sources(), {"a": 1, "b": 1, "c": 1}
+    data, equal = sources(), EQUAL
     with pytest.raises(ConfigError, match="'b' has a length"):
         mixture({**data, "a": Stream(0, 3)}, equal)
     with pytest.raises(DataError, match=r"Give the sources by name: \{'a': "):
         quiet(batch_size=4).validate(Task(), mixture(data, equal))
     with pytest.raises(DataError, match="LengthGroupedSampler"):
         quiet(batch_size=4, max_steps=1, group_by_length="n").fit(Task(), mixture(data, equal))
+    for wrapped in (Subset(mixture(data, equal), range(20)), ConcatDataset([mixture(data, equal)])):
+        with pytest.raises(DataError, match="of a mixture of sources, whose order would be lost"):
+            quiet(batch_size=4, max_steps=1).fit(Task(), wrapped)
+    for endless in (mixture(data, equal, until="forever"), mixture(sources(Stream), equal, until="forever")):
+        with pytest.raises(ConfigError, match="max_steps, max_tokens or max_time"):
+            quiet(batch_size=4, max_epochs=1).fit(Task(), endless)
     loader = torch.utils.data.DataLoader(mixture(data, equal), batch_size=4, shuffle=True)
     counts = Counter(each // 1000 for each in drawn(copy.deepcopy(loader))[:30])
     assert set(counts.values()) == {10}, "a loader's shuffle does not touch the shares"

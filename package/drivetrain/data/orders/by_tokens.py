@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.validation import count
@@ -39,6 +39,8 @@ def by_tokens(
         DataError: A sample is longer than a batch, or the lengths are not those of the dataset.
     """
     most = count("by_tokens(tokens=)", tokens, at_least=1)
+    if not hasattr(dataset, "__len__"):
+        raise DataError(f"by_tokens() needs a dataset with a length, not a {type(dataset).__name__}")
     if isinstance(lengths, str) or callable(lengths):
         lengths = lengths_of(dataset, lengths, "training", argument="by_tokens(): lengths")
     found = torch.as_tensor(lengths)
@@ -65,7 +67,7 @@ class TokenBatches(Sampler[list[int]]):
     """
 
     def __init__(self, lengths: Tensor, tokens_per_batch: int) -> None:
-        self._lengths = lengths
+        self.lengths = lengths
         self.tokens_per_batch = tokens_per_batch
         self._sizes: list[int] = []
         sorted_lengths = lengths.sort(descending=True).values.tolist()
@@ -79,8 +81,25 @@ class TokenBatches(Sampler[list[int]]):
         return len(self._sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
-        shuffled = torch.randperm(len(self._lengths))
-        ordered = shuffled[self._lengths[shuffled].argsort(descending=True, stable=True)]
+        shuffled = torch.randperm(len(self.lengths))
+        ordered = shuffled[self.lengths[shuffled].argsort(descending=True, stable=True)]
         batches = torch.split(ordered, self._sizes)
         for number in torch.randperm(len(batches)).tolist():
             yield batches[number].tolist()
+
+
+def check_batches_by_tokens(loader: DataLoader[Any]) -> None:
+    """Check that a loader takes such batches as its batches, and that they were made of its dataset.
+
+    Raises:
+        DataError: It takes them as its sampler, or has a dataset of another length.
+    """
+    for own in (loader.sampler, loader.batch_sampler):
+        if not isinstance(own, TokenBatches):
+            continue
+        count, made = len(loader.dataset), len(own.lengths)  # type: ignore[arg-type]
+        if own is loader.sampler or count != made:
+            raise DataError(
+                f"by_tokens() has made batches of {made} samples, and the loader's dataset has {count}. Give"
+                " both the same dataset: DataLoader(dataset, batch_sampler=by_tokens(dataset, ...))"
+            )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, IterableDataset, Sampler
 
 from drivetrain.core.errors import ConfigError, DataError, nearest
+from drivetrain.core.intervals import Every
 from drivetrain.core.validation import number, one_of
 from drivetrain.data.known_tokens import tokens_in_common
 from drivetrain.data.orders.length_grouped import lengths_of
@@ -42,8 +43,8 @@ def mixture(
     Args:
         sources: Datasets with a length, or streams of samples, by name.
         weights: The share of each source, by name; they need not add up to 1. Or such shares by the point
-            from which they hold, in samples or tokens of the mixture:
-            `{0: {"web": 1, "code": 0}, 10_000: {"web": 1, "code": 1}}`.
+            from which they hold: `{0: {"web": 1, "code": 0}, "10K samples": {"web": 1, "code": 1}}`. A point
+            is in the unit of `by`, counted in the whole mixture; a number will do.
         by: Whether shares are of "samples" or of "tokens". By tokens, the next sample of a source is assumed
             to be as long as its last one, so a share is exact to about one sample.
         until: When an epoch ends: "first" when one source has given all of its samples, "all" when each
@@ -59,8 +60,10 @@ def mixture(
     """
     if not isinstance(sources, Mapping) or not sources:
         raise ConfigError('mixture() needs sources by name, such as {"web": web, "code": code}')
-    schedule = _weight_schedule(weights, list(sources))
     one_of("by", by, ("samples", "tokens"))
+    if by == "samples" and tokens != "input_ids":
+        raise ConfigError(f'mixture(tokens={tokens!r}) is for by="tokens". Give that too, or leave it out')
+    schedule = _weight_schedule(weights, list(sources), by)
     one_of("until", until, ("first", "all", "forever"))
     never = [name for index, name in enumerate(sources) if not schedule[-1].weights[index]]
     if never and until == "all":
@@ -102,14 +105,24 @@ class _Mixing(NamedTuple):
         return lengths_of(source, self.tokens, "mixture", argument="mixture(): tokens")
 
 
-def _weight_schedule(weights: Mapping[Any, Any], names: list[str]) -> list[_WeightsFrom]:
-    by_point = all(isinstance(each, int) for each in weights) and weights
-    points: Mapping[Any, Any] = weights if by_point else {0: weights}
-    if not all(isinstance(each, Mapping) for each in points.values()):
+def _weight_schedule(weights: Mapping[Any, Any], names: list[str], unit: str) -> list[_WeightsFrom]:
+    if not isinstance(weights, Mapping) or len({isinstance(each, Mapping) for each in weights.values()}) > 1:
         raise ConfigError(f"weights must be shares by name, or such shares by points, not {weights!r}")
-    if min(points) != 0:
-        raise ConfigError(f"weights by points begin at 0, not at {min(points)}")
+    by_point = any(isinstance(each, Mapping) for each in weights.values())
+    points = {_point(point, unit): shares for point, shares in weights.items()} if by_point else {0: weights}
+    if 0 not in points or len(points) < len(weights) * by_point:
+        raise ConfigError(
+            f"weights by points begin at 0, each point once, not at {', '.join(map(str, weights))}"
+        )
     return [_WeightsFrom(start, _whole(given, names)) for start, given in sorted(points.items())]
+
+
+def _point(point: Any, unit: str) -> int:
+    """Return a point of the weights, a number or an interval such as "10M tokens"."""
+    every = None if point == 0 else Every(point, None if isinstance(point, str) else unit)
+    if every is not None and every.unit != unit:
+        raise ConfigError(f"the weights of a mixture by {unit} change after {unit}, not at {point!r}")
+    return 0 if every is None else int(every.amount)
 
 
 def _whole(weights: Mapping[str, Any], names: list[str]) -> list[int]:
@@ -197,7 +210,7 @@ class Mixture(ConcatDataset[Any], OrderedByItself):
             if not len(each):
                 raise DataError(f"the source {name!r} of the mixture has no samples")
         super().__init__(sources)
-        self.form, self.names = form, form.names
+        self.form, self.names, self.is_endless = form, form.names, form.until == "forever"
         self.collate_fn = _collate_of(sources)
         self.lengths = [form.sizes(each) for each in sources] if form.by == "tokens" else None
 
@@ -215,7 +228,7 @@ class Mixture(ConcatDataset[Any], OrderedByItself):
 
     def sampler(self, seed: int) -> EndlessSampler:
         """Return the order of the samples."""
-        return (EndlessSampler if self.form.until == "forever" else MixtureSampler)(self, seed)
+        return (EndlessSampler if self.is_endless else MixtureSampler)(self, seed)
 
 
 class EndlessSampler(Sampler[int]):
@@ -286,7 +299,7 @@ class MixtureStream(IterableDataset[Any]):
 
     def __init__(self, sources: list[Iterable[Any]], form: _Mixing) -> None:
         self._sources = sources
-        self._form = form
+        self._form, self.names, self.is_endless = form, form.names, form.until == "forever"
         self._turns = _Turns(form.schedule)
         self.collate_fn = _collate_of(sources)
         self.tokens_per_sample = tokens_in_common(sources)
@@ -342,8 +355,8 @@ class MixtureStream(IterableDataset[Any]):
         del self._iterators[source]
         self._passes[source] += 1
         self._ended.add(source)
-        until = self._form.until
-        is_over = until != "forever" and (until == "first" or len(self._ended) == len(self._sources))
+        is_first, are_all = self._form.until == "first", len(self._ended) == len(self._sources)
+        is_over = not self.is_endless and (is_first or are_all)
         if is_over:
             self._ended.clear()
         return is_over

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.random_streams import ORDER, mix
@@ -75,3 +82,18 @@ class OrderedByItself(ABC):
                     f" has a {type(own).__name__}. Leave out the sampler, or group_by_length"
                 )
         return self.sampler(seed)
+
+
+def refuse_wrapped(dataset: Any, name: str) -> None:
+    """Refuse a dataset that holds one with its own order, which would be lost.
+
+    Raises:
+        DataError: It does.
+    """
+    inner = dataset.datasets if isinstance(dataset, ConcatDataset) else [getattr(dataset, "dataset", None)]
+    for each in inner:
+        if isinstance(each, OrderedByItself):
+            raise DataError(
+                f"the {name} data is a {type(dataset).__name__} of a {each.kind} of sources, whose order"
+                f" would be lost. Give the {each.kind} itself, made of parts of its sources"
+            )
