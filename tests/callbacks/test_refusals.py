@@ -48,6 +48,7 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
 
 def test_arguments_of_callbacks_that_watch_are_refused() -> None:
     profile, stats = cb.Profile, cb.DeviceStats
+    matching = quiet(max_steps=1, callbacks=[cb.WeightAverage(parameters="lin.*")])
     table: dict[str, tuple[Any, ...]] = {
         "kind": (partial(profile, kinds="traces"), "did you mean 'trace'"),
         "ranks": (partial(profile, all_ranks="all"), "all_ranks", "True or False"),
@@ -60,6 +61,11 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
         "interval of time": (partial(stats, every="10 minutes"), "every=", "whole epochs"),
         "over_ranks": (partial(stats, over_ranks="sum"), "over_ranks", "'sum'"),
         "module": (partial(cb.summarize, "net"), "module", "'net'"),
+        "no decay": (partial(cb.WeightAverage, decay=()), "decay=()"),
+        "a decay twice": (partial(cb.WeightAverage, decay=(0.9, 0.9)), "different numbers"),
+        "a glob": (partial(cb.WeightAverage, parameters=3), "a glob", "not 3"),
+        "no match": (partial(matching.fit, Regression(), pairs()), "'lin.*' in WeightAverage(parameters=)"),
+        "no average yet": (partial(cb.WeightAverage().used(0.999).__enter__), "decay=0.999"),
         "ignore": (partial(cb.NonFiniteDetector, "mask"), "ignore='mask'"),
     }  # fmt: skip
     assert_refused(ConfigError, table)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
-from drivetrain import CheckpointConfig, OptimizerConfig, Run
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Run
 from drivetrain.callbacks import Callback, WeightAverage
 from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import CheckpointError, ConfigError
@@ -66,6 +66,55 @@ def test_average_is_the_papers_and_training_goes_on_as_without_it(kind: str) -> 
         # The validation after the second epoch.
         by_then = [each for number, each in enumerate(seen.after[:10], 1) if kept(number)]
         torch.testing.assert_close(seen.validated[2], expected(kind, by_then), rtol=1e-6, atol=1e-7)
+
+
+def with_decays(folder: Path, strategy: str, epochs: int, resume: str | None = None) -> list[Any]:
+    """Average the weight alone, by two decays; return the trajectory, and each average at each validation."""
+    task, seen, found = Regression(), Trajectory(), list[Tensor]()
+    average = WeightAverage(decay=(0.9, 0.5), parameters="*.weight", start="2 steps")
+
+    def note(run: Run) -> None:
+        for decay in (0.5, 0.9):
+            with average.used(decay), run.gathered():
+                found.append(flat(run.task))
+        assert average.averaged == run.progress.steps - 2
+
+    notes = [average, LambdaCallback(on_evaluation_end=note), *([seen] if strategy == "cpu" else [])]
+    devices = 1 if strategy == "cpu" else 2
+    options: Any = {
+        "strategy": strategy,
+        "devices": devices,
+        "run_dir": folder / strategy,
+        "checkpoint": True,
+    }
+    trainer = quiet(max_epochs=epochs, callbacks=notes, sanity_validation=None, **options)
+    trainer.fit(task, pairs(batch_size=2 // devices), pairs(4, 2), resume=resume)
+    return [seen.after, found, flat(task)]
+
+
+def resumed_with_decays(folder: Path, strategy: str) -> tuple[list[Tensor], Tensor]:
+    with_decays(folder, strategy, 1)
+    _, found, end = with_decays(folder, strategy, 2, "auto")
+    return found, end
+
+
+def test_averages_by_several_decays_and_of_some_parameters_are_those_by_hand(tmp_path: Path) -> None:
+    after, found, end = with_decays(tmp_path / "whole", "cpu", 2)
+    wanted = []
+    for steps in (5, 10):
+        for decay in (0.5, 0.9):
+            average = after[2]
+            for each in after[3:steps]:
+                average = decay * average + (1 - decay) * each
+            wanted.append(torch.cat([average[:-1], after[steps - 1][-1:]]))  # the bias as it was trained
+    torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=0, atol=1e-6)
+    assert torch.equal(end, found[-1])  # the first decay's
+    again = resumed_with_decays(tmp_path, "cpu")
+    assert torch.equal(torch.stack(again[0]), torch.stack(found[2:]))
+    for strategy in ("ddp", "fsdp"):
+        for parts, last in on_two_ranks(resumed_with_decays, tmp_path, strategy):
+            torch.testing.assert_close(torch.stack(parts), torch.stack(wanted[2:]), rtol=0, atol=1e-6)
+            torch.testing.assert_close(last, wanted[-1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.core.calendar import Calendar, Trigger
-from drivetrain.core.intervals import Every
+from drivetrain.core.intervals import Every, log_spaced
 from drivetrain.core.progress import Progress
 
 # How intervals are written.
@@ -85,6 +85,22 @@ def test_the_first_step_is_due_once() -> None:
     trigger.start(Progress(steps=1, epoch_steps=1))
     assert not trigger.due(Progress(steps=1, epoch_steps=1, skipped=1), False)
     assert not Trigger(None).due(Progress(steps=1, epoch_steps=1), False)
+
+
+def test_listed_steps_are_due_at_each_and_log_spaced_ones_up_to_the_runs_last() -> None:
+    listed = Every([0, 1, 2, 4, 8])
+    assert Every(str(listed)) == Every((0, 1, 2, 4, 8)) == pickle.loads(pickle.dumps(listed)) == listed
+    assert (Trigger(listed).at_start, Trigger(Every([1])).at_start) == (True, False)
+    assert due(Trigger(listed, of(5)), 5, 2) == [1, 2, 4, 8]
+    assert due(Trigger(listed, of(5)), 5, 2, {3}) == [1, 2, 5, 9]  # after a skipped window
+    trigger = Trigger(listed, of(5))
+    trigger.start(Progress(steps=4, epoch_steps=4))
+    assert [step for step in range(4, 10) if trigger.due(Progress(steps=step, epoch_steps=1), False)] == [8]
+    calendar = of(5)
+    for steps, found in ((10, [1, 2, 5, 10]), (3, [1, 2, 3])):
+        calendar.whole = Every(steps)
+        assert due(Trigger(log_spaced(4), calendar), 5, 2) == found
+    assert Every(str(log_spaced(12))) == log_spaced(12)
 
 
 def test_an_interval_of_steps_may_end_with_epochs_too() -> None:

@@ -374,6 +374,21 @@ def test_validate_from_and_log_first_step_decide_when_as_the_plan_says() -> None
     assert quiet(**options).plan(Regression(), pairs(10)).logging.times == 2
 
 
+def test_listed_steps_validate_and_save_also_before_the_first_step_and_once(tmp_path: Path) -> None:
+    validated: list[int] = []
+    note = LambdaCallback(on_evaluation_end=lambda run: validated.append(run.progress.steps))
+    for steps, resume, found in ((3, None, [0, 1, 3]), (6, "auto", [0, 1, 3, 5])):
+        saves = CheckpointConfig(every=[0, 1, 3, 5], keep_last=None)
+        options: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": saves, "validate_every": [0, 1, 3, 5]}
+        trainer = quiet(max_steps=steps, callbacks=[note], sanity_validation=None, **options)
+        plan = trainer.plan(Regression(), pairs(), pairs(4))
+        assert (plan.validation.first, plan.validation.times, plan.saving.first) == (0, len(found), 0)
+        trainer.fit(Regression(), pairs(), pairs(4), resume=resume)
+        assert validated == found
+        saved = sorted(int(each.name[5:]) for each in (tmp_path / "checkpoints").glob("step-*"))
+        assert saved == sorted({*found, steps} | ({3} if resume else set()))
+
+
 def test_training_is_logged_at_the_end_of_epochs_and_as_an_interval_that_is_given_says() -> None:
     class Stream:  # of no known length
         def __iter__(self) -> Iterator[Any]:

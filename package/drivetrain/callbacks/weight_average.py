@@ -16,8 +16,9 @@ from drivetrain.core.calendar import Point, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import no_time
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import by_name, flag, number, one_of
+from drivetrain.core.validation import by_name, flag, globs, number, one_of
 from drivetrain.strategies.base import check_supported
+from drivetrain.task.optim.groups import select_parameters
 from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
 from drivetrain.task.without_trace import without_trace
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 _LOG = logger(__name__)
 
 KINDS = ("ema", "swa")
-
-_SLOT = f"{AVERAGE}0"
-"""The name of the average in the optimizers' states."""
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -56,7 +54,11 @@ class WeightAverage(Callback):
 
     Args:
         kind: "ema" or "swa".
-        decay: The share of the old average in "ema", above 0 and below 1; None is 0.999.
+        decay: The share of the old average in "ema", above 0 and below 1; None is 0.999. Several make as many
+            averages: the first is evaluated and saved as the model, and `used` gives the others. All are in
+            the checkpoints.
+        parameters: Globs on the names of the parameters to average, such as "generator.*"; None averages all.
+            The others have their trained values in evaluations and saves too.
         every: The interval of averaging, such as "10 steps", "1 epoch" or "1M tokens"; None is "1 step" for
             "ema", else "1 epoch".
         start: Average from the first step after this point, such as "2 epochs", "10M tokens" or "0.75" of the
@@ -75,7 +77,8 @@ class WeightAverage(Callback):
         self,
         kind: str = "ema",
         *,
-        decay: float | None = None,
+        decay: float | Sequence[float] | None = None,
+        parameters: str | Sequence[str] | None = None,
         every: Interval | None = None,
         start: Interval | None = None,
         evaluate: bool = True,
@@ -84,16 +87,22 @@ class WeightAverage(Callback):
         self.kind = one_of("kind of WeightAverage", kind, KINDS)
         if decay is not None and kind != "ema":
             raise ConfigError(f"WeightAverage({kind!r}, decay={decay}): decay is for 'ema' alone")
-        self.decay = number("WeightAverage(decay=)", 0.999 if decay is None else decay, above=0)
-        if self.decay >= 1:
-            raise ConfigError(f"WeightAverage(decay={decay}) must be below 1: the average would never change")
+        several = decay if isinstance(decay, Sequence) else (0.999 if decay is None else decay,)
+        self.decays = tuple(number("WeightAverage(decay=)", each, above=0) for each in several)
+        if not self.decays or max(self.decays) >= 1 or len({*self.decays}) < len(self.decays):
+            raise ConfigError(
+                f"WeightAverage(decay={decay}) takes different numbers, which must be below 1: with 1 the"
+                " average would never change"
+            )
+        self.parameters = globs("WeightAverage(parameters=)", parameters)
         self.every = no_time("WeightAverage(every=)", _EVERY[kind] if every is None else every)
         self.start = None if start is None else no_time("WeightAverage(start=)", start)
         self.evaluate = flag("WeightAverage(evaluate=)", evaluate)
         self.save = flag("WeightAverage(save=)", save)
         self.averaged = 0
         self._weights: list[nn.Parameter] = []
-        self._averages: list[Tensor] = []
+        self._averages: list[list[Tensor]] = []  # by decay
+        self._used = 0
         self._trained: list[Tensor] | None = None
         self._only_at_end = self._is_resumed = False
         self._trigger, self._begun = Trigger(None), True
@@ -195,7 +204,8 @@ class WeightAverage(Callback):
             self._use()
         try:
             for index, each in enumerate(self._weights):
-                states[each][_SLOT] = self._averages[index]
+                for number, averages in enumerate(self._averages):
+                    states[each][f"{AVERAGE}{number}"] = averages[index]
                 if self._trained is not None:
                     states[each][TRAINED] = self._trained[index]
             yield
@@ -210,7 +220,14 @@ class WeightAverage(Callback):
         self._weights = self._of_optimizers(run)
         self._is_resumed, self._trained = True, None
         trained = found.pop(TRAINED, {})
-        self._averages = [found[_SLOT][weight] for weight in self._weights] if found else []
+        for each in found.values():
+            if len(found) != len(self.decays) or each.keys() != {*self._weights}:
+                raise ConfigError(
+                    "the checkpoint has WeightAverage's averages of other parameters, or by another number of"
+                    " decays. Resume with the same parameters= and as many decays"
+                )
+        slots = sorted(found, key=lambda slot: int(slot.removeprefix(AVERAGE)))
+        self._averages = [[found[slot][weight] for weight in self._weights] for slot in slots]
         with torch.no_grad():
             for weight, value in trained.items():
                 weight.copy_(value)
@@ -237,8 +254,35 @@ class WeightAverage(Callback):
 
     # The average.
 
+    @contextmanager
+    def used(self, decay: float) -> Iterator[None]:
+        """Run the block with the average of this decay as the task's weights; in any hook of a fit.
+
+        Raises:
+            ConfigError: There is no average of this decay, or none yet.
+        """
+        if decay not in self.decays or not self._averages:
+            raise ConfigError(
+                f"WeightAverage has no average of decay={decay} now. From the first averaged step to the end"
+                f" of the fit there is one of each of: {', '.join(map(str, self.decays))}"
+            )
+        before = None if self._trained is None else self._used
+        self._use(self.decays.index(decay))
+        try:
+            yield
+        finally:
+            if before is None:
+                self._leave()
+            else:
+                self._use(before)
+
     def _of_optimizers(self, run: Run) -> list[nn.Parameter]:
-        return [each for optimizer in _optimizers(run) for each in _trained_by(optimizer)]
+        trained = [each for optimizer in _optimizers(run) for each in _trained_by(optimizer)]
+        if self.parameters is None:
+            return trained
+        selected = select_parameters(run.task, None, self.parameters, "WeightAverage(parameters=)")
+        chosen = {each.parameter for each in selected}
+        return [each for each in trained if each in chosen]
 
     def _is_due(self, run: Run) -> bool:
         ends = self.every.unit == "epochs" and bool(run.window.last)
@@ -249,20 +293,23 @@ class WeightAverage(Callback):
     def _add(self) -> None:
         """Add the present weights to the average."""
         if not self._averages:
-            self._averages = [_wide(each.detach()).clone() for each in self._weights]
+            self._averages = [[_wide(each.detach()).clone() for each in self._weights] for _ in self.decays]
         else:
-            averages, weights = _local(self._averages), _local([_wide(each) for each in self._weights])
-            share = 1 - self.decay if self.kind == "ema" else 1 / (self.averaged + 1)
-            torch._foreach_lerp_(averages, weights, share)
+            weights = _local([_wide(each) for each in self._weights])
+            for decay, averages in zip(self.decays, self._averages, strict=True):
+                share = 1 - decay if self.kind == "ema" else 1 / (self.averaged + 1)
+                torch._foreach_lerp_(_local(averages), weights, share)
         self.averaged += 1
 
     @torch.no_grad()
-    def _use(self) -> None:
-        """Put the average in the place of the trained weights, which are kept."""
-        if self._trained is not None:
+    def _use(self, index: int = 0) -> None:
+        """Put an average in the place of the trained weights, which are kept."""
+        if self._trained is None:
+            self._trained = [each.detach().clone() for each in self._weights]
+        elif self._used == index:
             return
-        self._trained = [each.detach().clone() for each in self._weights]
-        torch._foreach_copy_(_local(self._weights), _local(self._averages))
+        self._used = index
+        torch._foreach_copy_(_local(self._weights), _local(self._averages[index]))
 
     @torch.no_grad()
     def _leave(self) -> None:

@@ -9,6 +9,7 @@ resumed run cuts the data as the uninterrupted one. Windows of equal size are co
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.int_schedule import IntSchedule
-from drivetrain.core.intervals import COUNTS, Every, exact
+from drivetrain.core.intervals import COUNTS, LOG_SPACED, Every, exact, log_spaced_steps
 from drivetrain.core.progress import Progress
 
 _ENDLESS = 2**62
@@ -199,6 +200,13 @@ class Calendar:
         Raises:
             ConfigError: The length of the run is unknown, or tokens are not counted.
         """
+        if every.unit == LOG_SPACED:
+            if self.whole is None or self.whole.unit != "steps":
+                raise ConfigError(
+                    f"'{every}' need the number of steps of the run, which is not known. Give the Trainer"
+                    " max_steps, or max_epochs with data of known length; or list the steps"
+                )
+            return Every(log_spaced_steps(int(every.amount), int(self.whole.amount)))
         if every.unit == "runs":
             if self.whole is None:
                 raise ConfigError(
@@ -395,6 +403,10 @@ class Point:
 
     def __init__(self, begins: Every, calendar: Calendar) -> None:
         self.begins = begins = calendar.resolved(begins)
+        if begins.steps:
+            raise ConfigError(
+                f"{begins} are several steps, and one point is needed, such as '2 epochs' or 500"
+            )
         self._whole, self._part = divmod(exact(begins.amount), 1)
         if self._part and begins.unit == "epochs":
             if calendar.length is None:
@@ -448,6 +460,7 @@ class Trigger:
         # Between these steps, and within epochs, nothing is due, and the counts need not be looked at.
         self._steps = int(amount) if unit == "steps" else 1
         self._only_at_ends = unit == "epochs" and not self._part
+        self._listed = () if every is None else every.steps
         self._of_epoch = -1, 0, Fraction(1)
         self._done = self._last = 0
 
@@ -467,8 +480,15 @@ class Trigger:
         self._awaits_first = self._awaits_first and not progress.steps
         return is_new and (self.begins is None or self.begins.reached(progress, epoch_ended))
 
+    @property
+    def at_start(self) -> bool:
+        """Whether step 0 is listed."""
+        return 0 in self._listed
+
     def passed(self, progress: Progress, epoch_ended: bool = False) -> int:
         """Return how many ends of the interval are at or before a point of a run; see `due`."""
+        if self._listed:
+            return bisect_right(self._listed, progress.steps) + (self.first_step and progress.steps > 0)
         if not self._part:
             passed = int(getattr(progress, self._counter) / self._amount)
             return passed + self.ends_epochs * progress.epoch + (self.first_step and progress.steps > 0)

@@ -148,6 +148,8 @@ def _begin(run: Run) -> None:
     run.ledger.train()
     if run.sanity_batches is not None:
         check_validation(run, run.sanity_batches)
+    if run.agreed and not run.progress.steps:
+        _end_step(run, False)
     _pass_boundary(run)
     if run.stop_reason is None:
         run.stop_reason = run.length.limit_reached(run.progress)

@@ -1,6 +1,7 @@
 from drivetrain.core.calendar import RunLength as RunLength
 from drivetrain.core.int_schedule import ramp as ramp
 from drivetrain.core.intervals import Every as Every
+from drivetrain.core.intervals import log_spaced as log_spaced
 from drivetrain.core.progress import Progress as Progress
 from drivetrain.engine.engine import Engine as Engine
 from drivetrain.engine.memory import MemoryConfig as MemoryConfig

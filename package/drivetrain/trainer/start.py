@@ -57,10 +57,23 @@ def start_from(
     run.engine.set_rates()
     run.triggers.log.start(run.progress)
     run.triggers.validate.start(run.progress)
-    if found is None and run.triggers.validate.every is not None:
-        run.sanity_batches = sanity_batches(settings, run)
+    if found is None:
+        _begin_anew(settings, run, saver)
     if run.loggers:  # on rank 0
         _log_config(settings, run, settings_of, how, resumed=found is not None)
+
+
+def _begin_anew(settings: RunSettings, run: Run, saver: CheckpointSaver | None) -> None:
+    """Set what a fit that is no resume does before its first step: lists of steps may have a 0."""
+    if run.triggers.validate.every is not None:
+        run.sanity_batches = sanity_batches(settings, run)
+    saves = [] if saver is None else [each.interval for each in saver.policies if each.interval is not None]
+    of = {
+        "log": run.triggers.log.at_start,
+        "validate": run.triggers.validate.at_start,
+        "save": any(0 in each.steps for each in saves),
+    }
+    run.agreed |= {name for name, is_due in of.items() if is_due}
 
 
 def _log_config(

@@ -207,7 +207,7 @@ def test_a_users_early_stopping_and_lightnings_average_are_served() -> None:
     saver = callbacks.ModelCheckpoint(monitor="epoch", mode="max", save_top_k=3)
     given = [callbacks.EMAWeightAveraging(decay=0.9), saver]
     mapped = from_lightning_arguments(max_epochs=1, callbacks=given, **QUIET)
-    assert mapped.trainer.callbacks[0].decay == pytest.approx(0.9)
+    assert mapped.trainer.callbacks[0].decays == pytest.approx((0.9,))
     policy = mapped.trainer.checkpoint
     assert (policy.keep_last, policy.by) == (3, None)
 

@@ -113,7 +113,8 @@ class Epoch:
         if every.unit == "samples":
             largest = most(self.calendar.batches) * most(self.calendar.batch_size) * self._processes
             return self._knows_samples and every.amount >= largest  # a step that passes two ends is due once
-        return (every.unit == "steps" and self.calendar.is_planned) or (
+        in_steps = every.unit == "steps" or bool(every.steps)
+        return (in_steps and self.calendar.is_planned) or (
             every.unit == "epochs" and self.calendar.length is not None
         )
 
@@ -169,4 +170,6 @@ def and_at_the_end(points: Firings, steps: int | None) -> Firings:
     every = _AT_END if points.every is None else f"{points.every} and {_AT_END}"
     if steps is None or points.times is None:
         return Firings(every, None, points.first)
-    return Firings(every, points.times + (points.last != steps), points.first or steps, steps)
+    return Firings(
+        every, points.times + (points.last != steps), steps if points.first is None else points.first, steps
+    )
