@@ -116,6 +116,8 @@ class Calls(Callback):  # calls the model, and a part of it, in several hooks, o
                 self.found += [task(FEATURES[:3]), task.net[0](FEATURES[:2])]
                 assert not self.found[-1].requires_grad
                 assert not task.training
+                # transformers' generate would wait for the other ranks
+                assert not any(getattr(each, "_is_fsdp_managed_module", False) for each in task.modules())
 
     on_fit_start = on_micro_batch_end = on_before_optimizer_step = on_log = _call
     on_evaluation_start = on_evaluation_end = on_fit_end = _call

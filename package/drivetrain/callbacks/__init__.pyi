@@ -12,6 +12,7 @@ from drivetrain.callbacks.mixture_monitor import MixtureMonitor as MixtureMonito
 from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector as NonFiniteDetector
 from drivetrain.callbacks.profile import Profile as Profile
 from drivetrain.callbacks.progress.progress_bar import ProgressBar as ProgressBar
+from drivetrain.callbacks.samples import Samples as Samples
 from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLength
 from drivetrain.callbacks.statistics.gradient_norms import GradientNorms as GradientNorms
 from drivetrain.callbacks.statistics.peaks import peak_flops as peak_flops
@@ -22,6 +23,7 @@ from drivetrain.callbacks.summary import Summary as Summary
 from drivetrain.callbacks.summary import summarize as summarize
 from drivetrain.callbacks.weight_average import WeightAverage as WeightAverage
 from drivetrain.core.types import EvaluationReader as EvaluationReader
+from drivetrain.integrations.lm_eval.lm_eval import LMEval as LMEval
 from drivetrain.integrations.matplotlib.plot_metrics import PlotMetrics as PlotMetrics
 from drivetrain.integrations.psutil.device_stats import DeviceStats as DeviceStats
 from drivetrain.integrations.torch_xla.xla_report import XLAReport as XLAReport

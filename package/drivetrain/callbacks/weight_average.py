@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.callbacks.at_points import is_due
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.calendar import Point, Trigger
 from drivetrain.core.errors import ConfigError, StrategyError
@@ -285,9 +285,7 @@ class WeightAverage(Callback):
         return [each for each in trained if each in chosen]
 
     def _is_due(self, run: Run) -> bool:
-        ends = self.every.unit == "epochs" and bool(run.window.last)
-        progress = replace(run.progress, epoch=run.progress.epoch + 1) if ends else run.progress
-        return self._trigger.due(progress, ends) and self._begun
+        return is_due(self._trigger, run) and self._begun
 
     @torch.no_grad()
     def _add(self) -> None:

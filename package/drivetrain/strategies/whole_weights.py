@@ -35,15 +35,21 @@ def whole_weights(strategy: Strategy, task: nn.Module) -> Iterator[None]:
                 value = value.detach().to(parameter.device, parameter.dtype)
                 whole[parameter] = nn.Parameter(value, parameter.requires_grad)
     before = [each._parameters for each in modules]
+    # torch's mark of a sharded module, for which transformers' `generate` waits for the other ranks.
+    marked: list[Any] = [each for each in modules if vars(each).get("_is_fsdp_managed_module")]
     try:
         for each, table in zip(modules, tables, strict=True):
             each.__dict__["_parameters"] = {name: whole[parameter] for name, parameter in table.items()}
+        for each in marked:
+            each._is_fsdp_managed_module = False
         _note_flat_weights(modules)
         with without_hooks(modules, _SHARDING):
             yield
     finally:
         for each, parameters in zip(modules, before, strict=True):
             each.__dict__["_parameters"] = parameters
+        for each in marked:
+            each._is_fsdp_managed_module = True
         _note_flat_weights(modules)
 
 

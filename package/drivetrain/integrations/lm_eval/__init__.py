@@ -1,0 +1,1 @@
+"""lm_eval: scores of language models by EleutherAI's evaluation harness."""
