@@ -144,20 +144,38 @@ def test_trainable_parameters_of_two_ranks_resume_bitwise_and_on_one_rank(
     assert set(load_weights(result.last_checkpoint)) == KEPT
 
 
-def test_names_that_are_left_out_are_those_of_parameters(tmp_path: Path) -> None:
-    class Named(Adapted):
-        left_out: tuple[str, ...] = ()
+class Named(Adapted):  # leaves out what it is given, and has a buffer that training does not change
+    def __init__(self, *left_out: str, code: int = 7) -> None:
+        super().__init__()
+        self.base.register_buffer("codes", torch.full((4,), code, dtype=torch.uint8))
+        self.left_out = ("base.0.weight", *left_out)
 
-        def model_info(self) -> ModelInfo:
-            return ModelInfo(left_out=self.left_out)
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(left_out=self.left_out)
 
-    def refused(name: str) -> Any:
-        task = Named()
-        task.left_out = ("base.0.weight", name)
-        return lambda: fit(tmp_path / "run", task, checkpoint=ALL)
 
-    cases = {
-        "misspelt": (refused("base.0.wieght"), "'base.0.wieght'", "Did you mean 'base.0.weight'?"),
-        "a buffer": (refused("base.1.running_mean"), "'base.1.running_mean'", "a buffer", "persistent=False"),
+POLICY = CheckpointConfig(every="2 steps", by=None)
+
+
+def saved(directory: Path, *left_out: str, **options: Any) -> Any:
+    return fit(directory, Named(*left_out), checkpoint=POLICY, **options)[1]
+
+
+def _leave_out_codes(directory: Path, strategy: str = "cpu", size: int = 1) -> None:
+    result = saved(directory, "base.codes", strategy=strategy, devices=size)
+    lacking = {"base.0.weight", "base.codes"}
+    assert set(Named().state_dict()) - set(load_weights(result.last_checkpoint)) == lacking
+    saved(directory, "base.codes", strategy=strategy, devices=size, max_steps=8, resume="auto")
+
+
+def test_names_that_are_left_out_are_those_of_frozen_parameters_and_unchanged_buffers(tmp_path: Path) -> None:
+    _leave_out_codes(tmp_path / "one")
+    on_two_ranks(_leave_out_codes, tmp_path / "two", "ddp", 2)
+    other = Named("base.codes", code=8)
+    resume = lambda: fit(tmp_path / "one", other, "auto", checkpoint=POLICY, max_steps=9)  # noqa: E731
+    cases: dict[str, tuple[Any, ...]] = {
+        "misspelt": (lambda: saved(tmp_path, "base.0.wieght"), "Did you mean 'base.0.weight'?"),
+        "changed": (lambda: saved(tmp_path, "base.1.running_mean"), "training has changed it"),
+        "another": (resume, "'base.codes' has other values"),
     }
-    assert_refused(ConfigError, cases)
+    assert_refused((CheckpointError, ConfigError), cases)

@@ -5,7 +5,7 @@ The program rebuilds them, and the fingerprint tells whether it has rebuilt the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,11 @@ Fingerprints = Mapping[str, Json]
 
 
 def fingerprints(module: nn.Module, names: Collection[str] | None = None) -> dict[str, Json]:
-    """Return the fingerprints of a module's parameters, whose values are read once.
+    """Return the fingerprints of a module's parameters and buffers, whose values are read once.
 
     Args:
         module: The module, not yet sharded.
-        names: The parameters by clean name; None means all that are frozen. Names that are not there are left
-            out.
+        names: The clean names; None means all frozen parameters. Names that are not there are left out.
 
     Returns:
         For each, under every name of a tied one: "dtype", "shape" and "xxh3_128", the hash of its bytes. The
@@ -40,31 +39,35 @@ def fingerprints(module: nn.Module, names: Collection[str] | None = None) -> dic
     """
     known: dict[int, Json] = {}
     found: dict[str, Json] = {}
-    for raw, parameter in module.named_parameters(remove_duplicate=False):
-        name = clean_name(raw)
-        if (not parameter.requires_grad) if names is None else name in names:
-            if id(parameter) not in known:
-                known[id(parameter)] = _fingerprint(parameter)
-            found[name] = known[id(parameter)]
+    for raw, tensor in _named(module):
+        name, is_parameter = clean_name(raw), isinstance(tensor, nn.Parameter)
+        if (is_parameter and not tensor.requires_grad) if names is None else name in names:
+            if id(tensor) not in known:
+                known[id(tensor)] = _fingerprint(tensor)
+            found[name] = known[id(tensor)]
     return found
 
 
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
 def check_left_out(module: nn.Module, names: Collection[str]) -> None:
-    """Check that the names of what checkpoints leave out are those of parameters.
+    """Check that the names of what checkpoints leave out are those of parameters or buffers.
 
     Raises:
         ConfigError: A name is not; tells the closest one.
     """
-    known = {clean_name(raw) for raw, _ in module.named_parameters(remove_duplicate=False)}
+    known = {clean_name(raw) for raw, _ in _named(module)}
     for name in sorted(set(names) - known):
-        if name in {clean_name(raw) for raw, _ in module.named_buffers()}:
-            what = "a buffer, and checkpoints hold buffers. Register it with persistent=False to leave it out"
-        else:
-            what = f"no parameter of the task. {nearest(name, known)}"
-        raise ConfigError(f"ModelInfo(left_out=...) has {name!r}, which is {what}")
+        raise ConfigError(
+            f"ModelInfo(left_out=...) has {name!r}, which is no parameter or buffer of the task."
+            f" {nearest(name, known)}"
+        )
 
 
-def _fingerprint(parameter: nn.Parameter) -> Json:
+def _fingerprint(parameter: Tensor) -> Json:
     values: Any = parameter.data
     has_bytes = type(values) is Tensor and not values.is_meta and values.layout == torch.strided
     has_bytes = has_bytes and not is_lazy(parameter)
@@ -167,21 +170,30 @@ class FrozenParameters:
         self._versions = {name: (each, _version(each)) for name, each in self._in(module)}
 
     def check_unchanged(self, module: nn.Module) -> None:
-        """Check that training has changed none since `watch`, by torch's count of changes in place.
+        """Check that training has changed none since `watch`.
+
+        That is for parameters torch's count of changes in place, and for buffers their hash: batch norm
+        changes running means without counting.
 
         Raises:
-            CheckpointError: A checkpoint would lose the change; names the parameter.
+            CheckpointError: A checkpoint would lose the change; names the parameter or buffer.
         """
-        for name, parameter in self._in(module):
+        for name, tensor in self._in(module):
             before = self._versions.get(name)
-            if before is not None and before[0] is parameter and before[1] != _version(parameter):
+            if not isinstance(tensor, nn.Parameter):
+                if _fingerprint(tensor) != self.found[name]:
+                    raise CheckpointError(
+                        f"ModelInfo(left_out=...) names the buffer {name!r}, but training has changed it. Do"
+                        " not leave it out"
+                    )
+            elif before is not None and before[0] is tensor and before[1] != _version(tensor):
                 raise CheckpointError(
                     f"{name!r} is frozen, but was changed in training, and CheckpointConfig(parameters="
                     "'trainable') would not store that. Use parameters='all', or make it a buffer"
                 )
 
-    def _in(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        named = ((clean_name(raw), each) for raw, each in module.named_parameters())
+    def _in(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        named = ((clean_name(raw), each) for raw, each in _named(module))
         return [(name, each) for name, each in named if name in self.found]
 
 
