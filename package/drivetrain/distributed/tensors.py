@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _BUCKET = 25 << 20
 """Bytes that are sent together: enough to reach full bandwidth with little memory."""
@@ -25,12 +26,21 @@ def broadcast_buffers(module: nn.Module, world_size: int) -> None:
 
 
 def _broadcast(tensors: Iterable[Tensor]) -> None:
-    unique = {id(each): each.detach() for each in tensors if each.device.type != "meta"}
+    plain = (each for given in tensors for each in _parts(given) if each.device.type != "meta")
+    unique = {id(each): each.detach() for each in plain}
     for bucket in _buckets(unique.values()):
         flat = torch.cat([each.reshape(-1) for each in bucket])
         distributed.broadcast(flat, 0)
         for each, part in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
             each.copy_(part.view_as(each))
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a quantised tensor is made of; any other tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [each for name in names for each in _parts(getattr(tensor, name))]
 
 
 def average_gradients(parameters: Sequence[Tensor], world_size: int) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy
@@ -51,7 +52,10 @@ class Replicated(Strategy):
         if make_optimizers is None or not self._parameters:
             broadcast_module(module, self.world_size)
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
-        return Prepared(self._wrap(module), make_optimizers(module))
+        is_quantized = any(map(is_traceable_wrapper_subclass, module.parameters()))
+        if is_quantized:  # torch's broadcast would round the values of NF4 a second time
+            broadcast_module(module, self.world_size)
+        return Prepared(self._wrap(module, init_sync=not is_quantized), make_optimizers(module))
 
     def retrain(self, model: nn.Module) -> nn.Module:
         """Wrap the module again: the wrapper waits for the gradients of those that were trained before.

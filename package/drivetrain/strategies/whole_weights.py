@@ -14,6 +14,9 @@ from drivetrain.strategies.module_hooks import without_hooks
 _SHARDING = ("torch.distributed", "deepspeed", "drivetrain.strategies")
 """The packages whose hooks exchange weights between ranks, or note that they do."""
 
+_MARK = "_is_fsdp_managed_module"
+"""torch's mark of a sharded module, for which transformers' `generate` waits for the other ranks."""
+
 
 @contextmanager
 def whole_weights(strategy: Strategy, task: nn.Module) -> Iterator[None]:
@@ -35,13 +38,12 @@ def whole_weights(strategy: Strategy, task: nn.Module) -> Iterator[None]:
                 value = value.detach().to(parameter.device, parameter.dtype)
                 whole[parameter] = nn.Parameter(value, parameter.requires_grad)
     before = [each._parameters for each in modules]
-    # torch's mark of a sharded module, for which transformers' `generate` waits for the other ranks.
-    marked: list[Any] = [each for each in modules if vars(each).get("_is_fsdp_managed_module")]
+    marked = [each for each in modules if vars(each).get(_MARK)]
     try:
         for each, table in zip(modules, tables, strict=True):
             each.__dict__["_parameters"] = {name: whole[parameter] for name, parameter in table.items()}
         for each in marked:
-            each._is_fsdp_managed_module = False
+            vars(each)[_MARK] = False
         _note_flat_weights(modules)
         with without_hooks(modules, _SHARDING):
             yield
@@ -49,7 +51,7 @@ def whole_weights(strategy: Strategy, task: nn.Module) -> Iterator[None]:
         for each, parameters in zip(modules, before, strict=True):
             each.__dict__["_parameters"] = parameters
         for each in marked:
-            each._is_fsdp_managed_module = True
+            vars(each)[_MARK] = True
         _note_flat_weights(modules)
 
 
