@@ -13,6 +13,10 @@ from drivetrain.core.types import Json
 FORMAT = "format"
 """The entry of the object "hparams" that names the format of the task's model."""
 
+NAMES = "names"
+"""The entry of the object "hparams" with the names of the weights in that format, for a model of another
+library."""
+
 ORIGIN = "origin"
 """The entry of the object "hparams" with the name and the revision of the first weights."""
 

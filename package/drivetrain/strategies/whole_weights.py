@@ -15,7 +15,7 @@ _SHARDING = ("torch.distributed", "deepspeed", "drivetrain.strategies")
 """The packages whose hooks exchange weights between ranks, or note that they do."""
 
 _MARK = "_is_fsdp_managed_module"
-"""torch's mark of a sharded module, for which transformers' `generate` waits for the other ranks."""
+"""torch's mark of a sharded module; transformers' `generate` then waits for the other ranks."""
 
 
 @contextmanager

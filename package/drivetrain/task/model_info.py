@@ -33,13 +33,17 @@ class ModelInfo:
         assets: Files to store beside the weights, such as a processor and a configuration, in the form that
             `Trainer(assets=...)` takes. The Trainer's files replace those of the same names. They are made on
             rank 0 when a fit begins.
-        left_out: The names of the frozen parameters that checkpoints leave out by default. A name that is not
-            a parameter's is refused. `CheckpointConfig(parameters=...)` takes precedence.
+        left_out: The names of the frozen parameters, and of buffers that training does not change, such as
+            the codes of a quantised base, that checkpoints leave out by default. Another name is refused.
+            `CheckpointConfig(parameters=...)` takes precedence.
         origin: The origin of the weights that training starts with, such as "name" and "revision".
             Checkpoints record it, and the error of a resume with other frozen weights names both origins.
         export_format: The format in which other programs load the model, one of
             `drivetrain.checkpoint.formats.FORMATS`; empty for plain safetensors. Checkpoints name it, so that
             a command can export them without the task.
+        export_names: The names of the weights in `export_format`, for a model that is not of that library: a
+            mapping of regular expressions to replacements, as for `load_weights(rename=...)`; None leaves a
+            weight out. `assets` then has the files that the format needs, such as a `config.json`.
         save_finished: Writes the weights of a finished fit in the format of another program, in place of
             `model.safetensors`. All ranks call it together. Its arguments are the run directory or the
             address of the checkpoints; all weights by their names in a checkpoint, sharded ones as
@@ -57,6 +61,7 @@ class ModelInfo:
     left_out: Collection[str] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
     export_format: str = ""
+    export_names: Mapping[str, str | None] = field(default_factory=dict)
     save_finished: SaveFinished | None = None
     reset_of: Callable[[nn.Module], Callable[[], None] | None] | None = None
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.format.tree import pack, unpack
-from drivetrain.checkpoint.formats import FORMAT, ORIGIN
+from drivetrain.checkpoint.formats import FORMAT, NAMES, ORIGIN
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.run_directory import load_newest
 from drivetrain.checkpoint.storage.schemes import file_system
@@ -106,6 +106,7 @@ def pack_hparams(task: nn.Module) -> Json:
         **({"dataclasses": made} if made else {}),
         "unstored": unstored,
         **({FORMAT: info.export_format} if info.export_format else {}),
+        **({NAMES: dict(info.export_names)} if info.export_names else {}),
         **({ORIGIN: dict(info.origin)} if info.origin else {}),
     }
 

@@ -14,11 +14,12 @@ from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
 from drivetrain.checkpoint import load_weights
 from drivetrain.cli.main import main
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.distributed.processes import rank
+from drivetrain.task.model_info import ModelInfo
 
 hf = Lazy("drivetrain.integrations.transformers")
 peft = Lazy("peft")
@@ -262,3 +263,71 @@ def test_an_adapter_is_exported_as_peft_would_save_it(base: Path, tmp_path: Path
             with torch.no_grad():
                 assert torch.equal(loaded(**given).logits, task.model.eval()(**given).logits)
         assert all(each == configs[0] for each in configs)
+
+
+def test_an_adapter_is_merged_into_its_base(base: Path, tmp_path: Path) -> None:
+    task = adapted(base)
+    fit(task, tmp_path / "run")
+    hf.export_pretrained(task, tmp_path / "task", merge=True)
+    assert (
+        main(
+            [
+                "checkpoint",
+                "export",
+                "--format",
+                "transformers",
+                "--merge",
+                str(tmp_path / "run"),
+                str(tmp_path / "command"),
+            ]
+        )
+        == 0
+    )
+    assert_same_tensors(tmp_path / "command" / "model.safetensors", tmp_path / "task" / "model.safetensors")
+    merged = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "task").eval()
+    tokens = torch.arange(6)[None] + 2
+    torch.testing.assert_close(merged(tokens).logits, task.model.eval()(tokens).logits)
+    plain = hf.TransformersTask(made(CLASSES))
+    with pytest.raises(ConfigError, match="the model is a BertForSequenceClassification"):
+        hf.export_pretrained(plain, tmp_path / "plain", merge=True)
+    file = ["checkpoint", "export", "--merge", str(tmp_path / "run"), str(tmp_path / "file.safetensors")]
+    assert main(file) == 2
+
+
+class Own(TaskModule):  # a model of the user's own classes, which a library's model has other names for
+    has_config = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = made("llama, tied")
+        self.trunk, self.out = whole.model, whole.lm_head
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return (self.out(self.trunk(batch["input_ids"]).last_hidden_state) * self.scale).square().mean()
+
+    def model_info(self) -> ModelInfo:
+        config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
+        names = {"^trunk": "model", "^out": "lm_head", "^scale$": None}
+        assets = [config] if self.has_config else []
+        return ModelInfo(assets=assets, export_format="transformers", export_names=names)
+
+
+def test_a_task_with_a_map_of_names_is_exported_for_transformers(tmp_path: Path) -> None:
+    task, tokens = Own(), torch.arange(6)[None] + 2
+    options = {"max_steps": 1, "checkpoint": ONLY}
+    quiet(**options, run_dir=tmp_path / "run").fit(task, [{"input_ids": tokens}])
+    export = ["checkpoint", "export", "--format", "transformers"]
+    assert main([*export, str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    expected = task.out(task.trunk(tokens).last_hidden_state)
+    torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0, atol=0)
+    hf.export_pretrained(tmp_path / "run", tmp_path / "half", dtype="bf16")
+    assert {each.dtype for each in load_weights(tmp_path / "half" / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
+    without = Own()
+    without.has_config = False
+    quiet(**options, run_dir=tmp_path / "without").fit(without, [{"input_ids": tokens}])
+    with pytest.raises(CheckpointError, match=r"without the 'config\.json'"):
+        hf.export_pretrained(tmp_path / "without", tmp_path / "other")

@@ -119,6 +119,8 @@ def _bar(reader: Reader) -> Any:
 def _export(parsed: argparse.Namespace) -> int:
     if parsed.format in FORMATS:
         return _export_folder(parsed)
+    if parsed.merge:
+        raise ConfigError("--merge is for --format transformers: only there is the base known to load")
     _check_output(parsed)
     reader = open_checkpoint(resolve(parsed.path))
     weights = reader.snapshot(("model",), None).tensors["model"]
@@ -146,7 +148,8 @@ def _export_folder(parsed: argparse.Namespace) -> int:
         raise ConfigError(f"{parsed.output!r} exists; --force replaces its files")
     size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}
     path = resolve(parsed.path)
-    written = export_folder(parsed.format, path, parsed.output, dtype=parsed.dtype, **size)
+    options = {**size, **({"merge": True} if parsed.merge else {})}
+    written = export_folder(parsed.format, path, parsed.output, dtype=parsed.dtype, **options)
     return _print(parsed, {"checkpoint": path, "format": parsed.format, "files": written}, *written)
 
 

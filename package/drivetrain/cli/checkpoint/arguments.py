@@ -99,10 +99,11 @@ def _parser(words: Sequence[str]) -> Parser:
         "--format",
         choices=("safetensors", "torch", "transformers"),
         default="safetensors",
-        help="the kind of file; default safetensors. Only a TransformersTask's checkpoint has one for"
-        " transformers",
+        help="the kind of file; default safetensors. Only a task of a model of transformers, or with"
+        " ModelInfo(export_names=...), has one for transformers",
     )
     add("--dtype", metavar="DTYPE", help="convert floating-point tensors to this: float32, bf16, fp16...")
+    add("--merge", action="store_true", help="for transformers: add the adapters of a PeftModel to its base")
     add("--max-shard-size", metavar="SIZE", help='split into files of at most this size, such as "5 GB"')
     add("--force", action="store_true", help="replace existing files")
 

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format.tensors import DTYPES
+from drivetrain.checkpoint.formats import NAMES
+from drivetrain.checkpoint.inspection.description import mapping
 from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
 from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.saving.run_directory import resolve
+from drivetrain.checkpoint.saving.sharding import is_sharded
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.dtypes import cast, floating_dtype
+from drivetrain.checkpoint.weights.export import export_weights
+from drivetrain.checkpoint.weights.files import MODEL
 from drivetrain.checkpoint.weights.frozen import FROZEN
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource, spec_of
 from drivetrain.checkpoint.weights.module_state import elements, module_state
+from drivetrain.checkpoint.weights.rename import renamed
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.distributed.processes import rank
-from drivetrain.integrations.transformers.pretrained import IN_TASK, SHARD, of_model, write_pretrained
+from drivetrain.integrations.transformers.pretrained import (
+    CONFIG,
+    IN_TASK,
+    SHARD,
+    model_assets,
+    of_model,
+    write_pretrained,
+)
 from drivetrain.integrations.transformers.stored_model import base_of, build_model, described_in
 from drivetrain.integrations.transformers.task import TransformersTask
 from drivetrain.task.model_info import info_of
@@ -33,6 +51,7 @@ def export_pretrained(
     *,
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = SHARD,
+    merge: bool = False,
 ) -> list[str]:
     """Write a folder that transformers' `from_pretrained` loads, with the same weights bit for bit.
 
@@ -50,6 +69,8 @@ def export_pretrained(
             if drivetrain has written the weights in this folder.
         dtype: The dtype for floating-point tensors, such as "bf16"; None keeps each.
         max_shard_size: The most bytes of tensors in a file: a number, or a text such as "5 GB".
+        merge: Whether to add the adapters of a `PeftModel` to its base, and write the whole model. It takes
+            memory for a second model; a checkpoint's base is loaded by its recorded name.
 
     Returns:
         The paths of the files with weights, the index last.
@@ -62,13 +83,16 @@ def export_pretrained(
     target = os.fspath(folder)
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
     if isinstance(source, TransformersTask):
-        return _export_task(source, target, options)
+        return _export_task(source, target, options, merge)
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(
             "export_pretrained takes a TransformersTask, or the path of a checkpoint or a run directory, not"
             f" {type(source).__name__}"
         )
-    return _export_checkpoint(resolve(source), target, options)
+    path = resolve(source)
+    if merge:
+        return _export_task(TransformersTask.from_checkpoint(path), target, options, merge)
+    return _export_checkpoint(path, target, options)
 
 
 def replace_pretrained(task: TransformersTask, folder: str | os.PathLike[str]) -> list[str]:
@@ -76,8 +100,9 @@ def replace_pretrained(task: TransformersTask, folder: str | os.PathLike[str]) -
     return _export_task(task, os.fspath(folder), {"owned": True})
 
 
-def _export_task(task: TransformersTask, folder: str, options: Mapping[str, Any]) -> list[str]:
-    weights, _ = module_state(task)
+def _export_task(
+    task: TransformersTask, folder: str, options: Mapping[str, Any], merge: bool = False
+) -> list[str]:
     for name, parameter in task.model.named_parameters():
         if elements(parameter) != parameter.numel() or parameter.is_meta:
             where = "is on the meta device" if parameter.is_meta else "is divided by DeepSpeed"
@@ -85,16 +110,44 @@ def _export_task(task: TransformersTask, folder: str, options: Mapping[str, Any]
                 f"{name!r} {where}, and its values are not in this process. Export a checkpoint of the run"
             )
     is_main = rank() == 0
-    files = {}
+    files, model = {}, task.model
+    weights = of_model(module_state(task)[0], type(task).__name__)
+    what = f"the assets of {type(task).__name__}.model_info()"
+    assets = info_of(task).assets
+    if merge:
+        model = _merged(model)
+        weights = module_state(model)[0]
+        assets = model_assets(model, task.processing_class)
     if is_main:
-        what = f"the assets of {type(task).__name__}.model_info()"
-        files = make_assets((what, checked_assets(info_of(task).assets, what)))
-    lazy = LazyTensors(of_model(weights, type(task).__name__), None, f"the weights for {folder!r}")
-    return write_pretrained(task.model, lazy, folder, files=files, write=is_main, **options)
+        files = make_assets((what, checked_assets(assets, what)))
+    lazy = LazyTensors(weights, None, f"the weights for {folder!r}")
+    return write_pretrained(model, lazy, folder, files=files, write=is_main, **options)
+
+
+def _merged(model: Any) -> Any:
+    """Return a copy of a `PeftModel`'s base with its adapters added."""
+    if base_of(model) is model:
+        raise ConfigError(
+            "merge=True adds the adapters of a PeftModel to its base, and the model is a"
+            f" {type(model).__name__}. Leave merge out"
+        )
+    tensor = next(
+        (each for each in model.parameters() if is_traceable_wrapper_subclass(each) or is_sharded(each)), None
+    )
+    if tensor is not None:
+        what = "sharded" if is_sharded(tensor) else f"quantised ({type(tensor.data).__name__})"
+        raise ConfigError(
+            f"merge=True adds adapters to whole weights, and these are {what}. Load the base in plain"
+            " weights, TransformersTask.from_checkpoint(path, model=...), and export that"
+        )
+    return copy.deepcopy(model).merge_and_unload()
 
 
 def _export_checkpoint(path: str, folder: str, options: Mapping[str, Any]) -> list[str]:
     reader = open_checkpoint(path)
+    hparams = mapping(reader.object("hparams")) if "hparams" in reader.manifest.objects() else {}
+    if names := mapping(hparams.get(NAMES)):
+        return _export_renamed(reader, names, folder, options)
     described = described_in(reader)
     with torch.device("meta"):  # shapes and names alone
         model = build_model({key: each for key, each in described.items() if key != "attention"})
@@ -106,6 +159,31 @@ def _export_checkpoint(path: str, folder: str, options: Mapping[str, Any]) -> li
     # A checkpoint from before assets has none.
     files = {name: reader.asset(name) for name in reader.assets} or None
     return write_pretrained(model, tensors, folder, files=files, **options)
+
+
+def _export_renamed(
+    reader: Reader, names: Mapping[str, Any], folder: str, options: Mapping[str, Any]
+) -> list[str]:
+    """Write the weights of a model that is not of transformers under the names that its task gives them."""
+    files = {name: reader.asset(name) for name in reader.assets}
+    if CONFIG not in files:
+        raise CheckpointError(
+            f"{reader.path!r} was saved with ModelInfo(export_names=...), but without the {CONFIG!r} that"
+            " from_pretrained needs: give the configuration of transformers in ModelInfo(assets=[config])"
+        )
+    if FROZEN in reader.manifest.objects():
+        raise CheckpointError(
+            f"{reader.path!r} leaves out the frozen parameters, and from_pretrained needs all. Train with"
+            " CheckpointConfig(parameters='all')"
+        )
+    disk = file_system(folder)
+    written = export_weights(
+        _Renamed(reader, names, floating_dtype(options["dtype"])),
+        disk.join(folder, MODEL),
+        max_shard_size=options["max_shard_size"],
+    )
+    write_assets(folder, files)
+    return written
 
 
 def _refuse_trained_only(reader: Reader, model: nn.Module, tensors: TensorSource) -> None:
@@ -131,14 +209,36 @@ def _load_prompts(model: Any, tensors: TensorSource) -> None:
         model.prompt_tokens[name] = torch.arange(len(each))
 
 
+def _specs(reader: Reader) -> dict[str, Tensor]:
+    records = reader.manifest.tensors[_MODEL].items()
+    return {name: spec_of(record.shape, DTYPES[record.dtype]) for name, record in records}
+
+
+class _Renamed(TensorSource):
+    """The tensors of a checkpoint under other names, in the dtype `final` unless that is None."""
+
+    def __init__(self, reader: Reader, names: Mapping[str, Any], final: torch.dtype | None) -> None:
+        self._reader = reader
+        specs = _specs(reader)
+        self._stored, _ = renamed({name: name for name in specs}, names, reader.path)
+        self.specs = {
+            name: spec_of(specs[stored].shape, final)
+            if final is not None and specs[stored].is_floating_point()
+            else specs[stored]
+            for name, stored in self._stored.items()
+        }
+
+    def materialize(self, name: str) -> Tensor:
+        """Read a tensor."""
+        return cast(self._reader.tensor(_MODEL, self._stored[name]), self.specs[name].dtype, repr(name))
+
+
 class _Stored(TensorSource):
     """The tensors of the model in a checkpoint, each read and verified when it is needed."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        records = reader.manifest.tensors[_MODEL].items()
-        specs = {name: spec_of(record.shape, DTYPES[record.dtype]) for name, record in records}
-        self.specs = of_model(specs, reader.path)
+        self.specs = of_model(_specs(reader), reader.path)
 
     def materialize(self, name: str) -> Tensor:
         """Read a tensor."""
