@@ -92,6 +92,7 @@ _XLAC _xla_get_spmd_config_is_locked _get_no_batch_dim  # torch_xla: the mode of
 _attn_implementation _pad_tensors_to_max_len _init_weights  # transformers
 _strip_protocol _get_kwargs_from_urls  # fsspec: an address as a storage itself names it
 _initial_last_step  # trackio: the last step of a run that is continued
+_dump_snapshot  # torch: the allocator's blocks, which have no public name
 _actions _current_frames _getframe  # Python: a parser's arguments, frames
 """
 PRIVATE = {name for line in PRIVATE_BY_USE.splitlines() for name in line.partition("#")[0].split()}

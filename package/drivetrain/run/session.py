@@ -35,6 +35,7 @@ from drivetrain.distributed.failure.watchdog import Watchdog
 from drivetrain.engine.memory_advice import memory_advice
 from drivetrain.engine.weighting import StepResult
 from drivetrain.run.messages import as_given, what_goes_on
+from drivetrain.run.out_of_memory import largest_blocks, write_snapshot
 from drivetrain.run.preemption import print_end
 from drivetrain.run.run import Run
 from drivetrain.run.save_errors import is_gone
@@ -116,8 +117,6 @@ def _tell(
     settings: RunSettings, run: Run, error: BaseException, channel: FailureChannel | None, closing: ExitStack
 ) -> None:
     """Report an error that ends a run to the other ranks, to the reader, and to the callbacks."""
-    if is_out_of_memory(error):
-        error.add_note(f"drivetrain: {_what_helps(run)}")
     if (note := note_on(error)) is not None:
         error.add_note(f"drivetrain: {note}")
     is_agreed = error is run.stopping.ending  # raised by all ranks
@@ -130,16 +129,30 @@ def _tell(
         location = location if doing in location else f"{location}, {doing}"
         record(Cause.of_error(0, location, error, _besides(settings, run, error)).failure())
     _report(settings, run, error)
+    _note_memory(run, error)
     if is_agreed:
         _end_together(settings, run, closing)
 
 
+def _note_memory(run: Run, error: BaseException) -> None:
+    """Say at the end what fills the memory, and write a snapshot if this rank or another one has run out."""
+    is_here = is_out_of_memory(error)
+    is_anywhere = is_here or torch.OutOfMemoryError.__name__ in str(error)
+    if is_anywhere and (snapshot := write_snapshot(run)) is not None:
+        error.add_note(f"drivetrain: torch's snapshot of this rank's memory is {snapshot}")
+    if is_here:
+        error.add_note(f"drivetrain: {_what_helps(run)}")
+
+
 def _besides(settings: RunSettings, run: Run, error: BaseException) -> str:
-    """Return where in the task an error was raised, or what is left after a failed save, for the last line of
-    the program.
+    """Return where in the task an error was raised, what is left after a failed save, or what fills the
+    memory, for the last line of the program.
 
     It does not check the storage: one that does not answer would keep the other ranks waiting.
     """
+    if is_out_of_memory(error):
+        blocks = largest_blocks(run)
+        return f"{blocks[:1].upper()}{blocks[1:]}; {_advice(run)}"
     if not isinstance(error, StorageError) or run.last_checkpoint is None:
         location = _in_task(run.task, error)
         return location[:1].upper() + location[1:]
@@ -254,8 +267,12 @@ def _what_helps(run: Run) -> str:
     if sizes and splitter is not None and splitter.size is not None:
         sizes += f", {splitter.size} at once"
     what = f"rank {run.engine.strategy.rank} ran out of memory {_location(run)}{sizes}"
-    spec = None if splitter is None else splitter.spec
-    return f"{what}; {memory_advice(spec, training=run.stage == 'train')}"
+    return f"{what}; {largest_blocks(run)}; {_advice(run)}"
+
+
+def _advice(run: Run) -> str:
+    splitter = run.engine.splitter
+    return memory_advice(None if splitter is None else splitter.spec, training=run.stage == "train")
 
 
 def _location(run: Run) -> str:
