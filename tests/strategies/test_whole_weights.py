@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, DeepSpeedConfig, FSDPConfig, LambdaCallback, TaskModule
+from drivetrain import Callback, DeepSpeedConfig, FSDPConfig, LambdaCallback, OptimizerConfig, TaskModule
 from drivetrain.core.registry import is_installed
 from drivetrain.testing.distributed import run_distributed
 
@@ -157,6 +157,35 @@ def test_a_rank_alone_calls_the_gathered_model_in_every_hook() -> None:
     found, nothing = on_two_ranks(_called, FSDPConfig(wrap=("Linear",)), 2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not nothing
+
+
+def _through_dcp(folder: Path, strategy: Any, size: int, reads: bool) -> list[Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    def copy(run: Any) -> None:
+        with run.engine.checkpoint_layout(write=reads):
+            act = dcp.load if reads else dcp.save
+            act(run.task.state_dict(), checkpoint_id=str(folder))
+
+    rate = 0.0 if reads else 0.1
+    task = type("Trained", (Curve,), {"configure_optimizers": lambda self: OptimizerConfig("sgd", lr=rate)})()
+    callback = LambdaCallback(**{"on_fit_start" if reads else "on_fit_end": copy})
+    trainer = quiet(strategy=strategy, devices=size, max_epochs=1, callbacks=[callback])
+    trainer.fit(task, DataLoader(DATA, batch_size=4))
+    return [each.detach() for each in task.parameters()]
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_distributed_checkpoints_are_written_and_read_on_any_number_of_ranks(tmp_path: Path) -> None:
+    fsdp = FSDPConfig(wrap=("Linear",))
+    (of_two, _), of_one = (
+        on_two_ranks(_through_dcp, tmp_path / "two", fsdp, 2, False),
+        _through_dcp(tmp_path / "one", "cpu", 1, False),
+    )
+    torch.testing.assert_close(_through_dcp(tmp_path / "two", "cpu", 1, True), of_two, rtol=0, atol=0)
+    for read in on_two_ranks(_through_dcp, tmp_path / "one", fsdp, 2, True):
+        torch.testing.assert_close(read, of_one, rtol=0, atol=0)
 
 
 @needs_gloo

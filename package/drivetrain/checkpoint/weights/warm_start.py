@@ -15,7 +15,14 @@ from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.dtypes import check_range
 from drivetrain.checkpoint.weights.frozen import check_same, fingerprints
 from drivetrain.checkpoint.weights.load import describe_weights, find_weights
-from drivetrain.checkpoint.weights.module_state import clean_name, full_state, hint, is_extra, put_state
+from drivetrain.checkpoint.weights.module_state import (
+    clean_name,
+    full_state,
+    hint,
+    hint_of_rows,
+    is_extra,
+    put_state,
+)
 from drivetrain.checkpoint.weights.rename import Rename, prefix_hint, renamed
 from drivetrain.checkpoint.weights.stored_rows import (
     FileTensor,
@@ -199,7 +206,10 @@ def _problems(report: LoadReport, meant: Collection[str]) -> list[str]:
         meant: The expected names, from which the nearest is suggested for each unexpected one.
     """
     unexpected = [f"{name!r}{hint(name, meant)}" for name in report.unexpected[:_SHOWN]]
-    mismatched = [f"{each.name!r}: {each}" for each in report.mismatched[:_SHOWN]]
+    mismatched = [
+        f"{each.name!r}: {each}{hint_of_rows(each.stored_shape, each.shape)}"
+        for each in report.mismatched[:_SHOWN]
+    ]
     return [
         f"{count} {kind}: {', '.join(texts)}{', ...' if count > _SHOWN else ''}"
         for kind, count, texts in (
