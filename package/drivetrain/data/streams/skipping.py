@@ -70,10 +70,10 @@ class SkippingStream(IterableDataset[Any]):
         return len(self.stream)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Samples(self.stream, self.samples_of_a_batch)
+        return _SamplesAfter(self.stream, self.samples_of_a_batch)
 
 
-class _Samples:
+class _SamplesAfter:
     """The iterator of a `SkippingStream`."""
 
     def __init__(self, stream: Any, batch_size: int) -> None:
@@ -84,7 +84,7 @@ class _Samples:
         self._given = 0
         self._errors: list[BadSample] = []
 
-    def __iter__(self) -> _Samples:
+    def __iter__(self) -> _SamplesAfter:
         return self
 
     def __next__(self) -> Any:
