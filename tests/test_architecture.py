@@ -39,7 +39,7 @@ LAYERS = ["core", "distributed", "checkpoint", "data", "task", "strategies", "en
 LAYERS += ["callbacks", "trainer", "testing", "cli"]
 ORDER = [*LAYERS, "integrations"]
 # What users import from, beside the package itself; all other modules are private. STUBS have nothing else.
-STUBS = ["errors", "metrics", "optim"]
+STUBS = ["errors", "losses", "metrics", "optim"]
 PUBLIC = [
     *STUBS,
     "callbacks",

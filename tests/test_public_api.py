@@ -14,6 +14,7 @@ PACKAGES = [
     "distributed",
     "errors",
     "loggers",
+    "losses",
     "metrics",
     "optim",
     "strategies",

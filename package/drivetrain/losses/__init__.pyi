@@ -1,0 +1,1 @@
+from drivetrain.task.cross_entropy import cross_entropy as cross_entropy

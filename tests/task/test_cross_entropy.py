@@ -1,0 +1,155 @@
+"""The cross entropy that never holds all logits: the same numbers as torch's, and less memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import ConfigError
+from drivetrain.losses import cross_entropy
+
+WORDS, WIDTH = 36, 16
+
+
+def made(bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(WIDTH, WORDS, bias)
+    with torch.no_grad():
+        for each in head.parameters():
+            each.copy_(torch.randn(each.shape, generator=generator))
+    hidden = torch.randn(3, 11, WIDTH, generator=generator, requires_grad=True)
+    targets = torch.randint(0, WORDS, (3, 11), generator=generator)
+    targets[0, :4] = -100
+    return head, hidden, targets
+
+
+def plain(head: Any, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    logits, flat = F.linear(hidden, head.weight, getattr(head, "bias", None)).flatten(0, 1), targets.flatten()
+    if cap := options.pop("soft_cap", None):
+        logits = cap * torch.tanh(logits / cap)
+    ignored = options.get("ignore_index", -100)
+    penalty = options.pop("z_loss", 0.0) * logits.logsumexp(-1)[flat != ignored].square().mean()
+    return F.cross_entropy(logits, flat, **options) + penalty
+
+
+def gradients(loss: Callable[..., Tensor], head: nn.Module, *given: Tensor, **options: Any) -> list[Tensor]:
+    """Three times the loss, and its gradients."""
+    result = 3 * loss(head, *given, **options)
+    return [result.detach(), *torch.autograd.grad(result, [given[0], *head.parameters()])]
+
+
+def ours(head: Any, hidden: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return cross_entropy(hidden, head, targets, **options)
+
+
+def recomputed(head: Any, hidden: Tensor, targets: Tensor, **options: Any) -> Any:
+    return checkpoint(lambda each: ours(head, each, targets, **options), hidden, use_reentrant=False)
+
+
+def assert_equal(found: list[Tensor], wanted: list[Tensor], most: float = 1e-6) -> None:
+    for each, other in zip(found, wanted, strict=True):
+        assert each.dtype == other.dtype
+        assert (each - other).abs().max() <= most * other.abs().max()
+
+
+ALL = {"z_loss": 0.01, "soft_cap": 3.0, "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01}, {"soft_cap": 3.0}, {"label_smoothing": 0.1}, ALL])
+def test_the_loss_and_its_gradients_are_those_of_torch(options: dict[str, Any], bias: bool) -> None:
+    given = made(bias)
+    given[2][given[2] == -100] = 7
+    wanted = gradients(plain, *given, ignore_index=7, **options)
+    for chunk in (1, 8192):
+        assert_equal(gradients(ours, *given, chunk=chunk, ignore_index=7, **options), wanted)
+    with torch.no_grad():
+        assert ours(*given, ignore_index=7, **options) == pytest.approx(wanted[0].item() / 3, rel=1e-6)
+
+
+def test_autocast_recomputation_and_a_tied_embedding_change_no_number() -> None:
+    given = made()
+    assert_equal(gradients(recomputed, *given, **ALL), gradients(plain, *given, **ALL))
+    with torch.autocast("cpu", torch.bfloat16):  # the products are in bfloat16, in either
+        assert_equal(gradients(ours, *given, **ALL), gradients(plain, *given, **ALL), most=1e-2)
+    embedding = nn.Embedding(WORDS, WIDTH)
+    results = []
+    for loss in (ours, plain):
+        (found,) = torch.autograd.grad(
+            loss(embedding, embedding(given[2].abs() % WORDS), given[2]), embedding.weight
+        )
+        results.append(found)
+    assert_equal(results[:1], results[1:])
+
+
+def test_there_are_never_all_logits() -> None:
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.most = max(self.most, result.numel() if isinstance(result, Tensor) else 0)
+            return result
+
+    head, hidden, targets = made()
+    hidden, targets = hidden.repeat(6, 1, 1), targets.repeat(6, 1)
+    with Largest() as largest:
+        ours(head, hidden, targets).backward()
+    assert largest.most <= max(hidden.numel(), targets.numel() * WORDS // 4)
+
+
+def test_a_mean_over_nothing_is_nan_and_has_no_gradient() -> None:
+    head, hidden, targets = made()
+    loss, *found = gradients(ours, head, hidden, torch.full_like(targets, -100))
+    assert loss.isnan()
+    assert not any(each.any() for each in found)
+
+
+def test_a_head_that_is_split_over_the_words_is_not_gathered() -> None:
+    def on_rank() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.debug import CommDebugMode
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        head, hidden, targets = made()
+        wanted = gradients(plain, head, hidden, targets, **ALL)
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(head, mesh, ColwiseParallel())
+        with CommDebugMode() as calls:
+            found = gradients(ours, head, hidden, targets, **ALL)
+        assert not any("gather" in str(each) for each in calls.get_comm_counts())
+        assert found[2].placements == (Shard(0),)
+        assert_equal([*found[:2], *(each.full_tensor() for each in found[2:])], wanted)
+
+    on_two_ranks(on_rank)
+
+
+def test_refusals_of_cross_entropy() -> None:
+    head, hidden, targets = made()
+    wrong = targets.clone()
+    wrong[1, 1] = WORDS
+
+    def given(head: Any = head, hidden: Tensor = hidden, targets: Tensor = targets, **options: Any) -> Any:
+        return lambda: cross_entropy(hidden, head, targets, **options)
+
+    cases: dict[str, tuple[Any, ...]] = {
+        "chunk": (given(chunk=0), "chunk=", "at least 1, not 0"),
+        "z_loss": (given(z_loss=-1.0), "z_loss=", "at least 0"),
+        "soft_cap": (given(soft_cap=0.0), "soft_cap=", "above 0"),
+        "label_smoothing": (given(label_smoothing=1.5), "label_smoothing=", "at most 1"),
+        "a sequence as head": (given(nn.Sequential(head)), "head=", "nn.Linear", "a Sequential"),
+        "a weight as head": (given(head.weight), "head=", "a Parameter"),
+        "hidden": (given(hidden=hidden[..., 1:]), "(3, 11, 15)", "(36, 16)", "(words, features)"),
+        "fewer targets": (given(targets=targets[1:]), "(2, 11)", "do not fit"),
+        "probabilities": (given(targets=targets.float()), "targets=", "int64, not torch.float32"),
+        "a word of another vocabulary": (given(targets=wrong), "the target 36", "36 words", "-100"),
+    }
+    assert_refused(ConfigError, cases)
