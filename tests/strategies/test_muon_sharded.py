@@ -21,17 +21,21 @@ class Matrices(TaskModule):
         super().__init__()
         self.nesterov = nesterov
         torch.manual_seed(0)
+        self.experts = nn.Parameter(torch.randn(3, 6, 4))  # a stack, which two ranks divide unequally
         self.wide, self.high, self.odd = nn.Linear(6, 10), nn.Linear(10, 4), nn.Linear(4, 3, bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.odd(torch.tanh(self.high(torch.tanh(self.wide(features)))))
+        hidden = torch.tanh(self.high(torch.tanh(self.wide(features))))
+        mixed = torch.einsum("bf,nfh->nbh", features, self.experts).tanh().mean(0)
+        outputs: Tensor = self.odd(hidden + mixed)
         return outputs
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return (outputs - batch[1]).square().mean()
 
     def configure_optimizers(self) -> OptimizerConfig:
-        return OptimizerConfig("muon", lr=0.02, weight_decay=0.1, nesterov=self.nesterov)
+        options = {"nesterov": self.nesterov, "stacks": "experts", "cautious_decay": self.nesterov}
+        return OptimizerConfig("muon", lr=0.02, weight_decay=0.1, **options)
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(parallel_plan=self.planned())

@@ -138,12 +138,78 @@ def test_the_step_of_muon_is_that_of_torch_to_the_bit(dtype, nesterov):
     assert all(map(torch.equal, ours, theirs))
 
 
+def orthogonal(matrix):
+    x = matrix.bfloat16()
+    x = x.T if matrix.size(0) > matrix.size(1) else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.T if matrix.size(0) > matrix.size(1) else x).float()
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.hidden = nn.Embedding(8, 6), nn.Linear(6, 6)
+        self.experts, self.scale = nn.Parameter(torch.randn(3, 6, 4)), nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 8, bias=False)
+
+    def forward(self, tokens):
+        return self.head(
+            torch.einsum("bh,nho->bo", self.hidden(self.embedding(tokens)), self.experts) * self.scale
+        )
+
+
+def test_groups_as_in_nanochat_with_stacks_and_cautious_decay_equal_a_program_by_hand():
+    """Matrices and stacks by Muon; the embedding, the head and scalars by AdamW, each with its own rate."""
+    net, plain = Experts(), Experts()
+    rates = {"embedding.weight": 0.2, "head.weight": 0.004, "scale": 0.05, "hidden.bias": 0.02}
+    optimizer = built(
+        net, lr=0.02, weight_decay=1.0, cautious_decay=True, adjust_lr_fn="original", betas=(0.8, 0.95),
+        adamw_parameters="head.*", stacks="experts",
+        groups=[ParameterGroup(name, lr=rate, weight_decay=0) for name, rate in rates.items()],
+    )  # fmt: skip
+    named = dict(plain.named_parameters())
+    groups = [{"params": [named[name]], "lr": rate} for name, rate in rates.items()]
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), weight_decay=0)
+    momenta = {name: torch.zeros_like(named[name]) for name in ("hidden.weight", "experts")}
+    for seed in range(4):
+        tokens = torch.randint(8, (16,), generator=torch.Generator().manual_seed(seed))
+        for each in (net, plain):
+            each.zero_grad()
+            nn.functional.cross_entropy(each(tokens), tokens.flip(0)).backward()
+        optimizer.step()
+        adamw.step()
+        for name, momentum in momenta.items():
+            weight, gradient = named[name].detach(), named[name].grad
+            momentum.lerp_(gradient, 0.05)
+            found = gradient.lerp(momentum, 0.95)
+            found = orthogonal(found) if found.ndim == 2 else torch.stack([*map(orthogonal, found)])
+            shrink = 0.02 * weight * (found * weight >= 0)
+            rows, columns = weight.shape[-2:]
+            weight -= shrink + 0.02 * max(1, rows / columns) ** 0.5 * found
+    start = dict(Experts().named_parameters())
+    for name, each in net.named_parameters():  # Muon computes in bfloat16
+        assert (each - named[name]).norm() < 0.2 * (named[name] - start[name]).norm(), name
+
+
 def test_refusals_of_muon():
     net = nn.Linear(2, 2)
     twice = [torch.optim.SGD(net.parameters()), torch.optim.Adam(net.parameters())]
     no_matrix = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
     cases = {
         "no hidden matrix": (lambda: built(no_matrix), "Use 'adamw'"),
+        "a stack of 2": (
+            lambda: built(Classifier(), stacks="hidden.0.weight"),
+            "'hidden.0.weight'",
+            "[24, 12]",
+        ),
+        "a stack for AdamW": (
+            lambda: built(Experts(), stacks="experts", adamw_parameters="experts"),
+            "AdamW",
+        ),
         "no match": (lambda: built(Classifier(), adamw_parameters="heads.*"), "'heads.*'"),
         "a parameter in two parts": (lambda: CombinedOptimizer(twice), "more than one parameter group"),
     }
