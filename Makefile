@@ -27,7 +27,7 @@ VENV_LOWEST := .venv-lowest
 # transformers. Their tests, less those of what newer releases brought: weight averages, the command line, which needs
 # jsonargparse 4.53, the tables of transformers' newest options, and a setting of wandb's by which a test waits less.
 # MLflow's server and a script that searches over Ray are tested with the newest alone, by make trackers.
-LOWEST ?= deepspeed hub lightning mlflow ray search servers tools torchao trackers transformers
+LOWEST ?= deepspeed hub lightning mlflow ray search servers sklearn tools torchao trackers transformers
 LOWEST_EXTRAS_mlflow := azureml,mlflow
 LOWEST_EXTRAS_search := pandas,plots,search
 LOWEST_EXTRAS_servers := aim,clearml,neptune
@@ -47,6 +47,7 @@ LOWEST_TESTS_mlflow := tests/integrations/trackers/test_mlflow.py -m "not extend
 LOWEST_TESTS_ray := tests/integrations/ray -m "not extended" -k "not script"
 LOWEST_TESTS_search := tests/integrations/optuna -k "not command"
 LOWEST_TESTS_servers := tests/integrations/trackers -m "not extended" -k "not command"
+LOWEST_TESTS_sklearn := tests/integrations/sklearn -m "not nightly"
 LOWEST_TESTS_tools := $(addprefix tests/checkpoint/storage/test_,remote.py s3.py) $(addprefix tests/callbacks/test_,notebook_results.py progress_bar.py) \
 	$(addprefix tests/integrations/,matplotlib psutil) tests/loggers/test_media.py \
 	tests/cli/test_runs.py $(addprefix tests/cli/test_main.py::test_a_shell_,completes_words_arguments_and_values can_read_what_completes) \

@@ -53,7 +53,7 @@ PUBLIC = [
 ]
 PUBLIC += ["trainer", *(f"integrations.{each}" for each in ("hub", "lightning", "optuna", "ray", "trackers"))]
 # Packages that name what is missing when the other library is: they are loaded only where it is installed.
-GUARDED = ["integrations.transformers"]
+GUARDED = ["integrations.sklearn", "integrations.transformers"]
 
 OPTIONAL_OR_HEAVY = {"fsspec", "s3fs", "tqdm", "tensorboard", "torchmetrics", "sklearn", "deepspeed"}
 OPTIONAL_OR_HEAVY |= {
