@@ -45,13 +45,16 @@ class Block(nn.Module):
             nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
         )
 
-    def forward(self, x, angles, mask=None):
+    def attend(self, x, angles, mask=None):
         batch, length, width = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         query, key = rotate(query, angles), rotate(key, angles)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+    def forward(self, x, angles, mask=None):
+        x = self.attend(x, angles, mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -79,11 +82,13 @@ class GPT(TaskModule):
     def forward(self, tokens):
         return self.scores(tokens, torch.arange(tokens.shape[1], device=tokens.device))
 
+    def angles(self, positions):
+        pair = torch.arange(0, self.channels, 2, device=positions.device)
+        return positions[..., None] * 10_000.0 ** (-pair / self.channels)
+
     def scores(self, tokens, positions, mask=None):
         """Return the scores of the next bytes. Without a `mask` a byte attends to all before it."""
-        pair = torch.arange(0, self.channels, 2, device=tokens.device)
-        angles = positions[..., None] * 10_000.0 ** (-pair / self.channels)
-        x = self.embedding(tokens)
+        x, angles = self.embedding(tokens), self.angles(positions)
         for block in self.blocks:
             x = block(x, angles, mask)
         return F.linear(self.norm(x), self.embedding.weight)

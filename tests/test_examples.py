@@ -160,7 +160,13 @@ def test_the_native_loop_resumes_from_its_checkpoint_with_the_same_weights(tmp_p
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "command",
-    ["sft", "dpo --strategy fsdp --devices 2", "grpo --strategy ddp --devices 2", "flow_matching"],
+    [
+        "sft",
+        "dpo --strategy fsdp --devices 2",
+        "grpo --strategy ddp --devices 2",
+        "flow_matching",
+        "mixture_of_experts --strategy ddp --devices 2 --megabytes 0.2",
+    ],
     ids=lambda command: command.split()[0],
 )
 def test_an_example_that_is_killed_goes_on_with_the_same_numbers(command: str, tmp_path: Path) -> None:

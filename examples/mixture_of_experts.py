@@ -1,0 +1,148 @@
+"""A GPT whose layers choose among experts: a balance term of the loss, and the share of each expert.
+
+    python examples/mixture_of_experts.py --steps 300
+    python examples/mixture_of_experts.py --run-dir run --strategy fsdp --devices 2    # killed; this goes on
+
+It is the GPT of gpt.py on the same text. Each layer sends a byte to two of its experts, as Mixtral does. The
+balance (Fedus et al., arXiv 2101.03961) is a mean over routed bytes with a weight of its own, and a metric
+adds up over all processes how often each expert is chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from drivetrain import CheckpointConfig, Term, Trainer
+from gpt import GPT, Block, Windows, standard_library
+
+
+class Experts(nn.Module):
+    """Layers of which a router chooses `chosen` for each token; their outputs are mixed by its scores."""
+
+    def __init__(self, width: int, experts: int, chosen: int = 2):
+        super().__init__()
+        self.chosen = chosen
+        self.router = nn.Linear(width, experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(experts, 4 * width, width))
+        self.down = nn.Parameter(torch.empty(experts, width, 2 * width))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x):
+        """Return the outputs, and the router's scores, of shape (tokens, experts)."""
+        tokens = x.flatten(0, 1)
+        scores = self.router(tokens)
+        shares, numbers = scores.float().softmax(-1).topk(self.chosen, dim=-1)
+        shares = (shares / shares.sum(dim=-1, keepdim=True)).to(x.dtype)
+        mixed = torch.zeros_like(tokens)
+        for number in range(len(self.down)):  # also without a token, so that every rank uses every weight
+            rows, places = (numbers == number).nonzero(as_tuple=True)
+            gate, up = F.linear(tokens[rows], self.gate_up[number]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, self.down[number]) * shares[rows, places, None]
+            mixed = mixed.index_add(0, rows, out.to(mixed.dtype))
+        return mixed.view_as(x), scores
+
+
+class SparseBlock(Block):
+    def __init__(self, width: int, heads: int, experts: int):
+        super().__init__(width, heads)
+        self.mlp = Experts(width, experts)
+
+    def forward(self, x, angles, mask=None):
+        x = self.attend(x, angles, mask)
+        mixed, scores = self.mlp(self.mlp_norm(x))
+        return x + mixed, scores
+
+
+class Shares(Metric):
+    """The share of each expert in all choices, in the order of the experts."""
+
+    def __init__(self, experts: int):
+        super().__init__()
+        self.add_state("counts", torch.zeros(experts), dist_reduce_fx="sum")
+
+    def update(self, numbers):
+        self.counts += torch.bincount(numbers.flatten(), minlength=len(self.counts))
+
+    def compute(self):
+        return self.counts / self.counts.sum()
+
+
+def balance(scores: torch.Tensor, chosen: int) -> torch.Tensor:
+    """Return `chosen` if all experts are used alike, else more; `scores` are of shape (tokens, experts)."""
+    shares = scores.float().softmax(dim=-1)
+    experts = scores.shape[1]
+    counts = F.one_hot(shares.topk(chosen, dim=-1).indices, experts).sum(dim=1).float()
+    return experts * (counts.mean(dim=0) * shares.mean(dim=0)).sum()
+
+
+class SparseGPT(GPT):
+    def __init__(
+        self, layers: int = 2, width: int = 64, heads: int = 4, experts: int = 4, scale: float = 0.01
+    ):
+        super().__init__(layers=layers, width=width, heads=heads)
+        self.blocks = nn.ModuleList(SparseBlock(width, heads, experts) for _ in range(layers))
+        self.experts, self.scale = experts, scale
+
+    def forward(self, tokens):
+        """Return the scores of the next bytes, and those of all layers' routers."""
+        angles = self.angles(torch.arange(tokens.shape[1], device=tokens.device))
+        x, routed = self.embedding(tokens), []
+        for block in self.blocks:
+            x, scores = block(x, angles)
+            routed.append(scores)
+        return F.linear(self.norm(x), self.embedding.weight), torch.cat(routed)
+
+    def loss(self, outputs, batch):
+        scores, routed = outputs
+        term = Term(balance(routed, self.blocks[0].mlp.chosen), weight=len(routed), scale=self.scale)
+        return {"loss": super().loss(scores, batch), "balance": term}
+
+    def metrics(self):
+        return {"experts": Shares(self.experts)}
+
+    def metric_inputs(self, outputs, batch):
+        return (outputs[1].topk(self.blocks[0].mlp.chosen, dim=-1).indices,)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--experts", type=int, default=4, help="experts of each layer")
+    parser.add_argument("--megabytes", type=float, default=1.0, help="size of the training text")
+    parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
+    parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
+    parser.add_argument("--run-dir", help="where files go; a run there is resumed")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    task = SparseGPT(experts=options.experts)
+    size = int(options.megabytes * 1e6)
+    train, others = (Windows(text, task.context) for text in standard_library(size, size // 40))
+    trainer = Trainer(
+        max_steps=options.steps,
+        max_grad_norm=1.0,
+        checkpoint=CheckpointConfig(every=20),
+        log_every=20,
+        run_dir=options.run_dir,
+        strategy=options.strategy,
+        devices=options.devices or "auto",
+        precision=options.precision,
+    )
+    data = DataLoader(train, batch_size=16 // (options.devices or 1), shuffle=True)
+    trainer.fit(task, data, resume=options.run_dir and "auto")
+    found = trainer.validate(task, DataLoader(others, batch_size=64))
+    shares = [found[f"validation/experts/{number}"] for number in range(options.experts)]
+    print(f"nats for a byte: {found['validation/loss']:.4f}; balance {found['validation/balance']:.4f}")
+    print("share of each expert:", " ".join(f"{share:.1%}" for share in shares))
+
+
+if __name__ == "__main__":
+    main()
