@@ -1,6 +1,7 @@
 """The examples are run as a reader would run them: each in a process of its own, in an empty directory."""
 
 import ast
+import importlib.util
 import os
 import re
 import signal
@@ -164,7 +165,7 @@ def test_the_native_loop_resumes_from_its_checkpoint_with_the_same_weights(tmp_p
         "sft",
         "dpo --strategy fsdp --devices 2",
         "grpo --strategy ddp --devices 2",
-        "flow_matching",
+        "digits_flow",
         "mixture_of_experts --strategy ddp --devices 2 --megabytes 0.2",
     ],
     ids=lambda command: command.split()[0],
@@ -174,3 +175,23 @@ def test_an_example_that_is_killed_goes_on_with_the_same_numbers(command: str, t
     program = [EXAMPLES / f"{name}.py", "--run-dir", "run", *options]
     printed = run("-m", "drivetrain", "check-resume", "--steps", "6", *program, cwd=tmp_path)
     assert "the runs are identical to the last bit" in printed
+
+
+FLOW = """
+import torch
+from digits_flow import Flow
+from flow_matching.path import CondOTProbPath
+task, label = Flow(), torch.arange(8)
+image, noise, time = torch.randn(8, 64), torch.randn(8, 64), torch.rand(8)
+theirs = CondOTProbPath().sample(t=time, x_0=noise, x_1=image)
+loss = (task(theirs.x_t, time, label) - theirs.dx_t).square().mean()
+print("the same:", torch.allclose(loss, task.velocity_loss(image, noise, time, label), rtol=1e-6))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    importlib.util.find_spec("flow_matching") is None, reason="flow_matching is not installed"
+)
+def test_the_flow_has_the_loss_of_the_package_flow_matching() -> None:
+    assert "the same: True" in run("-c", FLOW, cwd=EXAMPLES)

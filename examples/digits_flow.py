@@ -1,7 +1,7 @@
 """Flow matching: a network learns the way from noise to handwritten digits; an average of its weights draws.
 
-    python examples/flow_matching.py --epochs 100
-    python examples/flow_matching.py --run-dir run --strategy ddp --devices 2    # killed; the same goes on
+    python examples/digits_flow.py --epochs 100
+    python examples/digits_flow.py --run-dir run --strategy ddp --devices 2    # killed; the same goes on
 
 Each image moves on a straight line from noise (Lipman et al., arXiv 2210.02747; Liu et al., arXiv
 2209.03003). The network learns the velocity, and Euler's steps along it draw new images.
