@@ -1,5 +1,6 @@
 """Fits that are measured in tokens: killed, resumed, and on two ranks."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,20 @@ def test_a_step_has_as_many_tokens_of_streams_mixtures_and_batches_by_tokens(tmp
         packed_fit(tmp_path / kind, kind, stop=2, gradient_accumulation_steps=given)
         expected[kind] = pytest.approx(weights, abs=1e-6)
     assert rest_on_two_ranks(tmp_path, given, given) == expected
+
+
+def test_a_skip_of_tokens_is_that_of_its_steps_on_any_ranks(tmp_path: Path) -> None:
+    kinds, skips = ("rows", "streams"), ("1 step", "96 tokens")
+    for kind, skip in itertools.product(kinds, skips):
+        packed_fit(tmp_path / kind / skip, kind, stop=2, **GLOBAL)
+
+    def rest(kind: str, skip: str) -> Any:
+        return packed_fit(tmp_path / kind / skip, kind, skip=skip, batch_size=1, **GLOBAL, **TWO)
+
+    one, _ = on_two_ranks(lambda: [[rest(kind, skip) for skip in skips] for kind in kinds])
+    for kind, (steps, tokens) in zip(kinds, one, strict=True):
+        assert steps == tokens, kind
+        assert len(tokens[1]) == len(packed_fit(kind=kind, **GLOBAL)[1]) - 3, kind
 
 
 def test_points_in_tokens_of_other_data_follow_the_tokens_read(tmp_path: Path) -> None:

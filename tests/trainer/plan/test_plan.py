@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import BLOCKS, Blocks, Regression, quiet
+from tests.support.tasks import BLOCKS, Blocks, Regression, quiet, variant
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -450,3 +450,6 @@ def test_all_processes_count_and_of_data_that_is_already_split_ones_own_part():
         found = quiet(max_epochs=2, devices=devices).plan(Regression(), already_split(part))
         assert found.steps == 10
         assert ("the length is what the training data says of itself" in str(found)) == (devices == 2)
+    followed = quiet(max_epochs=2, gradient_accumulation_steps={0: 1, "9 tokens": 2})
+    found = followed.plan(variant(tokens=lambda self, batch: len(batch[0]))(), data)
+    assert (found.steps, found.unknown) == (None, "gradient_accumulation_steps follows what is read")

@@ -322,7 +322,9 @@ def _why_unknown(epoch: Epoch, length: RunLength) -> str:
         reasons.append("the training data has no length")
     elif not epoch.exact:
         reasons.append("the length is what the training data says of itself")
-    if length.calendar.varies and length.calendar.length is not None:
+    if not length.calendar.is_planned:
+        reasons.append("gradient_accumulation_steps follows what is read")
+    elif length.calendar.varies and length.calendar.length is not None:
         reasons.append("epochs have different numbers of steps")
     if length.max_seconds is not None:
         reasons.append(f"max_time ends the run after {length.max_seconds:g} seconds at the latest")
