@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from drivetrain import (
+    CheckpointConfig,
     CheckpointError,
     ConfigError,
     LambdaCallback,
@@ -177,6 +179,31 @@ def test_a_decay_ends_in_a_resume(tmp_path: Path) -> None:
     )
     ends = configured(decay_all=False, weight_decay=1e-30)
     assert fit(tmp_path, ends, resume="auto", optimizer_settings="program")["weight_decay"] == 1e-30
+
+
+def test_a_decay_begins_at_the_checkpoint_that_a_longer_or_shorter_run_resumes(tmp_path: Path) -> None:
+    """Branches of a stable run: the same program with another max_steps, or with another schedule."""
+    decay = {"schedule": "warmup_stable_decay", "schedule_options": {"decay": 4}}
+
+    def moves(folder: str, steps: int, resume: Any = None, how: Any = None, **schedule: Any) -> list[float]:
+        config = OptimizerConfig("sgd", lr=0.1, warmup_steps=1, **schedule)
+        # The bias moves by the rate.
+        task = variant(loss=lambda self, outputs, batch: outputs.mean())(config)
+        found: list[float] = []
+        options: dict[str, Any] = {"checkpoint": CheckpointConfig(every=2, keep_last=None)}
+        trainer = quiet(max_steps=steps, run_dir=tmp_path / folder, **options)
+        for _ in trainer.steps(task, pairs(), resume=resume, optimizer_settings=how):
+            found.append(task.line.bias.item())
+        return [round(before - after, 5) for before, after in pairwise(found)]
+
+    stable = str(tmp_path / "stable" / "checkpoints" / "step-00000006")
+    moves("stable", 8, schedule="constant")
+    with pytest.raises(ConfigError, match="schedule was 'constant' and is now 'warmup_stable_decay'"):
+        moves("refused", 10, stable, **decay)
+    assert moves("branch", 10, stable, "program", **decay) == [0.075, 0.05, 0.025]
+    moves("long", 12, **decay)
+    long = str(tmp_path / "long" / "checkpoints" / "step-00000006")
+    assert moves("other", 10, long, **decay) == [0.075, 0.05, 0.025]  # the same program, a shorter run
 
 
 class Layers(TaskModule):
