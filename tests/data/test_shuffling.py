@@ -32,6 +32,7 @@ def test_each_sample_comes_once_in_an_order_of_the_seed_the_epoch_and_the_buffer
 
 KINDS: dict[str, Any] = {
     "samples": lambda: shuffled(files(), 7),
+    "twice, in whole buffers": lambda: shuffled(shuffled(files(4, 24), 6), 5),
     "in a mixture": lambda: mixture(
         {"a": shuffled(files(), 7), "b": shuffled(files(2, 17, 23), 5)}, {"a": 1, "b": 1}, until="all"
     ),

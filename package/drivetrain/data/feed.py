@@ -443,9 +443,10 @@ class Feed:
         following, order, samples = None if epoch is None else epoch.following, source.order_state(), None
         if following is not None and not (following.is_placeholder or following.bad or order.get("order")):
             samples = of_samples(following.batch, following.samples)
+        has_ended = following is not None and following.is_placeholder and not following.bad
         return {
             "data": source.gathered(source.snapshot() if state is None else state),
-            "data_continues": source.gathered({**order, "next": samples}),
+            "data_continues": source.gathered({**order, "next": samples, "ended": has_ended}),
             "data_ended": not self.left_early,
             "data_asked": "" if self._left_out else self._asked,
         }
@@ -505,6 +506,7 @@ class Feed:
             source.restore_order(before, position)
             is_own = source.is_split or source.shard.rank == 0
             self._expected = before["next"] if position and is_own else None
+            source.part_has_ended = bool(position and before.get("ended"))
         if source.stateful and state is not None:
             # One at a time: some packages keep the state in memory that a machine's ranks share.
             source.ranks.in_turn(lambda: source.restore(source.own_part(state)))

@@ -74,6 +74,7 @@ class Source(ABC):
         is_split: Whether each process reads data of its own, rather than its part of common data.
         is_part: Whether it is this process's part of data that is split, which may end before the others'
             parts.
+        part_has_ended: Whether this process's part has ended in the epoch that is resumed, if data is split.
         needs_evidence: Whether the next round must come with its `Evidence`.
         skipper: Replaces a batch that cannot be made with `BAD`; None raises.
         dataset: The user's dataset, if there is one.
@@ -94,6 +95,7 @@ class Source(ABC):
     knows_samples: bool = False
     is_split: bool = False
     is_part: bool = False
+    part_has_ended: bool = False
     needs_evidence: bool = False
     skipper: BadBatchSkipper | None = None
     dataset: Any = None

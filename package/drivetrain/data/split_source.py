@@ -171,6 +171,8 @@ class SplitSource(Source):
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
         """Yield this process's batches from a round on, then placeholders until all processes have ended."""
         own: Iterator[Any] = self._own.batches(epoch, self._own.start(epoch, position))
+        if self.part_has_ended:  # whose state may be that of the next epoch's start
+            own, self.part_has_ended = iter(()), False
         while True:
             batch, _, samples = next(own, (None, 0, 0))
             ended = batch is None

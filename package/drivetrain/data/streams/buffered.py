@@ -67,15 +67,21 @@ class BufferedStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first, skip = self._from or (self._epoch, 0, 0)
-        self._from = None
+        is_resumed, self._from = self._from is not None, None
         samples = (each for each in self._data)
         for number in count(first):
-            self._before, self._at = None, [epoch, number, skip]
-            if has_state(self._data):
-                self._state()
+            self._at = [epoch, number, skip]
+            if not is_resumed:  # some packages know a loaded state only once they are iterated
+                self._before = None
+                if has_state(self._data):
+                    self._state()
             read = list(islice(samples, self._buffer))
+            if not read and is_resumed and not number:  # it was at the end of a pass, and begins anew
+                samples = (each for each in self._data)
+                read = list(islice(samples, self._buffer))
+            is_resumed = False
             if not read:
-                self._at = None
+                self._before = self._at = None
                 return
             for given, each in enumerate(islice(self._made(read, epoch, number), skip, None), skip + 1):
                 self._at = [epoch, number, given]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -46,9 +46,9 @@ def skipping(data: Any, name: str) -> Any:
 class SkippingStream(IterableDataset[Any]):
     """A stream without the samples that raise; in all else it is the stream.
 
-    After an error it asks for the next sample: from the stream's own state if it has one and is read in the
-    main process, otherwise from the same iterator. The error is raised later as a `BadSample`, between two
-    batches, so that no other sample of a batch is lost.
+    After an error it asks the same iterator for the next sample. A generator, which is at its end, is begun
+    again from the stream's own state, if it has one and is read in the main process. The error is raised
+    later as a `BadSample`, between two batches, so that no other sample of a batch is lost.
 
     Args:
         stream: The stream.
@@ -80,7 +80,8 @@ class _SamplesAfter:
         self._stream = stream
         self._batch_size = batch_size
         self._iterator = iter(stream)
-        self._goes_on_by_state = get_worker_info() is None and has_state(stream)
+        is_generator = isinstance(self._iterator, Generator)
+        self._goes_on_by_state = is_generator and get_worker_info() is None and has_state(stream)
         self._given = 0
         self._errors: list[BadSample] = []
 
