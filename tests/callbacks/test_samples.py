@@ -49,14 +49,17 @@ def sampled(strategy: Any = "cpu", size: int = 1, **options: Any) -> tuple[Any, 
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"), [("3 steps", [3, 6]), ("1 epoch", [4, 8]), (None, [4, 8])], ids=str
+    ("every", "steps"),
+    [("3 steps", [3, 6]), ([0, 2, 5], [0, 2, 5]), ("1 epoch", [4, 8]), (None, [4, 8])],
+    ids=str,
 )
 def test_samples_are_logged_at_their_points_and_do_not_change_the_training(
     every: Any, steps: list[int]
 ) -> None:
     media, weights = sampled(every=every)
     assert [(step, name, [row[:2] for row in rows]) for step, name, rows in media] == [
-        (step, "samples", [[step, "one"], [step, "zero"]]) for step in steps
+        (max(step, 1), "samples", [[step, "one"], [step, "zero"]])
+        for step in steps  # at a log point
     ]
     assert media[0][2] != media[1][2]
     assert sampled()[1] == weights

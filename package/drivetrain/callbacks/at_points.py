@@ -43,7 +43,7 @@ class AtPoints(Callback):
         """Evaluate the task, and log what comes out; all ranks call it, inside `run.gathered()`."""
 
     def on_fit_start(self, run: Run) -> None:
-        """Start the interval.
+        """Start the interval, and evaluate if step 0 is listed.
 
         Raises:
             ConfigError: Without an interval: the fit has no validation data.
@@ -55,6 +55,8 @@ class AtPoints(Callback):
             )
         self._trigger = Trigger(self.every, run.length.calendar)
         self._trigger.start(run.progress)
+        if self._trigger.at_start and not run.progress.steps:
+            self._evaluate(run)
 
     def on_step_end(self, run: Run) -> None:
         """Evaluate if the interval ends with this step."""

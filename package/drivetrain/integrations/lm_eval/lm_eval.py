@@ -79,7 +79,6 @@ class LMEval(AtPoints):
         Raises:
             ConfigError: One is unknown, or there is nothing to make a model of the harness from.
         """
-        super().on_fit_start(run)
         task = run.task
         if self.model is None and None in (
             getattr(task, "model", None),
@@ -92,6 +91,7 @@ class LMEval(AtPoints):
                 " lm_eval.api.model.LM"
             )
         run.engine.ranks.first(self._find_tasks)
+        super().on_fit_start(run)
 
     def _find_tasks(self) -> None:
         from lm_eval.tasks import TaskManager
