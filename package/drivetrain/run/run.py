@@ -380,7 +380,7 @@ class Run(RunState):
 
     def metrics_of(self, loader: str | None) -> DeclaredMetrics | None:
         """Return the declared metrics of an evaluation set; None if there are none."""
-        return self.evaluation_metrics.get(loader, self.evaluation_metrics.get(None))
+        return self.evaluation_metrics.get(loader, self.evaluation_metrics.get(None)) or None
 
     def call(self, hooks: Iterable[Any]) -> None:
         """Call hooks in order."""
