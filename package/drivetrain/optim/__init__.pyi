@@ -7,6 +7,8 @@ from drivetrain.task.optim.groups import ParameterGroup as ParameterGroup
 from drivetrain.task.optim.low_precision import WeightUpdates as WeightUpdates
 from drivetrain.task.optim.muon import CombinedOptimizer as CombinedOptimizer
 from drivetrain.task.optim.muon import muon as muon
+from drivetrain.task.optim.mup import check_coordinates as check_coordinates
+from drivetrain.task.optim.mup import mup as mup
 from drivetrain.task.optim.schedules import SCHEDULES as SCHEDULES
 from drivetrain.task.optim.schedules import PlateauSchedule as PlateauSchedule
 from drivetrain.task.optim.schedules import Schedule as Schedule

@@ -1,0 +1,78 @@
+"""muP: rates and initial values by width against the published table, and the check of coordinates."""
+
+import pytest
+import torch
+from tests.support.refusals import assert_refused
+from torch import nn
+from torch.nn import functional as F
+
+from drivetrain import ConfigError, OptimizerConfig, ParameterGroup
+from drivetrain.optim import build_optimizer, check_coordinates, mup
+
+X, Y = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 4
+
+
+def net(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
+    )
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        optimizer.zero_grad()
+        F.cross_entropy(module(X), Y).backward()
+        optimizer.step()
+    module(X)
+
+
+def by_hand(width: int, base: int) -> nn.Module:
+    """Table 3 of arXiv 2203.03466 for Adam, with the constants of torch's initial values at the base."""
+    module, r = net(width), width / base
+    with torch.no_grad():
+        module[4].weight /= r**0.5  # a variance of 1 / inputs ** 2, and torch's is 1 / inputs
+        for layer in (module[2], module[4]):
+            layer.bias *= r**0.5  # a variance of 1, and torch's is 1 / inputs
+    scaled = [module[2].weight, module[4].weight]
+    rest = [*module[0].parameters(), module[2].bias, module[4].bias]
+    train(module, torch.optim.Adam([{"params": scaled, "lr": 0.01 / r}, {"params": rest}], lr=0.01))
+    return module
+
+
+def test_rates_and_initial_values_are_those_of_the_table() -> None:
+    module = net(64)
+    groups = mup(module, net(16).to("meta"))
+    train(module, build_optimizer(OptimizerConfig("adam", lr=0.01, groups=groups), module))
+    for found, wanted in zip(module.parameters(), by_hand(64, 16).parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    same = net(16)
+    assert all(each.lr_scale == 1 for each in mup(same, net(16)))
+    assert all(map(torch.equal, same.parameters(), net(16).parameters()))
+
+
+@pytest.mark.parametrize(("uses", "grows"), [(True, False), (False, True)])
+def test_the_check_of_coordinates_tells_mup_from_torchs_defaults(uses, grows, capsys) -> None:
+    rules: dict[nn.Module, list[ParameterGroup]] = {}
+
+    def make(width: int) -> nn.Module:
+        module = net(width)
+        rules[module] = mup(module, net(64)) if uses else []
+        return module
+
+    def fit(module: nn.Module) -> None:
+        train(module, build_optimizer(OptimizerConfig("adam", lr=0.01, groups=rules[module]), module))
+
+    found = check_coordinates(make, [64, 512], fit)
+    assert (max(found[512][name] / found[64][name] for name in ("2", "4")) > 1.5) is grows
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["width", "64", "512"]
+
+
+def test_refusals_of_mup() -> None:
+    deeper = nn.Sequential(*net(16), nn.Linear(4, 4))
+    kernels = [nn.Conv1d(4, width, 3) for width in (4, 8)]
+    cases = {
+        "another depth": (lambda: mup(deeper, net(16)), "'5.bias'"),
+        "kernels": (lambda: mup(*kernels), "'weight'", "matrices, embeddings and vectors"),
+    }
+    assert_refused(ConfigError, cases)
