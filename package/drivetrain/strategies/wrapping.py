@@ -50,6 +50,23 @@ def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     return separate(model, chosen[::-1])
 
 
+def embeddings_apart(model: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the embeddings to gather on their own: those whose vocabulary has a head of its own.
+
+    The head is an `nn.Linear` whose weight has the same shape. An embedding without one, as of positions, is
+    often used without being called, so it stays with the whole model.
+
+    Args:
+        model: The model.
+        others: The modules that are gathered apart or split already; what is inside of them is left out.
+    """
+    inside = {id(each) for other in others for each in other.modules()}
+    outside = [each for each in model.modules() if id(each) not in inside]
+    heads = {each.weight.shape for each in outside if type(each) is nn.Linear}
+    found = [each for each in outside if type(each) is nn.Embedding and each.weight.shape in heads]
+    return separate(model, found)
+
+
 Use = tuple[nn.Module, str]
 """A module that holds a parameter itself, and the parameter's name there."""
 

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from drivetrain import ConfigError, FSDPConfig, LambdaCallback, OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies import SingleDevice
+from drivetrain.strategies.fsdp.memory import sharded_memory
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.wrapping import units
+from drivetrain.strategies.wrapping import embeddings_apart, units
 from drivetrain.task.blocks import repeated_blocks
 from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.optim.build import build_optimizer
@@ -156,6 +157,20 @@ def test_units_to_shard_are_those_of_the_tasks_classes_and_never_containers() ->
     expected = [each for each in task.modules() if isinstance(each, (nn.Linear, nn.Embedding))]
     assert units(task, "auto") == expected
     assert not any(isinstance(each, nn.Embedding) for each in units(Named(tied=True), "auto"))
+
+
+def test_an_embedding_is_gathered_apart_if_a_head_has_its_shape() -> None:
+    task, without = Tokens(), Tokens()
+    without.head = nn.Linear(8, 12)
+    assert embeddings_apart(task, task.blocks) == [task.embedding]
+    assert embeddings_apart(Tokens(tied=True), ()) == embeddings_apart(without, ()) == []
+    assert embeddings_apart(task, [task.head]) == []  # it is split by tensor parallelism
+    for each in (task, without):
+        each.embedding, each.head = nn.Embedding(90, 8), nn.Linear(8, 90 + (each is without))
+    apart, together = (
+        sharded_memory(each, FSDPConfig(), as_precision("32"), False, 2).gathered for each in (task, without)
+    )
+    assert apart < together
 
 
 class Normed(TaskModule):  # computes a batch norm's mean over what a matrix product gives

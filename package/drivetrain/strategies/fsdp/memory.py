@@ -10,6 +10,7 @@ from drivetrain.strategies.fsdp.tensor_parallel import parallel_modules
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.wrapping import (
     batch_norms,
+    embeddings_apart,
     ignored_names,
     indivisible_names,
     parameters_named,
@@ -44,6 +45,8 @@ def sharded_memory(
     mixed = precision.compute_dtype not in (None, precision.param_dtype or task_dtype(task))
     norms = batch_norms(task) if mixed else []
     blocks = [each for each in units(task, config.wrap) if each not in norms]
+    if config.wrap == "auto":
+        blocks = [*embeddings_apart(task, [*blocks, *(each.module for each in parallel)]), *blocks]
     inside = {each for part in (*norms, *blocks) for each in part.parameters()}
 
     def size(part: nn.Module, trained: bool = False, reduced: bool = False) -> int:
@@ -63,7 +66,8 @@ def sharded_memory(
     weights = reduced = 0
     if largest is not None:
         ahead = 1 + max(1, config.forward_prefetch, config.backward_prefetch)
-        weights = sum(map(size, blocks)) if keeps else min(ahead, len(blocks)) * size(largest)
+        sizes = [*map(size, blocks)]
+        weights = sum(sizes) if keeps else max(sum(sizes[at : at + ahead]) for at in range(len(sizes)))
         reduced = size(largest, trained=True) + size(largest, trained=True, reduced=True)
     if accumulates and not config.reduce_each_micro_batch:  # gradients stay whole until the last one
         whole = sum(size(each, trained=True, reduced=True) for each in (task, *blocks))

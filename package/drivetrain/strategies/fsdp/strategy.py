@@ -54,6 +54,7 @@ from drivetrain.strategies.transforms.recompute import Recomputation
 from drivetrain.strategies.unused import ShardOrder
 from drivetrain.strategies.wrapping import (
     batch_norms,
+    embeddings_apart,
     ignored_names,
     indivisible_names,
     parameters_named,
@@ -245,6 +246,8 @@ class FSDP(Strategy):
         norms = batch_norms(task) if mixed else []
         uncast = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         blocks = [each for each in units(task, config.wrap) if each not in norms]
+        if config.wrap == "auto":
+            blocks = [*embeddings_apart(task, [*blocks, *(each.module for each in plan)]), *blocks]
         _check_parts(task, (*norms, *blocks, task), whole)
 
         def split(part: nn.Module) -> None:
