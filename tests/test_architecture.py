@@ -105,6 +105,7 @@ OUTPUT = {
         "cli/",
         "callbacks/progress/progress_bar.py",
         "trainer/trainer.py",  # `plan` prints the forecast that was asked for
+        "task/optim/mup.py",  # `check_coordinates` prints the table that was asked for
         "testing/strategies/check.py",  # `check_strategy` prints its result
         "distributed/failure/",  # the last words of a process that ends
         "distributed/launch/",
