@@ -80,7 +80,7 @@ _found_inf_per_device _per_optimizer_states  # torch: the overflow of one optimi
 _optimizer_step_pre_hooks _optimizer_step_post_hooks  # torch: whether somebody listens to a step
 _global_optimizer_pre_hooks _global_optimizer_post_hooks _is_profiler_enabled  # likewise
 _local_scalar_dense _get_default_mps_generator  # torch: a number of the meta device, MPS's generator
-_get_default_store _op_dispatcher _remove_autograd_hooks  # torch: stores and groups, DDP
+_dump_fr_trace_json _get_default_store _op_dispatcher _remove_autograd_hooks  # torch: groups, stores, DDP
 _dynamo _inductor _compiled_call_impl  # torch: compiled modules, their errors and options
 _C _current_graph_task_id  # torch: whether a forward is recomputed, inside a backward
 _autograd _top_saved_tensors_default_hooks _current_autograd_node  # torch: the same, by checkpoint
