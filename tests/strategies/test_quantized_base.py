@@ -82,7 +82,7 @@ def test_adapters_on_a_base_in_nf4_have_the_gradients_of_the_dequantised_base(
     expected, _ = fitted(tmp_path / "dequantised", "cpu", 1, is_quantized=False)
     arguments = (tmp_path, strategy)
     found = _resumed(*arguments, 1) if strategy == "cpu" else on_two_ranks(_resumed, *arguments, 2)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     stored = load_file(tmp_path / "run" / "model.safetensors")
     assert all(name.startswith("head.") or ".lora_" in name for name in stored)
     assert len(stored) == len(expected)
