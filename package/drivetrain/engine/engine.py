@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -451,7 +451,8 @@ class Engine:
     def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
         """Run the block with a step of an evaluation or prediction, without gradients."""
         self.synchronize_buffers()
-        with self.modes.evaluating(), self.step_module.evaluating(step) as run_step:
+        weights = self.modes.evaluating() if self.modes.optimizers else nullcontext()
+        with weights, self.step_module.evaluating(step) as run_step:
             self.evaluate_step = self.compilation.marking(self.model if self.strategy.sharded else run_step)
             yield
             # Forwards without a backward leave parameters gathered. The next forward would compute with
