@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
     "micro_batch": ((2.5, ""), ("automatic", "'auto'")),
     "validate_every": ((0, "positive"), ("1 epok", "did you mean 'epochs'"), ("2.5 steps", "'0.5 epochs'")),
     "validate_from": ((0, "positive"),),
-    "log_every": ((-1, "log_every: an interval"), ("Auto", "'auto' is allowed"), ([3], "interval")),
+    "log_every": ((-1, "log_every: an interval"), ("Auto", "'auto' is allowed"), ([3, 3], "that increase")),
     "checkpoint": (("yes", "checkpoint must be"), ("asynchronous", "'async'")),
     "run_dir": (("s3://bucket/run", "CheckpointConfig(directory="), (3, "")),
     "assets": (("vocabulary.txt", "put the asset into a list"),),

@@ -28,6 +28,7 @@ def every_callback() -> list[Any]:
     act = [
         ours.Freeze("*bias", until="3 steps"),
         ours.WeightAverage(decay=0.9),
+        ours.Samples([1], every="2 steps", generate=lambda task, prompts: ["one"]),
     ]
     act += [ours.EarlyStopping("validation/loss", patience=9)]
     act += [
@@ -43,8 +44,8 @@ def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved() 
     exported = [getattr(ours, name) for name in ours.__all__]
     kinds = {each for each in exported if isinstance(each, type) and issubclass(each, Callback)}
     refused_on_a_cpu = {ours.XLAReport}
-    # They need sequences, metrics to draw, and a mixture.
-    others = {Callback, ours.SequenceLength, ours.PlotMetrics, ours.MixtureMonitor}
+    # They need sequences, metrics to draw, a mixture, and a language model.
+    others = {Callback, ours.SequenceLength, ours.PlotMetrics, ours.MixtureMonitor, ours.LMEval}
     assert {type(each) for each in every_callback()} >= kinds - others - refused_on_a_cpu
 
     def make() -> Any:
