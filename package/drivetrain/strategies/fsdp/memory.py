@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from drivetrain.strategies.base import Memory
@@ -37,11 +40,11 @@ def sharded_memory(
     parallel = parallel_modules(task) if split > 1 else []
     divided = {each for part in parallel for each in part.module.parameters(recurse=False)}
     kept = parameters_named(task, ignored_names(task, config.ignored) | indivisible_names(task))
-    fractions: dict[Tensor, float] = {}
-    for each in task.parameters():
-        if each not in kept and each.numel():
-            rows, parts = each.shape[0], split if each in divided else 1
-            fractions[each] = min(1.0, -(-rows // (shards * parts)) / rows)
+    fractions = {
+        each: min(1.0, -(-each.shape[0] // (shards * (split if each in divided else 1))) / each.shape[0])
+        for each in task.parameters()
+        if each not in kept and each.numel()
+    }
     mixed = precision.compute_dtype not in (None, precision.param_dtype or task_dtype(task))
     norms = batch_norms(task) if mixed else []
     blocks = [each for each in units(task, config.wrap) if each not in norms]
@@ -54,20 +57,14 @@ def sharded_memory(
         for each in part.parameters():
             if each in kept or (part is task and each in inside) or (trained and not each.requires_grad):
                 continue
-            dtype = each.dtype
-            if precision.compute_dtype is not None and each.is_floating_point():
-                dtype = precision.reduce_dtype if reduced else precision.compute_dtype
-            total += each.numel() // (split if each in divided else 1) * dtype.itemsize
+            bytes_of_one = _gathered_dtype(each, precision, reduced).itemsize
+            total += each.numel() // (split if each in divided else 1) * bytes_of_one
         return total
 
     largest = max(blocks, key=size, default=None)
-    keeps = config.sharding in ("shard_grad_op", "no_shard")
     root = size(task) + size(task, trained=True)
-    weights = reduced = 0
+    reduced = 0
     if largest is not None:
-        ahead = 1 + max(1, config.forward_prefetch, config.backward_prefetch)
-        sizes = [*map(size, blocks)]
-        weights = sum(sizes) if keeps else max(sum(sizes[at : at + ahead]) for at in range(len(sizes)))
         reduced = size(largest, trained=True) + size(largest, trained=True, reduced=True)
     if accumulates and not config.reduce_each_micro_batch:  # gradients stay whole until the last one
         whole = sum(size(each, trained=True, reduced=True) for each in (task, *blocks))
@@ -76,10 +73,25 @@ def sharded_memory(
         reduced = max(reduced, size(task, trained=True, reduced=True))
     return Memory(
         fractions,
-        gathered=root + weights + reduced,
+        gathered=root + _gathered_at_once([*map(size, blocks)], config) + reduced,
         offloaded=frozenset(Memory().divided) if config.cpu_offload else frozenset(),
         forward_dtype=precision.compute_dtype if mixed else None,
     )
+
+
+def _gathered_at_once(sizes: Sequence[int], config: FSDPConfig) -> int:
+    """Return the most bytes of the blocks, of these sizes, whose weights are whole at a time."""
+    if config.sharding in ("shard_grad_op", "no_shard"):
+        return sum(sizes)
+    ahead = 1 + max(1, config.forward_prefetch, config.backward_prefetch)
+    return max((sum(sizes[at : at + ahead]) for at in range(len(sizes))), default=0)
+
+
+def _gathered_dtype(parameter: Tensor, precision: Precision, reduced: bool) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered, or its gradient is reduced."""
+    if precision.compute_dtype is None or not parameter.is_floating_point():
+        return parameter.dtype
+    return precision.reduce_dtype if reduced else precision.compute_dtype
 
 
 def task_dtype(task: nn.Module) -> object:
