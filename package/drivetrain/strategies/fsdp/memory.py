@@ -40,7 +40,7 @@ def sharded_memory(
     parallel = parallel_modules(task) if split > 1 else []
     divided = {each for part in parallel for each in part.module.parameters(recurse=False)}
     kept = parameters_named(task, ignored_names(task, config.ignored) | indivisible_names(task))
-    fractions = {
+    fractions: dict[Tensor, float] = {
         each: min(1.0, -(-each.shape[0] // (shards * (split if each in divided else 1))) / each.shape[0])
         for each in task.parameters()
         if each not in kept and each.numel()
