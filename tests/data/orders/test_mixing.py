@@ -92,6 +92,15 @@ def test_shares_are_exact_to_one_sample_at_every_point(weights, kind):
             assert abs(count - total * weight / sum(weights)) <= 1
 
 
+def test_shares_are_exact_under_weights_that_change_at_every_sample():
+    points = {each: {"a": 0.5, "b": 0.3 + each / 500, "c": 0.2} for each in range(100)}
+    found, due, counts = order(mixture(sources(), points, until="forever")), [0.0] * 3, [0] * 3
+    for weights, each in zip(points.values(), found, strict=False):
+        counts[sum(each >= end for end in (40, 70))] += 1
+        due = [old + new / sum(weights.values()) for old, new in zip(due, weights.values(), strict=True)]
+        assert all(abs(count - share) <= 1 for count, share in zip(counts, due, strict=True))
+
+
 @pytest.mark.parametrize("kind", [Numbers, Stream])
 def test_an_epoch_ends_with_the_first_or_with_all_and_sources_go_on(kind):
     first = drawn(mixture(sources(kind), {"a": 1, "b": 1, "c": 2}, until="first"), epochs=2)

@@ -34,9 +34,10 @@ def mixture(
 ) -> Mixture | MixtureStream:
     """Mix datasets, or streams, by shares that hold at every point of the training.
 
-    At each point a source has given its share of all samples, to within one sample. Each source is shuffled
-    by itself, gives each of its samples once, and then starts again in another order. When a new epoch of the
-    mixture begins, a source continues where it stopped.
+    At each point a source has given its share of all samples, to within one sample; to within two where
+    weights change abruptly. Each source is shuffled by itself, gives each of its samples once, and then
+    starts again in another order. When a new epoch of the mixture begins, a source continues where it
+    stopped.
 
     Samples that are mappings get an entry "source", the number of their source in `sources`.
 
@@ -153,7 +154,7 @@ class _Turns:
         """The samples that each source has given."""
         self._total = 0
         self._index = 0  # of the current weights in the schedule
-        self._spent = [0] * count  # under the current weights
+        self._spent: list[float] = [0] * count  # under the current weights, and before them beyond the share
         self._last = [1] * count  # the size of each source's last sample
 
     def next(self) -> int:
@@ -161,8 +162,11 @@ class _Turns:
         weights, spent = self._schedule[self._index].weights, self._spent
         given, whole = sum(spent), sum(weights)
         return min(
-            (each for each, weight in enumerate(weights) if weight and spent[each] * whole <= given * weight),
-            key=lambda each: (spent[each] + self._last[each]) / weights[each],
+            (each for each, weight in enumerate(weights) if weight),
+            key=lambda each: (
+                spent[each] * whole > given * weights[each],
+                (spent[each] + self._last[each]) / weights[each],
+            ),
         )
 
     def took(self, source: int, size: int) -> None:
@@ -173,7 +177,6 @@ class _Turns:
         self._total += size
         while self._index + 1 < len(self._schedule) and self._schedule[self._index + 1].start <= self._total:
             self._index += 1
-            self._spent = [0] * len(self._spent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next turns follow from."""
@@ -182,6 +185,9 @@ class _Turns:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned."""
         vars(self).update(copy.deepcopy(dict(state)))
+            weights, given = self._schedule[self._index].weights, sum(self._spent)
+            shares = [given * weight / sum(weights) for weight in weights]
+            self._spent = [spent - share for spent, share in zip(self._spent, shares, strict=True)]
 
 
 def _collate_of(sources: list[Any]) -> Any:
