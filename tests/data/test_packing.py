@@ -8,7 +8,7 @@ import torch
 from tests.support.tasks import quiet
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import OptimizerConfig, TaskModule
 from drivetrain.data import packed
@@ -154,6 +154,9 @@ def test_varlen_joins_the_rows_of_a_batch_without_padding():
         ([torch.ones(4)], {}, "whole numbers"),
         (["text"], {}, "whole numbers, not 'text'. Tokenise"),
         ({"input_ids": [[1, 2]]}, {}, "a mapping of columns"),
+        (5, {}, "a stream of documents, not 5"),
+        (DataLoader([[1, 2]]), {}, "not the batches of a DataLoader"),
+        ([[1, 2]], {"tokens": "ids", "labels": "ids"}, "both are 'ids'"),
         ([[1, 2]], {"boundary": "flex"}, "boundary"),
         ([[1, 2]], {"by": "bestfit"}, "best_fit"),
         ([[1, 2]], {"length": 1}, "length"),

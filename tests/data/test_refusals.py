@@ -24,7 +24,18 @@ from torch.utils.data import (
 )
 
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
-from drivetrain.data import Feed, Measure, Shard, Transfer, as_source, evaluation_sources
+from drivetrain.data import (
+    Feed,
+    Measure,
+    Shard,
+    Transfer,
+    as_source,
+    by_tokens,
+    evaluation_sources,
+    mixture,
+    packed,
+    shuffled,
+)
 
 
 def run(
@@ -228,6 +239,10 @@ class Backwards(Sampler[int]):
 WHOLE, LIST = torch.arange(24), list(torch.arange(24).split(4))
 SWAPPED = [DataLoader(ConcatDataset([WHOLE[:cut], WHOLE[cut:]]), 4) for cut in (16, 8)]
 PARTS = [DataLoader(Subset(WHOLE, range(start, start + 12)), 4) for start in (0, 6)]
+SOURCES_SWAPPED = [
+    DataLoader(mixture(dict.fromkeys(names, WHOLE), {"a": 1, "b": 1}), 4) for names in ("ab", "ba")
+]
+BY_TOKENS = [DataLoader(WHOLE, batch_sampler=by_tokens(WHOLE, tokens, lengths=[1] * 24)) for tokens in (6, 8)]
 OTHER: dict[str, tuple[Any, Any, str]] = {
     "longer": (
         DataLoader(WHOLE[:20], 4, True),
@@ -266,6 +281,19 @@ OTHER: dict[str, tuple[Any, Any, str]] = {
         DataLoader(Numbers(24), 4, num_workers=2),
         "workers was 0 and is 2",
     ),
+    "another shuffle buffer": (shuffled(Stateful(24), 8), shuffled(Stateful(24), 6), "buffer=8.*buffer=6"),
+    "rows of another length": (
+        shuffled(packed(Stateful(24), 8), 8),
+        shuffled(packed(Stateful(24), 6), 8),
+        r"order was .*\(length=8, .* and is .*\(length=6, ",
+    ),
+    "other shares": (
+        mixture({"a": Stateful(24)}, {"a": 1}),
+        mixture({"a": Stateful(24), "b": Stateful(24)}, {"a": 1, "b": 1}),
+        "a mixture of 'a' by .* and is .*a mixture of 'a', 'b' by",
+    ),
+    "sources swapped": (*SOURCES_SWAPPED, "a mixture of 'a', 'b' by .* and is .*a mixture of 'b', 'a' by"),
+    "batches of other tokens": (*BY_TOKENS, "of 6 tokens, in 4 batches.* and is .*of 8 tokens, in 3"),
     "a stream that ends before": (Numbers(24), Numbers(2), "ends after 2 batches, and 4 were used"),
 }
 

@@ -39,7 +39,7 @@ from drivetrain.data.orders.order import (
     unshuffled,
 )
 from drivetrain.data.orders.passes import OrderedByItself, refuse_wrapped
-from drivetrain.data.protocols import length_of, set_epoch
+from drivetrain.data.protocols import length_of, order_settings, set_epoch
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, drawn, grouped, rounds, sliced
 from drivetrain.data.shard import WHOLE, Shard
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
@@ -388,7 +388,7 @@ class IndexedSource(Source):
     def order_state(self) -> dict[str, Any]:
         """Return what a position depends on; of a sampler of the user also its state and a checksum."""
         order, parts = self._order.state(), composition(self._loader.dataset)
-        own = self.dataset.described() if isinstance(self.dataset, OrderedByItself) else OWN
+        own = order_settings(self.dataset if self._batch_sampler is None else self._batch_sampler) or OWN
         settings = {"its kind": "a dataset", "its order": self._order.kind if self.exact else own}
         # The length of a user's sampler may depend on what has happened to it.
         length = self._epoch_length if self.exact else self._size

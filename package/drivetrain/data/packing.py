@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Batch
 from drivetrain.core.validation import count, one_of
@@ -78,6 +78,8 @@ def packed(
         ConfigError: An argument is out of range.
         DataError: A document cannot be packed.
     """
+    if tokens == labels:
+        raise ConfigError(f"packed(): tokens and labels are two columns, and both are {tokens!r}")
     form = _Packing(
         count("length", length, at_least=2),
         tokens,
@@ -89,6 +91,12 @@ def packed(
     if isinstance(data, Mapping):
         raise DataError(
             "packed() takes a sequence of documents; give a mapping of columns as a dataset of rows"
+        )
+    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise DataError(f"packed() takes a dataset, a list or a stream of documents, not {data!r:.60}")
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        raise DataError(
+            "packed() takes documents, not the batches of a DataLoader. Give the loader's dataset"
         )
     is_stream = isinstance(data, IterableDataset) or not (
         hasattr(data, "__len__") and hasattr(data, "__getitem__")
@@ -316,6 +324,10 @@ class PackedStream(BufferedStream):
         self._form = form
         self.tokens_per_sample = form.tokens_per_sample
         self._said = False
+
+    def _settings(self) -> str:
+        form = self._form
+        return f"packed(length={form.length}, by={form.by!r}, buffer={form.buffer})"
 
     def _of(self, data: Iterable[Any]) -> PackedStream:
         return PackedStream(data, self._form)

@@ -30,6 +30,12 @@ def length_of(data: Any) -> int | None:
         return None
 
 
+def order_settings(data: object) -> str | None:
+    """Return what the order of data depends on, as text; None if the data does not say so."""
+    call = getattr(data, "order_settings", None)
+    return str(call()) if callable(call) else None
+
+
 def set_epoch(data: object, epoch: int) -> None:
     """Call the `set_epoch` of data or of a sampler, if it has one."""
     call = getattr(data, "set_epoch", None)

@@ -26,7 +26,7 @@ from drivetrain.core.random_streams import batch_stream, mix_next, seed_after, s
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
 from drivetrain.data.fingerprint import fingerprint
-from drivetrain.data.protocols import has_state, length_of, set_epoch
+from drivetrain.data.protocols import has_state, length_of, order_settings, set_epoch
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.repeats import Repeats
 from drivetrain.data.shard import WHOLE, Shard
@@ -485,11 +485,14 @@ class IterableSource(Source):
             self._restored = True
 
     def order_state(self) -> dict[str, Any]:
-        """Return what a number of batches depends on; data with a state goes on from that alone."""
+        """Return what a number of batches depends on, or a state."""
+        order = order_settings(getattr(self._data, "dataset", self._data)) or "the stream's own"
         if self.stateful:
-            return {"settings": {"its kind": "an iterable with a state of its own"}, "length": None}
+            kind = "an iterable with a state of its own"
+            return {"settings": {"its kind": kind, "its order": order}, "length": None}
         settings = {
             "its kind": "an iterable without a state",
+            "its order": order,
             **{f"its {name}": getattr(self._data, name, None) for name in ("batch_size", "num_workers")},
         }
         settings |= {name: None for name, value in settings.items() if not isinstance(value, (int, str))}

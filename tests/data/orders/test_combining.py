@@ -108,7 +108,11 @@ def test_ranks_read_each_sample_once():
 
 def test_what_cannot_be_combined_is_refused():
     for given, words in (
-        ({"a": DataLoader(Numbers(0, 3)), "b": Numbers(1, 3)}, "'a' is a DataLoader. Give its dataset"),
+        (
+            {"a": DataLoader(Numbers(0, 3)), "b": Numbers(1, 3)},
+            "'a' of the combination is a DataLoader. Give its dataset",
+        ),
+        ({"a": mixture(sources(), {"a": 1, "b": 1, "c": 1})}, "is a Mixture, whose order would be lost"),
         ({"a": Stream(0, 3)}, "'a' is no dataset with a length"),
         ({"a": Numbers(0, 0)}, "'a' has no samples"),
         ({}, "needs sources by name"),
@@ -118,6 +122,7 @@ def test_what_cannot_be_combined_is_refused():
     for options, words in (
         ({"samples": {"d": 1}}, "'d', which is no source"),
         ({"samples": {"a": 0}}, "samples of 'a'"),
+        ({"samples": 3}, "numbers by source, such as {'a': 7}, not 3"),
         ({"until": "first"}, "longest"),
         ({"samples": {"a": 41}, "until": "shortest"}, "fewer samples"),
     ):

@@ -131,6 +131,8 @@ def test_batches_by_tokens_are_full_and_as_many_in_each_epoch() -> None:
         "='ids'": (9, "ids"),
         "of the 403": (9, [3]),
         "199": (7, LENGTHS),
+        "or whole numbers, not ": (9, ["a", "b"]),
+        "torch.bool of shape": (9, [True] * 403),
     }
     for words, (tokens, lengths) in refused.items():
         with pytest.raises((ConfigError, DataError), match=words):

@@ -132,6 +132,19 @@ def test_a_mixture_stopped_anywhere_is_the_one_that_was_not(tmp_path, kind, opti
     assert (seeds[0] == seeds[1]) == (kind is Stream), "datasets are shuffled by the run's seed"
 
 
+HALVES = {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize("weights", [HALVES, {0: {"a": 1, "b": 0}, 30: HALVES}])
+def test_streams_go_on_under_other_shares(weights):
+    first = mixture(sources(Stream), {"a": 8, "b": 1, "c": 1}, until="forever")
+    assert len([*islice(first, 30)]) == 30
+    second = mixture({"b": Stream(1, 30), "a": Stream(0, 40)}, weights, until="forever")
+    second.load_state_dict(first.state_dict())
+    found = [int(each["id"]) for each in islice(second, 10)]
+    assert sorted(found) == [*range(24, 29), *range(1003, 1008)]
+
+
 def test_shares_of_tokens():
     data = mixture(sources(), {"a": 0.5, "b": 0.25, "c": 0.25}, by="tokens", tokens="n", until="forever")
     spent = [0, 0, 0]
@@ -178,6 +191,14 @@ def test_what_cannot_be_mixed_is_refused(weights, options, words):
 
 def test_a_mixture_is_for_training_and_keeps_its_order():
     data, equal = sources(), EQUAL
+    for given, words in (
+        (torch.utils.data.DataLoader(Stream(0, 3)), "'a' of the mixture is a DataLoader. Give its dataset"),
+        (mixture(data, equal), "is a Mixture, whose order would be lost"),
+        ("a path", "is a str. Give a dataset"),
+        (None, "is a NoneType. Give a dataset"),
+    ):
+        with pytest.raises(DataError, match=words):
+            mixture({**data, "a": given}, equal)
     with pytest.raises(ConfigError, match="'b' has a length"):
         mixture({**data, "a": Stream(0, 3)}, equal)
     with pytest.raises(DataError, match=r"Give the sources by name: \{'a': "):

@@ -43,8 +43,14 @@ def by_tokens(
         raise DataError(f"by_tokens() needs a dataset with a length, not a {type(dataset).__name__}")
     if isinstance(lengths, str) or callable(lengths):
         lengths = lengths_of(dataset, lengths, "training", argument="by_tokens(): lengths")
-    found = torch.as_tensor(lengths)
-    if found.shape != (len(dataset),) or not len(found) or found.is_floating_point() or found.min() < 0:
+    try:
+        found = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"by_tokens(): lengths must be a column, a function or whole numbers, not {lengths!r:.60}"
+        ) from None
+    is_whole = not found.is_floating_point() and found.dtype != torch.bool
+    if found.shape != (len(dataset),) or not len(found) or not is_whole or found.min() < 0:
         raise DataError(
             f"by_tokens(): lengths must have a whole number for each of the {len(dataset)} samples, and are"
             f" {found.dtype} of shape {list(found.shape)}"
@@ -79,6 +85,10 @@ class TokenBatches(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(self._sizes)
+
+    def order_settings(self) -> str:
+        """Return what the order depends on beside the seed and the lengths."""
+        return f"by_tokens() of {self.tokens_per_batch} tokens, in {len(self)} batches"
 
     def __iter__(self) -> Iterator[list[int]]:
         shuffled = torch.randperm(len(self.lengths))

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from drivetrain.core.errors import ConfigError, DataError, nearest
 from drivetrain.core.validation import count, one_of
-from drivetrain.data.orders.passes import OrderedByItself, Passes
+from drivetrain.data.orders.passes import OrderedByItself, Passes, check_source
 
 
 def combined(
@@ -41,6 +41,10 @@ def combined(
     if not isinstance(sources, Mapping) or not sources:
         raise ConfigError('combined() needs sources by name, such as {"labelled": a, "unlabelled": b}')
     names = list(sources)
+    if not isinstance(samples or {}, Mapping):
+        raise ConfigError(
+            f"combined(samples=) takes numbers by source, such as {{{names[0]!r}: 7}}, not {samples!r}"
+        )
     for name in samples or {}:
         if name not in names:
             raise ConfigError(f"samples has {name!r}, which is no source. {nearest(name, names)}")
@@ -57,14 +61,9 @@ def combined(
 
 
 def _check_dataset(name: str, source: Any) -> None:
-    if isinstance(source, DataLoader):
-        raise DataError(
-            f"the training source {name!r} is a DataLoader. Give its dataset; Trainer(batch_size=...) and"
-            " num_workers are for all sources, and drivetrain.data.combined(..., samples={...}) says how"
-            " many samples of one come with a sample of another"
-        )
+    check_source(name, source, Combined.kind)
     has_length = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if isinstance(source, (IterableDataset, str, Mapping)) or not has_length:
+    if isinstance(source, IterableDataset) or not has_length:
         raise DataError(
             f"the training source {name!r} is no dataset with a length and an index, but a"
             f" {type(source).__name__}. Streams are zipped in one IterableDataset that yields mappings"
@@ -100,7 +99,7 @@ class Combined(Dataset[Any], OrderedByItself):
             for name, source, samples in zip(self.names, self._sources, zip(*items, strict=True), strict=True)
         }
 
-    def described(self) -> str:
+    def order_settings(self) -> str:
         """Return what the order depends on beside the seed."""
         parts = zip(self.counts, self.names, self.sizes, strict=True)
         return "a combination of " + " with ".join(f"{k} of {name!r} ({size})" for k, name, size in parts)

@@ -16,8 +16,8 @@ from drivetrain.core.intervals import Every
 from drivetrain.core.validation import number, one_of
 from drivetrain.data.known_tokens import tokens_in_common
 from drivetrain.data.orders.length_grouped import lengths_of
-from drivetrain.data.orders.passes import OrderedByItself, Passes
-from drivetrain.data.protocols import has_state, set_epoch
+from drivetrain.data.orders.passes import OrderedByItself, Passes, check_source
+from drivetrain.data.protocols import has_state, order_settings, set_epoch
 from drivetrain.data.shard import can_be_divided, shards_of
 
 SOURCE = "source"
@@ -69,6 +69,8 @@ def mixture(
     never = [name for index, name in enumerate(sources) if not schedule[-1].weights[index]]
     if never and until == "all":
         raise ConfigError(f'until="all" waits for each source, but {never[0]!r} has weight 0 in the end')
+    for name, each in sources.items():
+        check_source(name, each, Mixture.kind)
     form = _Mixing(list(sources), schedule, by, until, tokens)
     streams = [isinstance(each, IterableDataset) or not hasattr(each, "__len__") for each in sources.values()]
     if any(streams) and not all(streams):
@@ -104,6 +106,14 @@ class _Mixing(NamedTuple):
     def sizes(self, source: Any) -> list[int]:
         """Return the number of tokens of each sample of a dataset."""
         return lengths_of(source, self.tokens, "mixture", argument="mixture(): tokens")
+
+    def order_settings(self) -> str:
+        """Return what the turns depend on."""
+        shares = ", ".join(
+            f"from {each.start}: {' to '.join(map(str, each.weights))}" for each in self.schedule
+        )
+        names = ", ".join(map(repr, self.names))
+        return f"a mixture of {names} by {self.by} until {self.until!r}, with shares {shares}"
 
 
 def _weight_schedule(weights: Mapping[Any, Any], names: list[str], unit: str) -> list[_WeightsFrom]:
@@ -176,6 +186,9 @@ class _Turns:
         self._last[source] = max(1, size)
         self._total += size
         while self._index + 1 < len(self._schedule) and self._schedule[self._index + 1].start <= self._total:
+            weights, given = self._schedule[self._index].weights, sum(self._spent)
+            shares = [given * weight / sum(weights) for weight in weights]
+            self._spent = [spent - share for spent, share in zip(self._spent, shares, strict=True)]
             self._index += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,9 +198,11 @@ class _Turns:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned."""
         vars(self).update(copy.deepcopy(dict(state)))
-            weights, given = self._schedule[self._index].weights, sum(self._spent)
-            shares = [given * weight / sum(weights) for weight in weights]
-            self._spent = [spent - share for spent, share in zip(self._spent, shares, strict=True)]
+
+    def begin_after(self, state: Mapping[str, Any]) -> None:
+        """Begin these shares where turns with other shares or sources have ended."""
+        self._total = state["_total"]
+        self._index = bisect_right([each.start for each in self._schedule], self._total) - 1
 
 
 def _collate_of(sources: list[Any]) -> Any:
@@ -224,13 +239,9 @@ class Mixture(ConcatDataset[Any], OrderedByItself):
         source = bisect_right(self.cumulative_sizes, index)
         return _named(super().__getitem__(index), source)  # type: ignore[no-untyped-call]
 
-    def described(self) -> str:
+    def order_settings(self) -> str:
         """Return what the order depends on beside the seed."""
-        form = self.form
-        shares = ", ".join(
-            f"from {each.start}: {' to '.join(map(str, each.weights))}" for each in form.schedule
-        )
-        return f"a mixture by {form.by} until {form.until!r}, with shares {shares}"
+        return self.form.order_settings()
 
     def sampler(self, seed: int) -> EndlessSampler:
         """Return the order of the samples."""
@@ -307,6 +318,7 @@ class MixtureStream(IterableDataset[Any]):
         self._sources = sources
         self._form, self.names, self.is_endless = form, form.names, form.until == "forever"
         self._turns = _Turns(form.schedule)
+        self._order = form.order_settings()
         self.collate_fn = _collate_of(sources)
         self.tokens_per_sample = tokens_in_common(sources)
         self._passes = [0] * len(sources)
@@ -320,18 +332,29 @@ class MixtureStream(IterableDataset[Any]):
     def _shard(self, num_shards: int, index: int) -> MixtureStream:
         return MixtureStream([each.shard(num_shards, index) for each in self._sources], self._form)  # type: ignore[attr-defined]
 
+    def order_settings(self) -> str:
+        """Return what the order depends on beside the states of the streams."""
+        own = zip(self._form.names, map(order_settings, self._sources), strict=True)
+        return "; ".join([self._order, *(f"{name!r}: {text}" for name, text in own if text)])
+
     def _state(self) -> dict[str, Any]:
         begun = [each for each in range(len(self._sources)) if each in self._iterators]
         return {
             "turns": self._turns.state_dict(),
-            "passes": [*self._passes],
+            "order": self._order,
+            "passes": dict(zip(self.names, self._passes, strict=True)),
             "ended": sorted(self._ended),
             "streams": {self._form.names[each]: self._sources[each].state_dict() for each in begun},  # type: ignore[attr-defined]
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._turns.load_state_dict(state["turns"])
-        self._passes, self._ended, self._iterators = [*state["passes"]], set(state["ended"]), {}
+        is_same = state["order"] == self._order
+        if is_same:
+            self._turns.load_state_dict(state["turns"])
+        else:  # between two epochs: each source goes on
+            self._turns.begin_after(state["turns"])
+        self._passes = [state["passes"].get(name, 0) for name in self.names]
+        self._ended, self._iterators = set(state["ended"]) if is_same else set(), {}
         for index, name in enumerate(self._form.names):
             if name in state["streams"]:
                 self._sources[index].load_state_dict(copy.deepcopy(state["streams"][name]))  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class OrderedByItself(ABC):
     names: list[str]
 
     @abstractmethod
-    def described(self) -> str:
+    def order_settings(self) -> str:
         """Return what the order depends on beside the seed."""
 
     @abstractmethod
@@ -82,6 +82,24 @@ class OrderedByItself(ABC):
                     f" has a {type(own).__name__}. Leave out the sampler, or group_by_length"
                 )
         return self.sampler(seed)
+
+
+def check_source(name: str, source: Any, kind: str) -> None:
+    """Check that a source can give samples to a mixture or a combination.
+
+    Raises:
+        DataError: It gives batches or no samples, or has an order that would be lost.
+    """
+    what = f"the source {name!r} of the {kind} is a {type(source).__name__}"
+    if isinstance(source, DataLoader):
+        raise DataError(
+            f"{what}. Give its dataset; Trainer(batch_size=...) and num_workers are for all sources"
+        )
+    if isinstance(source, OrderedByItself):
+        raise DataError(f"{what}, whose order would be lost. Give the sources of that {source.kind} instead")
+    has_samples = hasattr(source, "__getitem__") or hasattr(source, "__iter__")
+    if isinstance(source, (str, Mapping)) or not has_samples:
+        raise DataError(f"{what}. Give a dataset with a length and an index, or a stream of samples")
 
 
 def refuse_wrapped(dataset: Any, name: str) -> None:

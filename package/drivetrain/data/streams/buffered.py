@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from drivetrain.data.protocols import has_state, set_epoch
+from drivetrain.data.protocols import has_state, order_settings, set_epoch
 from drivetrain.data.shard import can_be_divided, shards_of
 
 
@@ -42,6 +42,14 @@ class BufferedStream(IterableDataset[Any]):
     @abstractmethod
     def _made(self, samples: list[Any], epoch: int, number: int) -> Iterable[Any]:
         """Return what is made of a buffer, by the epoch and the buffer's number in it."""
+
+    @abstractmethod
+    def _settings(self) -> str:
+        """Return what the buffers depend on, and what is made of them."""
+
+    def order_settings(self) -> str:
+        """Return what the order depends on beside the other stream's state."""
+        return " of ".join(filter(None, (self._settings(), order_settings(self._data))))
 
     @abstractmethod
     def _of(self, data: Iterable[Any]) -> BufferedStream:

@@ -54,6 +54,9 @@ class ShuffledStream(BufferedStream):
     def _of(self, data: Iterable[Any]) -> ShuffledStream:
         return ShuffledStream(data, self._buffer, self._seed)
 
+    def _settings(self) -> str:
+        return f"shuffled(buffer={self._buffer}, seed={self._seed})"
+
     def _made(self, samples: list[Any], epoch: int, number: int) -> Iterable[Any]:
         generator = torch.Generator().manual_seed(mix(ORDER, self._seed, epoch, number))
         return map(samples.__getitem__, torch.randperm(len(samples), generator=generator).tolist())
