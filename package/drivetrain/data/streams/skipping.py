@@ -111,8 +111,8 @@ class _SamplesAfter:
             raise error
         if len(in_a_row) == IN_A_ROW:
             raise DataError(
-                f"{IN_A_ROW} samples in a row raised, the last one {summary(error)}. If it was the same one"
-                " each time, let state_dict() count a sample before the sample is made"
+                f"{IN_A_ROW} samples in a row raised, the last one {summary(error)}. If it is the same"
+                " one, let state_dict() count it before it is made, or leave it out before `shuffled` or `packed`"
             ) from error
         bad = BadSample(f"{summary(error)}, after {self._given} samples in this process")
         if self._goes_on_by_state:
@@ -132,7 +132,7 @@ class _SamplesAfter:
                 " as a generator is when it has raised, so the samples after it, if there are any, are lost."
                 " on_bad_batch='skip' needs an __iter__ that returns an object whose __next__ can be called"
                 " again, or a stream with a state that is read without workers. Or make what may fail in the"
-                " collate function"
+                " collate function. Leave bad samples out before `shuffled` and `packed`"
             ) from in_a_row[-1]
         if self._errors and self._given % self._batch_size == 0:
             raise self._errors.pop(0)
