@@ -250,8 +250,8 @@ def test_points_in_tokens_are_those_of_the_samples_before() -> None:
 
 FIELDS = ("tokens", "labels", "position_ids")
 REFUSED: dict[str, dict[str, Any]] = {
-    "one has 32 tokens on each of 1 processes. Give '96 tokens'": {
-        "gradient_accumulation_steps": "100 tokens"
+    r"one of each process is 32 tokens \(32 x 1\). Give '128 tokens'": {
+        "gradient_accumulation_steps": "120 tokens"
     },
     "takes a number of tokens": {"gradient_accumulation_steps": "2 epochs"},
     r"batch_size=.* needs steps that are known beforehand": {

@@ -170,7 +170,7 @@ def test_a_missing_process_is_named_and_waited_for_until_a_limit(monkeypatch: py
     second = threading.Thread(target=Meeting(2, 3, "first", 7, say=told.append).wait, args=(store, int, 60))
     second.start()
     last = _refused(lambda: first.wait(store))
-    assert "for machine 1 of 3 to come to first:7. MASTER_ADDR must be an address of machine 0's" in last
+    assert "for machine 1 of 3 to connect to first:7. MASTER_ADDR must be an address of machine 0's" in last
     assert "set DRIVETRAIN_JOIN_TIMEOUT" in last
     assert sum("machine 1 of 3" in each for each in told) > 1
     store.set("drivetrain/here/1", "")

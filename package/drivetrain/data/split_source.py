@@ -249,7 +249,7 @@ def is_divided_alike(source: Source, state: Any, position: int, has_ended: bool)
     if position or (has_state and not has_ended):
         raise CheckpointError(
             f"{what}, so it is unknown which batches were used. Resume on the same number of ranks, from a"
-            " checkpoint at the end of an epoch that the data was read to, or begin the data at its start:"
+            " checkpoint at the end of an epoch that was not cut short, or begin the data at its start:"
             " fit(..., new_data=True)"
         )
     if has_state and source.shard.rank == 0:

@@ -101,11 +101,13 @@ def accumulation(settings: RunSettings, source: Source) -> int | Mapping[Any, in
                 " drivetrain.data.packed, or data with an attribute tokens_per_sample, and a batch_size; or"
                 " batches of drivetrain.data.by_tokens. Otherwise give a number of micro-batches"
             )
-        found[point], rest = divmod(tokens, each * processes)
+        whole = each * processes
+        found[point], rest = divmod(tokens, whole)
         if rest:
             raise ConfigError(
-                f"{asked} is no whole number of micro-batches: one has {each} tokens on each of {processes}"
-                f" processes. Give '{max(tokens - rest, each * processes)} tokens', or another batch size"
+                f"{asked} is no whole number of micro-batches: one of each process is {whole} tokens"
+                f" ({each} x {processes}). Give '{max(round(tokens / whole), 1) * whole} tokens', or another"
+                " batch size"
             )
     return number_or_schedule(asked, found)
 

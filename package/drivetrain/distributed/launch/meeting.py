@@ -189,7 +189,7 @@ class Meeting:
                 missing = [each for each, key in enumerate(keys) if not store.check([key])]
                 more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
                 whom = f"{self.each} {', '.join(map(str, missing[:_SHOWN]))}{more} of {self.size}"
-            patience.wait(f"{whom} to come to {self._where()}", self._advice())
+            patience.wait(f"{whom} to connect to {self._where()}", self._advice())
 
     def _claim(self, store: Store) -> None:
         """Check that no other process has this one's number.

@@ -76,8 +76,8 @@ def main(words: Sequence[str], logs: Path) -> int:
             is_elastic = arguments.rdzv_backend == "drivetrain-elastic"
             if is_elastic and not children_of(os.getpid()):
                 say(
-                    f"waiting for {time.monotonic() - begun:.0f} s for {arguments.nnodes} machines to come to"
-                    f" {arguments.rdzv_endpoint}"
+                    f"waiting for {time.monotonic() - begun:.0f} s for {arguments.nnodes} machines to connect"
+                    f" to {arguments.rdzv_endpoint}"
                 )
     if not errors:
         return 0
