@@ -111,8 +111,8 @@ class _SamplesAfter:
             raise error
         if len(in_a_row) == IN_A_ROW:
             raise DataError(
-                f"{IN_A_ROW} samples in a row raised, the last one {summary(error)}. If it is the same"
-                " one, let state_dict() count it before it is made, or leave it out before `shuffled` or `packed`"
+                f"{IN_A_ROW} samples in a row raised, the last one {summary(error)}. If it is the same,"
+                " let state_dict() count it before it is made, or leave it out before `shuffled` or `packed`"
             ) from error
         bad = BadSample(f"{summary(error)}, after {self._given} samples in this process")
         if self._goes_on_by_state:
