@@ -106,8 +106,7 @@ def accumulation(settings: RunSettings, source: Source) -> int | Mapping[Any, in
         if rest:
             raise ConfigError(
                 f"{asked} is no whole number of micro-batches: one of each process is {whole} tokens"
-                f" ({each} x {processes}). Give '{max(round(tokens / whole), 1) * whole} tokens', or another"
-                " batch size"
+                f" ({each} x {processes}). Give '{max(round(tokens / whole), 1) * whole} tokens'"
             )
     return number_or_schedule(asked, found)
 
