@@ -101,8 +101,7 @@ def accumulation(settings: RunSettings, source: Source) -> int | Mapping[Any, in
                 " drivetrain.data.packed, or data with an attribute tokens_per_sample, and a batch_size; or"
                 " batches of drivetrain.data.by_tokens. Otherwise give a number of micro-batches"
             )
-        whole = each * processes
-        found[point], rest = divmod(tokens, whole)
+        found[point], rest = divmod(tokens, whole := each * processes)
         if rest:
             raise ConfigError(
                 f"{asked} is no whole number of micro-batches: one of each process is {whole} tokens"
