@@ -290,7 +290,7 @@ class FailureChannel:
             self._end_as_first(cause, error)
         elif not self._is_reporting():
             end_now(self.stopping.exit_code or 1)
-        elif not isinstance(error, KeyboardInterrupt):
+        elif not isinstance(error, KeyboardInterrupt) and not cause.is_also(error):
             raise cause.failure(self._stacks.told)
 
     def _wait_for_exits(self) -> None:

@@ -153,6 +153,10 @@ class Cause:
         kind = "consequence" if is_consequence(error) else "error"
         return cls(kind, rank, where, what, shortened(shown("".join(traceback.format_list(where_raised)))))
 
+    def is_also(self, error: BaseException | None) -> bool:
+        """Return whether a rank's own error is the same one, as for a loss that all ranks judge."""
+        return error is not None and f"{type(error).__name__}: {error}" in self.what
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
