@@ -25,7 +25,6 @@ from typing import Any
 from drivetrain.cli.parser import Parser
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError
 from drivetrain.distributed.failure.last_words import TRAINING
-from drivetrain.distributed.failure.stack_files import now
 from drivetrain.distributed.interfaces import check_resolves
 from drivetrain.distributed.launch.children import (
     FAILURE,
@@ -217,7 +216,10 @@ class _Attempts:
         if self._log_dir is None:
             logs = Path(tempfile.mkdtemp(prefix="drivetrain-launch-"))
         else:
-            logs = Path(self._log_dir, f"{now()}-{socket.gethostname()}-{self._restarts - self._left}")
+            logs = Path(
+                self._log_dir,
+                f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{self._restarts - self._left}",
+            )
             logs.mkdir(parents=True)
             words = ["--redirects", "3", "--tee", "0:3", *words]
         environment = {**os.environ, **self._variables, LAUNCHER: parent_mark()}

@@ -180,7 +180,7 @@ def _persistent_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def hint_of_rows(there: tuple[int, ...], here: tuple[int, ...]) -> str:
     """Return a hint in brackets for an embedding that has got rows for new tokens; "" for other shapes."""
     if len(there) == len(here) == 2 and there[1] == here[1] and there[0] < here[0]:
-        return " (for new tokens, load into a model of the old size, add the rows then, and begin a new run)"
+        return " (new tokens: add their rows after loading)"
     return ""
 
 
