@@ -70,7 +70,7 @@ class _TaskEstimator(BaseEstimator):  # type: ignore[misc]
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.seed)
             self.task_ = self.task(**hparams)
-        trainer.fit(self.task_, (torch.from_numpy(x), torch.from_numpy(y)))
+        trainer.fit(self.task_, (torch.tensor(x), torch.tensor(y)))  # copies: it may be read-only
         return self
 
     def _outputs(self, x: Any) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _TaskEstimator(BaseEstimator):  # type: ignore[misc]
         x = validate_data(self, x, dtype=np.float32, allow_nd=True, reset=False)
         settings = {**_DEFAULTS, **(self.trainer or {})}
         trainer = Trainer(**{name: each for name, each in settings.items() if not name.startswith("max_")})
-        rows: Any = torch.from_numpy(x)  # a tensor is a sequence of its rows
+        rows: Any = torch.tensor(x)  # a tensor is a sequence of its rows
         data: DataLoader[Any] = DataLoader(rows, batch_size=settings["batch_size"])
         outputs = trainer.predict(self.task_, data, joined=True)
         if not isinstance(outputs, torch.Tensor):
@@ -122,6 +122,7 @@ class TaskClassifier(ClassifierMixin, _TaskEstimator):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:  # noqa: N803
         """Return the probabilities of the classes, of shape (samples, classes)."""
         scores = self._outputs(X)
+        scores = scores[:, None] if scores.ndim == 1 else scores  # of one class
         if scores.shape[1:] != (len(self.classes_),):
             raise ConfigError(
                 f"{type(self.task_).__name__} returned outputs of shape {tuple(scores.shape)} for"
