@@ -30,9 +30,8 @@ class BufferedStream(IterableDataset[Any]):
         self._buffer = buffer
         self._epoch = 0
         self._before: Any = None  # the other stream's state as the buffer began
-        self._at: list[int] | None = (
-            None  # the epoch that is read, the buffer's number, and the samples given of it
-        )
+        # The epoch that is read, the buffer's number, and the samples given of it.
+        self._at: list[int] | None = None
         self._from: list[int] | None = None  # where to begin; None for the start of the epoch
         if has_state(data):
             self.state_dict, self.load_state_dict = self._state, self._load
