@@ -72,6 +72,7 @@ def test_a_checkpoint_of_trainable_parameters_has_them_and_all_buffers_and_resum
     exported = str(tmp_path / "weights.safetensors")
     assert main(["checkpoint", "export", first.last_checkpoint, exported]) == 0
     assert "not in there: 6 frozen parameters" in capsys.readouterr().out
+    assert "the other 6 are frozen" in Adapted().load_weights(exported).note
     assert set(load_file(exported)) == KEPT
     resumed, _ = fit(tmp_path / "run", max_steps=8, resume="auto")
     assert weights(resumed) == weights(straight)
@@ -91,13 +92,15 @@ def test_a_resume_or_load_with_another_frozen_part_is_refused(tmp_path: Path) ->
 
     changing = [LambdaCallback(on_step_end=change)]
     table: dict[str, tuple[Any, ...]] = {
-        "values": (resume(Adapted(seed=4)), "'base.0.weight' has other values", "same pretrained model"),
+        "values": (resume(Adapted(seed=4)), "'base.0.weight' has other values (hash ", "same pretrained"),
         "trained": (resume(Adapted().requires_grad_(True)), "'base.0.bias' is not frozen here"),
         "dtype": (resume(Adapted().bfloat16()), "'base.0.bias'", "float32 there, bfloat16 here"),
         "as all": (resume(checkpoint=ALL), "trained parameters only", "parameters='trainable'"),
         "all": (resume(directory="all"), "holds all parameters", "parameters='all'"),
         "changed": (lambda: fit(tmp_path / "c", callbacks=changing), "'base.0.weight' is frozen, but was"),
         "load_weights": (lambda: Adapted(seed=4).load_weights(last), "other values"),
+        "a file": (lambda: Adapted(seed=4).load_weights(only.model_path), "other values"),
+        "verb": (lambda: quiet().validate(Adapted(seed=4), pairs(4), checkpoint=only.model_path), "values"),
     }
     assert_refused(CheckpointError, table)
 

@@ -249,11 +249,12 @@ class CheckpointSaver(Callback):
     def _write_finished(self, run: Run, weights: dict[str, Tensor]) -> None:
         files = file_system(self.root)
         save = info_of(run.task).save_finished
-        path = None if save is None else save(self.root, weights, self._assets, run.is_main)
+        frozen = None if run.frozen is None else dict(run.frozen.found)
+        path = None if save is None else save(self.root, weights, self._assets, run.is_main, frozen)
         if path is None:
             path = files.join(self.root, MODEL)
             kept = weights if run.frozen is None else run.frozen.without(weights)
-            export_weights(kept, path, write=run.is_main, overwrite=self._goes_on)
+            export_weights(kept, path, write=run.is_main, overwrite=self._goes_on, frozen=frozen)
         if run.is_main:
             write_assets(files.join(self.root, ASSETS), self._assets)
         self.weights = path

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint.saving.assets import Assets
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.types import Batch
+from drivetrain.core.types import Batch, Json
 
-SaveFinished = Callable[[str, Mapping[str, Tensor], Mapping[str, bytes], bool], str | None]
+SaveFinished = Callable[[str, Mapping[str, Tensor], Mapping[str, bytes], bool, Json], str | None]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class ModelInfo:
         save_finished: Writes the weights of a finished fit in the format of another program, in place of
             `model.safetensors`. All ranks call it together. Its arguments are the run directory or the
             address of the checkpoints; all weights by their names in a checkpoint, sharded ones as
-            `DTensor`s; the files beside the weights by name, empty on ranks that do not write; and whether
-            this rank writes. It returns the path of the file or folder, or None if it has written nothing.
+            `DTensor`s; the files beside the weights by name, empty on ranks that do not write; whether this
+            rank writes; and the fingerprints of the frozen parameters that checkpoints leave out, by name, or
+            None. It returns the path of the file or folder, or None if it has written nothing.
         reset_of: For a task on the meta device with modules of another library. It takes a module, and
             returns a function that initialises the parameters and buffers of the module itself, without those
             of its children. If it returns None, the module's `reset_parameters` is called.

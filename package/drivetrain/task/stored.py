@@ -17,7 +17,7 @@ from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.run_directory import load_newest
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, fingerprints
-from drivetrain.checkpoint.weights.load import is_weight_file
+from drivetrain.checkpoint.weights.load import describe_weights, is_torch_file, is_weight_file
 from drivetrain.checkpoint.weights.module_state import full_state
 from drivetrain.core.errors import CheckpointError, ConfigError, without_secrets
 from drivetrain.core.types import Json
@@ -193,12 +193,15 @@ def read_frozen(path: str, task: nn.Module) -> Collection[str]:
     """Return the names of the frozen parameters that a checkpoint leaves out, once the task has the same.
 
     Args:
-        path: A checkpoint, or a file of weights, which leaves out none.
+        path: A checkpoint, or a file of weights.
         task: The task that is to get the checkpoint's weights.
     """
-    if is_weight_file(path):
+    if is_torch_file(path):
         return ()
-    stored = DirectoryCheckpointIO().load(path, groups=()).objects.get(FROZEN)
+    if is_weight_file(path):
+        stored = describe_weights(path).frozen
+    else:
+        stored = DirectoryCheckpointIO().load(path, groups=()).objects.get(FROZEN)
     if not isinstance(stored, dict):
         return ()
     check_same(stored, fingerprints(task, stored.keys()), path)

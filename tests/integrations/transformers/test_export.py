@@ -1,5 +1,6 @@
 """Folders that `from_pretrained` loads: from tasks, checkpoints and finished fits."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -260,8 +261,17 @@ def test_an_adapter_is_exported_as_peft_would_save_it(base: Path, tmp_path: Path
             assert {each.name for each in folder.iterdir()} - {"README.md"} == files
             found = transformers.BertForSequenceClassification.from_pretrained(base)
             loaded, given = peft.PeftModel.from_pretrained(found, folder).eval(), padded(rows(CLASSES, 3))
+            again = adapted(base, **options)
+            assert not again.load_weights(folder).missing
             with torch.no_grad():
-                assert torch.equal(loaded(**given).logits, task.model.eval()(**given).logits)
+                expected = task.model.eval()(**given).logits
+                assert torch.equal(loaded(**given).logits, expected)
+                assert torch.equal(again.model.eval()(**given).logits, expected)
+            if folder.name == "theirs":  # without fingerprints
+                continue
+            torch.nn.init.zeros_(again.model.bert.embeddings.word_embeddings.weight)
+            with pytest.raises(CheckpointError, match=r"word_embeddings.weight' has other values \(hash"):
+                again.load_weights(folder)
         assert all(each == configs[0] for each in configs)
 
 
@@ -288,8 +298,18 @@ def test_an_adapter_is_merged_into_its_base(base: Path, tmp_path: Path) -> None:
     tokens = torch.arange(6)[None] + 2
     torch.testing.assert_close(merged(tokens).logits, task.model.eval()(tokens).logits)
     plain = hf.TransformersTask(made(CLASSES))
-    with pytest.raises(ConfigError, match="the model is a BertForSequenceClassification"):
+    with pytest.raises(ConfigError, match="this is a BertForSequenceClassification"):
         hf.export_pretrained(plain, tmp_path / "plain", merge=True)
+    layers = torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    settings = peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False, bias="all")
+    own, alone = Regression(), Regression()
+    own.net, alone.net = (torch.nn.Sequential(*copy.deepcopy(layers)) for _ in range(2))
+    own.net, given = peft.get_peft_model(own.net, settings), torch.randn(3, 4)
+    expected = own.net(given)
+    alone.load_state_dict(hf.merged_weights(own))  # of any task
+    torch.testing.assert_close(alone.net(given), expected)
+    assert torch.equal(own.net(given), expected)
+    torch.testing.assert_close(alone.line.weight, own.line.weight, rtol=0, atol=0)
     file = ["checkpoint", "export", "--merge", str(tmp_path / "run"), str(tmp_path / "file.safetensors")]
     assert main(file) == 2
 

@@ -66,6 +66,10 @@ WRITER: dict[str, Json] = {"written_by": "drivetrain"}
 """The mark in the metadata of drivetrain's files, so that an export replaces its own files alone."""
 
 
+LEFT_OUT = "drivetrain.frozen"
+"""The entry of the metadata with the fingerprints of the parameters that a file leaves out, in JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
     """The position of one tensor in a file.
@@ -110,23 +114,28 @@ def has_plain_bytes(tensor: Tensor) -> bool:
     return True
 
 
-def file_layout(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], bytes]:
+def file_layout(
+    tensors: Mapping[str, Tensor], what: str, left_out: str = ""
+) -> tuple[list[TensorSpan], bytes]:
     """Return the spans of a file's tensors, and the bytes before the first of them.
 
     The widest dtype comes first, as in the reference writer, so that each is aligned.
 
     Args:
         tensors: The tensors by name; `check_tensor` has accepted each.
+        what: The name for messages.
+        left_out: The entry `LEFT_OUT` of the metadata; empty for none.
     """
-    return _header(tuple((name, each.dtype, each.shape) for name, each in tensors.items()), what)
+    return _header(tuple((name, each.dtype, each.shape) for name, each in tensors.items()), what, left_out)
 
 
 @lru_cache(maxsize=8)  # a run saves tensors of the same names, dtypes and shapes again and again
 def _header(
-    named: tuple[tuple[str, torch.dtype, torch.Size], ...], what: str
+    named: tuple[tuple[str, torch.dtype, torch.Size], ...], what: str, left_out: str
 ) -> tuple[list[TensorSpan], bytes]:
     # transformers refuses a file that does not give its format.
-    header: dict[str, Json] = {_METADATA: {"format": "pt", **WRITER}}
+    more: dict[str, Json] = {LEFT_OUT: left_out} if left_out else {}
+    header: dict[str, Json] = {_METADATA: {"format": "pt", **WRITER, **more}}
     spans = []
     start = 0
     for name, dtype, shape in sorted(named, key=lambda each: (-each[1].itemsize, each[0])):
@@ -298,6 +307,19 @@ def read_header(reader: HashedReader, digest: str | None = None) -> list[TensorS
             f"{what} describes {position} bytes of tensors; the file has {room - length}"
         )
     return spans
+
+
+def read_left_out(reader: HashedReader) -> Json:
+    """Return the entry `LEFT_OUT` of the metadata of a safetensors file, parsed; None if it has none.
+
+    Args:
+        reader: At the start of a file whose header `read_header` has accepted.
+    """
+    what = f"the metadata of {reader.path!r}"
+    header = parse_json(reader.read(int.from_bytes(reader.read(8), "little")), what)
+    found = header.get(_METADATA) if isinstance(header, dict) else None
+    text = found.get(LEFT_OUT) if isinstance(found, dict) else None
+    return parse_json(text.encode(), what) if isinstance(text, str) else None
 
 
 def _span(name: str, entry: Json, what: str) -> TensorSpan:

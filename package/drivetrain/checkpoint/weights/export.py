@@ -21,6 +21,7 @@ from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.files import MODEL, WeightFiles, divide, dump_index
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
+from drivetrain.core.types import Json
 from drivetrain.core.validation import byte_count
 
 _HEAD = 200
@@ -36,6 +37,7 @@ def export_weights(
     write: bool = True,
     files: FileSystem | None = None,
     overwrite: bool = False,
+    frozen: Json = None,
 ) -> list[str]:
     """Write safetensors for `safetensors.torch.load_file` and ``load_state_dict(strict=True)``.
 
@@ -59,6 +61,8 @@ def export_weights(
             failure.
         files: The file system; None chooses it by the path.
         overwrite: Replace files of these names even if drivetrain has not written them.
+        frozen: The fingerprints of the frozen parameters that `tensors` leaves out, such as an adapter's
+            base, by name. The files have them, and `TaskModule.load_weights` refuses other parameters.
 
     Returns:
         The paths of the files, the index last.
@@ -69,8 +73,8 @@ def export_weights(
         ConfigError: The dtype is unknown, or the size is invalid.
     """
     target = os.fspath(path)
-    export = _Target(target, file_system(target) if files is None else files, overwrite)
     what = f"the weights for {target!r}"
+    export = _Target(target, file_system(target) if files is None else files, overwrite, frozen)
     lazy: TensorSource
     lazy = tensors if isinstance(tensors, TensorSource) else LazyTensors(tensors, floating_dtype(dtype), what)
     for name, tensor in () if isinstance(tensors, TensorSource) else tensors.items():
@@ -101,10 +105,12 @@ class _Target:
         target: The user's path of a single file.
         files: The file system.
         overwrite: See `export_weights`.
+        frozen: See `export_weights`.
     """
 
-    def __init__(self, target: str, files: FileSystem, overwrite: bool) -> None:
+    def __init__(self, target: str, files: FileSystem, overwrite: bool, frozen: Json) -> None:
         self.files = files
+        self._left_out = dump_json(frozen, target).decode() if frozen else ""
         self.overwrite = overwrite
         self.target = target
         self.directory, name = files.split(files.absolute(target))
@@ -144,7 +150,9 @@ class _Target:
                 if self._has(name):
                     self._check_own(name)
             contents: dict[str, Iterable[Bytes]]
-            contents = {file: _content(layout, lazy, self.target) for file, layout in layouts.items()}
+            contents = {
+                file: _content(layout, lazy, self.target, self._left_out) for file, layout in layouts.items()
+            }
             if len(layouts) == 1:
                 self._commit(contents, [])
                 self._delete(older[::-1])  # the index last: it says to the next export that there are others
@@ -225,10 +233,10 @@ class _Target:
         return self.files.join(self.directory, name)
 
 
-def _content(layout: Mapping[str, Tensor], lazy: TensorSource, target: str) -> Iterator[Bytes]:
+def _content(layout: Mapping[str, Tensor], lazy: TensorSource, target: str, left_out: str) -> Iterator[Bytes]:
     """Yield the bytes of a file, for `write_file`; uses the tensors one at a time."""
     what = f"the weights for {target!r}"
-    spans, header = file_layout(layout, what)
+    spans, header = file_layout(layout, what, left_out)
     yield header
     for span in spans:
         alone = tensor_chunks({span.name: lazy.materialize(span.name)}, what)

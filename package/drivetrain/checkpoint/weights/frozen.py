@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.format.strict_json import as_object
 from drivetrain.checkpoint.format.tensors import bytes_of, check_tensor, has_plain_bytes
+from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.weights.module_state import SHOWN, clean_name, module_state
 from drivetrain.core.errors import CheckpointError, ConfigError, nearest
 from drivetrain.core.types import Json
@@ -65,6 +66,11 @@ def check_left_out(module: nn.Module, names: Collection[str]) -> None:
             f"ModelInfo(left_out=...) has {name!r}, which is no parameter or buffer of the task."
             f" {nearest(name, known)}"
         )
+
+
+def frozen_of(reader: Reader) -> Json:
+    """Return the object `FROZEN` of a checkpoint; None if it has all parameters."""
+    return reader.object(FROZEN) if FROZEN in reader.manifest.objects() else None
 
 
 def _fingerprint(parameter: Tensor) -> Json:
@@ -136,7 +142,7 @@ def check_same(stored: Json, mine: Fingerprints, where: str, *, may_convert: boo
         else:
             hashes = there.get("xxh3_128"), here["xxh3_128"]
             if not is_converted and None not in hashes and hashes[0] != hashes[1]:
-                problems.append(f"{name!r} has other values")
+                problems.append(f"{name!r} has other values (hash {hashes[0]} there, {hashes[1]} here)")
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.records import TENSORS
-from drivetrain.checkpoint.format.tensors import DTYPES, read_header, read_tensors, room_for
+from drivetrain.checkpoint.format.tensors import (
+    DTYPES,
+    read_header,
+    read_left_out,
+    read_tensors,
+    room_for,
+)
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS, foreign_hint, load_newest
@@ -71,12 +77,14 @@ class Found(NamedTuple):
     Attributes:
         tensors: By name; of `describe_weights`, those in safetensors files as `FileTensor`.
         note: For another program's file, what was read and what was not.
-        frozen: For a checkpoint that leaves out frozen parameters, its object `FROZEN`.
+        frozen: For a checkpoint or an export that leaves out frozen parameters, its object `FROZEN`.
+        path: Where they were found, if that is to be told with them.
     """
 
     tensors: dict[str, Any]
     note: str = ""
     frozen: Json = None
+    path: str = ""
 
 
 def find_weights(source: str | os.PathLike[str], *, mapped: bool = False) -> Found:
@@ -134,13 +142,13 @@ def _found(source: str | os.PathLike[str], take: Take) -> Found:
         kind = files.kind(_followed(path, files))
         names = {} if kind == "file" else files.entries(path)
     if kind == "file":
-        return Found(_from_file(path, files, take))
+        return _from_file(path, files, take)
     parent, name = files.split(path)
     if names:
         return _from_folder(path, files, names, take)
     if name.endswith(TENSORS) and _has(files.join(parent, WeightFiles(name).index), files):
         # Exported to this path, in several files.
-        return Found(_from_index(files.join(parent, WeightFiles(name).index), files, take))
+        return _from_index(files.join(parent, WeightFiles(name).index), files, take)
     if kind == "directory":
         raise CheckpointError(f"no weights in {path!r}: it is empty")
     odd = odd_kind(path) if files.renames else None
@@ -162,7 +170,7 @@ def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind], take: 
         )
     for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as in other libraries
         if name in names:
-            return Found(_from_file(files.join(path, name), files, take))
+            return _from_file(files.join(path, name), files, take)
     looked_for = f"{MODEL}, {WeightFiles(MODEL).index}, {MANIFEST} of a checkpoint, and checkpoints"
     raise CheckpointError(
         f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."
@@ -189,10 +197,16 @@ def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     return hint
 
 
-def _from_file(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
+def _from_file(path: str, files: FileSystem, take: Take) -> Found:
     if path.endswith(INDEX):
         return _from_index(path, files, take)
-    return take(_followed(path, files), files)
+    real = _followed(path, files)
+    return Found(take(real, files), frozen=_left_out(real, files))
+
+
+def _left_out(path: str, files: FileSystem) -> Json:
+    with HashedReader(path, files) as reader:
+        return read_left_out(reader)
 
 
 def _read(path: str, files: FileSystem) -> dict[str, Any]:
@@ -232,7 +246,7 @@ def _describe(path: str, files: FileSystem) -> dict[str, Any]:
     return {span.name: FileTensor(path, span.name, DTYPES[span.dtype], span.shape, version) for span in spans}
 
 
-def _from_index(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
+def _from_index(path: str, files: FileSystem, take: Take) -> Found:
     with HashedReader(_followed(path, files), files) as reader:
         weight_map = parse_index(reader.read_json(), repr(path))
     directory = files.split(path)[0]
@@ -250,14 +264,16 @@ def _from_index(path: str, files: FileSystem, take: Take) -> dict[str, Any]:
             with HashedReader(real, files) as reader:
                 _check_names(path, file, {span.name for span in read_header(reader)}, set(weight_map[file]))
     tensors: dict[str, Any] = {}
+    frozen: Json = None
     for file, real in parts.items():
         if file.endswith(TENSORS):
             tensors.update(take(real, files))
+            frozen = _left_out(real, files)  # the same in each
         else:
             found = _kept(read_torch_weights(real, files).tensors, take)
             _check_names(path, file, set(found), set(weight_map[file]))
             tensors.update(found)
-    return tensors
+    return Found(tensors, frozen=frozen)
 
 
 def _check_names(index: str, file: str, found: set[str], told: set[str]) -> None:

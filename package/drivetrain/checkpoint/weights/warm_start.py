@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.dtypes import check_range
 from drivetrain.checkpoint.weights.frozen import check_same, fingerprints
-from drivetrain.checkpoint.weights.load import describe_weights, find_weights
+from drivetrain.checkpoint.weights.load import Found, describe_weights, find_weights
 from drivetrain.checkpoint.weights.module_state import (
     clean_name,
     full_state,
@@ -104,7 +104,7 @@ class LoadReport:
 
 def load_weights_into(
     module: nn.Module,
-    source: WeightSource,
+    source: WeightSource | Found,
     *,
     strict: bool = True,
     rename: Rename | None = None,
@@ -120,9 +120,9 @@ def load_weights_into(
     Args:
         module: The module to fill; its parameters stay the same objects.
         source: A path for `checkpoint.load_weights` (a file, a folder, a checkpoint, a run; Lightning's and
-            Composer's files too), the result of `read_torch_weights`, or tensors by name.
+            Composer's files too), the result of `read_torch_weights` or `find_weights`, or tensors by name.
         strict: Whether everything must fit. If not, the fitting tensors are loaded; the report has the rest.
-            Frozen parameters that a checkpoint leaves out must be the same in the module; in another dtype
+            Frozen parameters that the source leaves out must be the same in the module; in another dtype
             only their shapes are compared.
         rename: The rule from source names to module names: a mapping of regular expressions to replacements,
             as for `re.sub`, each applied to the result of those before it; or a function. None instead of a
@@ -176,11 +176,13 @@ def _refusal(
     )
 
 
-def _read(source: WeightSource, later: bool) -> tuple[str, Mapping[str, Any], str, Json]:
+def _read(source: WeightSource | Found, later: bool) -> tuple[str, Mapping[str, Any], str, Json]:
     """Return the source's name for messages, its tensors, a note on them, and the frozen ones left out."""
     if isinstance(source, (str, os.PathLike)):
         found = describe_weights(source) if later else find_weights(source, mapped=True)
-        return repr(os.fspath(source)), *found
+        return repr(os.fspath(source)), *found[:3]
+    if isinstance(source, Found):
+        return repr(source.path), *source[:3]
     if isinstance(source, TorchWeights):
         return repr(source.path), source.tensors, source.note, None
     if not isinstance(source, Mapping):

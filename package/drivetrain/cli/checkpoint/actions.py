@@ -24,7 +24,7 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import WeightFiles
-from drivetrain.checkpoint.weights.frozen import FROZEN
+from drivetrain.checkpoint.weights.frozen import frozen_of
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
 from drivetrain.checkpoint.weights.torch_files import PICKLES
 from drivetrain.cli.checkpoint.output import (
@@ -126,12 +126,12 @@ def _export(parsed: argparse.Namespace) -> int:
     weights = reader.snapshot(("model",), None).tensors["model"]
     if not weights:
         raise CheckpointError(f"{reader.path!r} holds no weights")
+    frozen = frozen_of(reader)
     if parsed.format == "torch":
         written = [_write_torch(weights, parsed.output, parsed.dtype)]
     else:
         size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}
-        written = export_weights(weights, parsed.output, dtype=parsed.dtype, **size)
-    frozen = reader.object(FROZEN) if FROZEN in reader.manifest.objects() else None
+        written = export_weights(weights, parsed.output, dtype=parsed.dtype, frozen=frozen, **size)
     left_out = len(frozen) if isinstance(frozen, dict) else 0
     found = {"checkpoint": reader.path, "tensors": len(weights), "files": written}
     text = f"not in there: {left_out} frozen parameters, which the checkpoint leaves out"

@@ -16,6 +16,7 @@ from drivetrain.checkpoint.saving.reading import Reader, open_checkpoint
 from drivetrain.checkpoint.saving.run_directory import CHECKPOINTS
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import MODEL
+from drivetrain.checkpoint.weights.frozen import frozen_of
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import read_json
 from drivetrain.integrations.hub.card import CardData, model_card
@@ -58,7 +59,7 @@ def write_model(folder: Path, checkpoint: str, run_dir: Path | None) -> None:
     else:
         copy_assets(checkpoint, folder)
         weights = reader.snapshot(("model",), None).tensors["model"]
-        export_weights(weights, str(folder / MODEL), max_shard_size=_SHARD)
+        export_weights(weights, str(folder / MODEL), max_shard_size=_SHARD, frozen=frozen_of(reader))
     for path, name in _event_files(run_dir):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)  # a copy: the run may be appending to it

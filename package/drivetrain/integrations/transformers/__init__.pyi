@@ -4,6 +4,7 @@ from drivetrain.integrations.transformers.arguments import ReportLine as ReportL
 from drivetrain.integrations.transformers.arguments import from_training_arguments as from_training_arguments
 from drivetrain.integrations.transformers.callbacks import CallbackAdapter as CallbackAdapter
 from drivetrain.integrations.transformers.export import export_pretrained as export_pretrained
+from drivetrain.integrations.transformers.export import merged_weights as merged_weights
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer as TransformersOptimizer
 from drivetrain.integrations.transformers.script.last_checkpoint import (
     get_last_checkpoint as get_last_checkpoint,

@@ -23,11 +23,12 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import cast, floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import MODEL
-from drivetrain.checkpoint.weights.frozen import FROZEN
+from drivetrain.checkpoint.weights.frozen import FROZEN, fingerprints, frozen_of
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource, spec_of
-from drivetrain.checkpoint.weights.module_state import elements, module_state
+from drivetrain.checkpoint.weights.module_state import clean_name, elements, module_state
 from drivetrain.checkpoint.weights.rename import renamed
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError, MissingDependencyError
+from drivetrain.core.registry import is_installed
 from drivetrain.distributed.processes import rank
 from drivetrain.integrations.transformers.pretrained import (
     CONFIG,
@@ -95,6 +96,33 @@ def export_pretrained(
     return _export_checkpoint(path, target, options)
 
 
+def merged_weights(task: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a task with the adapters of each `PeftModel` in it added to their base.
+
+    The names are those of the task without PEFT: `export_weights(merged_weights(task), path)` writes a file
+    for a task that has no adapters. The task stays as it is; its bases are in memory twice meanwhile.
+
+    Args:
+        task: A task with a `PeftModel` anywhere in it, such as from `from_checkpoint`, which checks the base.
+
+    Raises:
+        MissingDependencyError: peft is not installed.
+        ConfigError: There is no `PeftModel`, its adapters cannot be added to weights, or the weights are
+            sharded or quantised.
+    """
+    if not is_installed("peft"):
+        raise MissingDependencyError("peft", "transformers", "merged_weights")
+    from peft import PeftModel
+
+    weights = module_state(task)[0]
+    found = [(name, each) for name, each in task.named_modules() if isinstance(each, PeftModel)]
+    for name, each in found or [("", task)]:
+        prefix = f"{clean_name(name)}." if name else ""
+        merged = {f"{prefix}{key}": value for key, value in module_state(_merged(each))[0].items()}
+        weights = {key: value for key, value in weights.items() if not key.startswith(prefix)} | merged
+    return weights
+
+
 def replace_pretrained(task: TransformersTask, folder: str | os.PathLike[str]) -> list[str]:
     """Write a task's model as `export_pretrained` does, over any files of the same names."""
     return _export_task(task, os.fspath(folder), {"owned": True})
@@ -121,15 +149,16 @@ def _export_task(
     if is_main:
         files = make_assets((what, checked_assets(assets, what)))
     lazy = LazyTensors(weights, None, f"the weights for {folder!r}")
-    return write_pretrained(model, lazy, folder, files=files, write=is_main, **options)
+    frozen = fingerprints(task, info_of(task).left_out)
+    return write_pretrained(model, lazy, folder, files=files, write=is_main, frozen=frozen, **options)
 
 
 def _merged(model: Any) -> Any:
     """Return a copy of a `PeftModel`'s base with its adapters added."""
     if base_of(model) is model:
         raise ConfigError(
-            "merge=True adds the adapters of a PeftModel to its base, and the model is a"
-            f" {type(model).__name__}. Leave merge out"
+            "a merge adds the adapters of a PeftModel to its base, and this is a"
+            f" {type(model).__name__}. Export its weights as they are"
         )
     tensor = next(
         (each for each in model.parameters() if is_traceable_wrapper_subclass(each) or is_sharded(each)), None
@@ -137,8 +166,13 @@ def _merged(model: Any) -> Any:
     if tensor is not None:
         what = "sharded" if is_sharded(tensor) else f"quantised ({type(tensor.data).__name__})"
         raise ConfigError(
-            f"merge=True adds adapters to whole weights, and these are {what}. Load the base in plain"
-            " weights, TransformersTask.from_checkpoint(path, model=...), and export that"
+            f"a merge adds adapters to whole weights, and these are {what}. Make the task with the base in"
+            " plain weights, such as by from_checkpoint(path, model=...), and export that"
+        )
+    if not hasattr(model, "merge_and_unload"):
+        kind = getattr(model.active_peft_config.peft_type, "value", "")
+        raise ConfigError(
+            f"adapters of PEFT's type {kind} are not added to weights. Export the adapter alone"
         )
     return copy.deepcopy(model).merge_and_unload()
 
@@ -158,7 +192,7 @@ def _export_checkpoint(path: str, folder: str, options: Mapping[str, Any]) -> li
         _load_prompts(model, tensors)
     # A checkpoint from before assets has none.
     files = {name: reader.asset(name) for name in reader.assets} or None
-    return write_pretrained(model, tensors, folder, files=files, **options)
+    return write_pretrained(model, tensors, folder, files=files, frozen=frozen_of(reader), **options)
 
 
 def _export_renamed(

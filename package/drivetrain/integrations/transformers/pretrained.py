@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format.records import TENSORS
@@ -21,9 +21,13 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.export import export_weights
 from drivetrain.checkpoint.weights.files import INDEX, MODEL
-from drivetrain.checkpoint.weights.lazy_tensors import TensorSource
+from drivetrain.checkpoint.weights.frozen import fingerprints
+from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource
+from drivetrain.checkpoint.weights.load import Found, find_weights
+from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.messages import logger
+from drivetrain.core.types import Json
 from drivetrain.integrations.transformers.saved_tensors import AdapterTensors, SavedTensors
 from drivetrain.integrations.transformers.stored_model import base_of, is_pretrained
 
@@ -110,6 +114,7 @@ def write_pretrained(
     max_shard_size: int | str = SHARD,
     write: bool = True,
     owned: bool = False,
+    frozen: Json = None,
 ) -> list[str]:
     """Write a model's weights, its configuration and its processor; of a `PeftModel`, its adapters alone.
 
@@ -123,6 +128,7 @@ def write_pretrained(
         max_shard_size: The most bytes of tensors in a file; an adapter is always one file.
         write: Whether this process writes.
         owned: Whether files of the same names are replaced in any case.
+        frozen: The fingerprints of an adapter's base, by name in the task.
 
     Returns:
         The paths of the files with weights.
@@ -148,9 +154,10 @@ def write_pretrained(
         stored: set[str] = set()
         for name in model.peft_config:
             adapter = AdapterTensors(model, tensors, name, _has_embeddings(model, name), final)
-            stored |= adapter.sources
+            stored |= {*adapter.origins.values()}
             path = disk.join(_adapter_folder(target, name, disk.join), ADAPTER)
-            written += export_weights(adapter, path, max_shard_size=_WHOLE, write=write, overwrite=owned)
+            how: dict[str, Any] = {"write": write, "overwrite": owned, "frozen": frozen}
+            written += export_weights(adapter, path, max_shard_size=_WHOLE, **how)
         _warn_of_others(model, stored)
     if write:
         if files is None:
@@ -164,6 +171,31 @@ def write_pretrained(
                 _check_free(disk, disk.join(target, name), content)
         write_assets(target, wanted)
     return written
+
+
+def is_adapter(source: Any) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether a source of weights is a folder of PEFT with an adapter."""
+    return isinstance(source, (str, os.PathLike)) and os.path.isfile(os.path.join(source, ADAPTER))
+
+
+def adapter_weights(task: nn.Module, model: Any, folder: str | os.PathLike[str]) -> Found:
+    """Return the weights in a folder of PEFT for the active adapter of a task's `PeftModel`.
+
+    All other tensors of the task are those that the folder leaves out. The fingerprints of the base are those
+    of the export, if drivetrain has written the folder.
+    """
+    found = find_weights(os.path.join(folder, ADAPTER))
+    own = LazyTensors(module_state(model)[0], None, "the adapter's weights")
+    name = model.active_adapter
+    origins = AdapterTensors(model, own, name, _has_embeddings(model, name), None).origins
+    tensors = {
+        f"{IN_TASK}{origins[each]}" if each in origins else each: t for each, t in found.tensors.items()
+    }
+    left_out = fingerprints(
+        task, {*module_state(task)[0]} - {f"{IN_TASK}{each}" for each in origins.values()}
+    )
+    stored = found.frozen if isinstance(found.frozen, dict) else {}
+    return Found(tensors, frozen={**left_out, **stored}, path=os.fspath(folder))
 
 
 def _check_free(disk: FileSystem, path: str, content: bytes) -> None:

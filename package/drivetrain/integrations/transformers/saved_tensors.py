@@ -104,6 +104,9 @@ class AdapterTensors(TensorSource):
         embeddings: Whether the embeddings belong to it.
         dtype: The dtype for floating-point tensors; None keeps each.
 
+    Attributes:
+        origins: The names of the model's tensors by PEFT's; without those that PEFT computes.
+
     Raises:
         CheckpointError: PEFT computes a tensor from others.
     """
@@ -126,24 +129,19 @@ class AdapterTensors(TensorSource):
                     f"PEFT computes {name!r} of the adapter {adapter!r} from other weights, which are not in"
                     " memory. Call model.save_pretrained(folder) of the trained PeftModel"
                 )
-        self._origins = {name: names[id(each)] for name, each in found.items() if id(each) in names}
+        self.origins = {name: names[id(each)] for name, each in found.items() if id(each) in names}
         self.specs = {name: spec_of(each.shape, _final(each, dtype)) for name, each in found.items()}
-
-    @property
-    def sources(self) -> set[str]:
-        """The names of the model's tensors that the adapter consists of."""
-        return set(self._origins.values())
 
     def materialize(self, name: str) -> Tensor:
         """Return a tensor of the adapter."""
-        origin = self._origins.get(name)
+        origin = self.origins.get(name)
         tensor = self._computed[name].detach() if origin is None else self._tensors.materialize(origin)
         dtype = self.specs[name].dtype
         return cast(tensor, dtype, repr(name)) if tensor.is_floating_point() else tensor
 
     def gather_rest(self, order: Iterable[str]) -> None:
         """Join the gathers of the adapter's tensors."""
-        self._tensors.gather_rest([self._origins[name] for name in order if name in self._origins])
+        self._tensors.gather_rest([self.origins[name] for name in order if name in self.origins])
 
 
 def _final(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -19,11 +19,11 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.rename import Rename
-from drivetrain.checkpoint.weights.warm_start import LoadReport, WeightSource
+from drivetrain.checkpoint.weights.warm_start import LoadReport, WeightSource, load_weights_into
 from drivetrain.core.devices import has_values
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
-from drivetrain.core.types import Batch, EvaluationReader, StepOutput
+from drivetrain.core.types import Batch, EvaluationReader, Json, StepOutput
 from drivetrain.core.validation import count, number, one_of
 from drivetrain.distributed.processes import rank
 from drivetrain.integrations.transformers.batch.collating import Collation, default_collate
@@ -53,6 +53,8 @@ from drivetrain.integrations.transformers.optimizers import TransformersOptimize
 from drivetrain.integrations.transformers.pretrained import (
     IN_TASK,
     PRETRAINED,
+    adapter_weights,
+    is_adapter,
     model_assets,
     of_model,
     write_pretrained,
@@ -465,8 +467,13 @@ class TransformersTask(TaskModule):
     ) -> LoadReport:
         """Copy weights into the model; the names may be those of a folder of `from_pretrained` too.
 
+        A folder of PEFT with an adapter is loaded into a `PeftModel` with such an adapter. If drivetrain has
+        exported it, its base must be that of the export.
+
         See `TaskModule.load_weights` for arguments, the report and errors.
         """
+        if rename is None and base_of(self.model) is not self.model and is_adapter(source):
+            return load_weights_into(self, adapter_weights(self, self.model, source), strict=strict)
         if rename is None and is_folder(source):
             rename = renamed_to(self.model, IN_TASK)
         return super().load_weights(source, strict=strict, rename=rename)
@@ -501,12 +508,17 @@ class TransformersTask(TaskModule):
         return [clean_name(n) for n, each in named if not (each.requires_grad or ".original_module." in n)]
 
     def _save_finished(
-        self, root: str, weights: Mapping[str, Tensor], assets: Mapping[str, bytes], write: bool
+        self,
+        root: str,
+        weights: Mapping[str, Tensor],
+        assets: Mapping[str, bytes],
+        write: bool,
+        frozen: Json,
     ) -> str:
         """Write the folder `pretrained`, which `from_pretrained` loads."""
         folder = file_system(root).join(root, PRETRAINED)
         tensors = LazyTensors(of_model(weights, type(self).__name__), None, f"the weights for {folder!r}")
-        write_pretrained(self.model, tensors, folder, files=assets, write=write)
+        write_pretrained(self.model, tensors, folder, files=assets, write=write, frozen=frozen)
         return folder
 
     @classmethod
