@@ -10,9 +10,12 @@ from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import quiet
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import ConfigError, FSDPConfig, LambdaCallback, StrategyError, TaskModule, Throughput
+from drivetrain.losses import cross_entropy
 from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.fsdp.tensor_parallel import parallel_modules
@@ -21,7 +24,7 @@ from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.task import StepModule
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.strategies.check import CHECKS, check_strategy
-from drivetrain.testing.strategies.tasks import Tokens
+from drivetrain.testing.strategies.tasks import PADDING, Sequences, Tokens
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -150,6 +153,96 @@ def differing(**options: Any) -> str:  # from one process, after an epoch
 def test_transformer_is_split_by_heads_and_columns_and_over_the_sequence() -> None:
     # Dropout draws the same in all of a tensor group.
     assert on_two_ranks(lambda: [differing(sequence=True), differing(dropout=0.5)]) == [["", ""]] * 2
+
+
+class Words(Transformer):
+    """Its loss is over the parts of a split vocabulary, on sequences of different lengths."""
+
+    def __init__(self, words: int = 16, tied: bool = False, sequence: bool = False) -> None:
+        super().__init__(sequence=sequence)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.embedding, self.head = nn.Embedding(words, 8), nn.Linear(8, words, bias=not tied)
+        self.norm, self.tied = nn.LayerNorm(8), tied
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embedding(batch["tokens"][:, :-1].clamp_min(0))
+        for block in self.blocks:
+            x = block(x)
+        return cross_entropy(self.norm(x), self.head, batch["tokens"][:, 1:], ignore_index=PADDING)
+
+    def loss_weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return (batch["tokens"][:, 1:] != PADDING).sum()
+
+    def planned(self) -> Mapping[str, Any]:
+        from torch.distributed.tensor import Replicate, Shard
+
+        layouts: Any = {"output_layouts": Shard(1) if self.sequence else Replicate()}
+        by_words = style("RowwiseParallel", input_layouts=Replicate(), **layouts)
+        more = {"norm": style("SequenceParallel")} if self.sequence else {}
+        return {**super().planned(), "embedding": by_words, "head": style("ColwiseParallel"), **more}
+
+
+class Exchanged(TorchDispatchMode):
+    """What goes between ranks: the names of the operations, and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.names.add(func.__name__)
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            self.bytes += sum(each.nbytes for each in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def words_differ(precision: str = "32", accumulation: int = 1, count: int = 22, **options: Any) -> float:
+    strategy, samples = split(torch.distributed.get_world_size()), Sequences(count)
+    data = DataLoader(samples, batch_size=4 // strategy.data_size // accumulation)
+    more: dict[str, Any] = {"precision": precision, "max_grad_norm": 0.3}
+    found = fitted(Words(**options), strategy, data, gradient_accumulation_steps=accumulation, **more)
+    alone = fitted(Words(**options), SingleDevice("cpu"), DataLoader(samples, batch_size=4), **more)
+    return max((found[name] - alone[name]).abs().max().item() for name in alone)
+
+
+def exchanged(words: int) -> tuple[bool, int]:  # whether a step gathers anything, and its bytes
+    counts = Exchanged()
+    around: dict[str, Any] = {
+        "on_step_start": lambda run: counts.__enter__(),
+        "on_step_end": lambda run: counts.__exit__(None, None, None),
+    }
+    data = DataLoader(Sequences(4), batch_size=4)
+    fitted(Words(words, tied=True), split(2, gather_at_end=False), data, callbacks=[LambdaCallback(**around)])
+    return any("gather" in each for each in counts.names), counts.bytes
+
+
+def test_loss_over_a_split_vocabulary_gathers_neither_logits_nor_the_head() -> None:
+    (equal, few, many), other = on_two_ranks(
+        lambda: (words_differ(tied=True, count=8) < 1e-6, exchanged(16), exchanged(64))
+    )
+    assert other == (equal, few, many)
+    assert equal
+    assert few == many  # so nothing that is exchanged has a row for each word
+    assert few[1]
+    assert not few[0]
+
+
+@pytest.mark.nightly
+def test_loss_over_a_split_vocabulary_is_that_of_one_process_on_four_processes() -> None:
+    def on_rank() -> list[float]:
+        options: tuple[dict[str, Any], ...] = (
+            {"tied": True}, {"accumulation": 2}, {"sequence": True}, {"tied": True, "sequence": True}
+        )  # fmt: skip
+        return [words_differ(**each) for each in options] + [words_differ("bf16-mixed")]
+
+    for found in run_distributed(on_rank, world_size=4):
+        assert max(found[:-1]) < 1e-6
+        assert found[-1] < 0.05
 
 
 def held() -> tuple[list[int], list[int]]:
