@@ -72,6 +72,8 @@ def test_the_loss_and_its_gradients_are_those_of_torch(options: dict[str, Any], 
         assert_equal(gradients(ours, *given, chunk=chunk, ignore_index=7, **options), wanted)
     with torch.no_grad():
         assert ours(*given, ignore_index=7, **options) == pytest.approx(wanted[0].item() / 3, rel=1e-6)
+    wide = given[0].double(), given[1].detach().double().requires_grad_(), given[2]
+    assert_equal(gradients(ours, *wide, **options), gradients(plain, *wide, **options), most=1e-13)
 
 
 def test_autocast_recomputation_and_a_tied_embedding_change_no_number() -> None:
@@ -105,9 +107,10 @@ def test_there_are_never_all_logits() -> None:
     assert largest.most <= max(hidden.numel(), targets.numel() * WORDS // 4)
 
 
-def test_a_mean_over_nothing_is_nan_and_has_no_gradient() -> None:
+@pytest.mark.parametrize("rows", [3, 0])
+def test_a_mean_over_nothing_is_nan_and_has_no_gradient(rows: int) -> None:
     head, hidden, targets = made()
-    loss, *found = gradients(ours, head, hidden, torch.full_like(targets, -100))
+    loss, *found = gradients(ours, head, hidden[:rows], torch.full_like(targets[:rows], -100))
     assert loss.isnan()
     assert not any(each.any() for each in found)
 
@@ -140,13 +143,19 @@ def test_refusals_of_cross_entropy() -> None:
     def given(head: Any = head, hidden: Tensor = hidden, targets: Tensor = targets, **options: Any) -> Any:
         return lambda: cross_entropy(hidden, head, targets, **options)
 
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
     cases: dict[str, tuple[Any, ...]] = {
+        "a second derivative": (lambda: given()().backward(create_graph=True), "second derivative"),
+        "a forward of its own": (given(Doubled(WIDTH, WORDS)), "Doubled", "forward of its own"),
         "chunk": (given(chunk=0), "chunk=", "at least 1, not 0"),
         "z_loss": (given(z_loss=-1.0), "z_loss=", "at least 0"),
         "soft_cap": (given(soft_cap=0.0), "soft_cap=", "above 0"),
         "label_smoothing": (given(label_smoothing=1.5), "label_smoothing=", "at most 1"),
-        "a sequence as head": (given(nn.Sequential(head)), "head=", "nn.Linear", "a Sequential"),
-        "a weight as head": (given(head.weight), "head=", "a Parameter"),
+        "a sequence as head": (given(nn.Sequential(head)), "head=", "nn.Linear", "container.Sequential"),
+        "a weight as head": (given(head.weight), "head=", "Parameter"),
         "hidden": (given(hidden=hidden[..., 1:]), "(3, 11, 15)", "(36, 16)", "(words, features)"),
         "fewer targets": (given(targets=targets[1:]), "(2, 11)", "do not fit"),
         "probabilities": (given(targets=targets.float()), "targets=", "int64, not torch.float32"),

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.autograd.function import once_differentiable
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import count, number
@@ -53,8 +52,8 @@ def cross_entropy(
         A scalar, the mean over the targets that count; NaN if there are none.
 
     Raises:
-        ConfigError: An option is out of its range, the head is of another kind or split over its features, or
-            shapes do not fit.
+        ConfigError: An option is out of its range, the head is of another kind, has its own forward or is
+            split over its features, shapes do not fit, or a second derivative is asked for.
     """
     chunk = count("cross_entropy(chunk=...)", chunk, at_least=1)
     number("cross_entropy(z_loss=...)", z_loss, at_least=0)
@@ -64,7 +63,13 @@ def cross_entropy(
     if not isinstance(head, (nn.Linear, nn.Embedding)):
         raise ConfigError(
             "cross_entropy(head=...) must be an nn.Linear or an nn.Embedding, whose weight it reads, not a"
-            f" {type(head).__name__}"
+            f" {type(head).__module__}.{type(head).__qualname__}"
+        )
+    if isinstance(head, nn.Linear) and type(head).forward is not nn.Linear.forward:
+        raise ConfigError(
+            f"cross_entropy(head=...) reads the head's weight and does not call its forward, and a"
+            f" {type(head).__module__}.{type(head).__qualname__} has a forward of its own. Leave the head out"
+            " of what has replaced it, or use torch.nn.functional.cross_entropy(head(hidden), ...)"
         )
     sharded: Any = head if hasattr(head, "unshard") else None
     if sharded is not None:
@@ -80,7 +85,7 @@ def cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     flat, wanted = hidden.flatten(0, -2), targets.flatten()
-    rows = min(chunk, -(-len(flat) // _PARTS))
+    rows = max(1, min(chunk, -(-len(flat) // _PARTS)))
     needs = [
         torch.is_grad_enabled() and each is not None and each.requires_grad for each in (flat, weight, bias)
     ]
@@ -190,8 +195,12 @@ class _HeadLoss(torch.autograd.Function):
         return total.where(counted.any(), torch.nan)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "cross_entropy has no second derivative, which create_graph=True asks for. Use"
+                " torch.nn.functional.cross_entropy"
+            )
         (given,), (of_inputs, of_head) = gradients, ctx.dtypes
         found = zip(ctx.saved_tensors, (of_inputs, of_head, of_head), strict=True)
         return *(None if each is None else (each * given).to(dtype) for each, dtype in found), None, None
@@ -227,6 +236,6 @@ def _part(
     gradient = powers.mul_(((1 + 2 * options.z_loss * level) / total)[:, None])
     if smoothing:
         gradient -= smoothing / options.words
-    gradient.scatter_add_(1, place, (is_here * (smoothing - 1.0))[:, None].to(gradient.dtype))
+    gradient.scatter_add_(1, place, (is_here.to(gradient.dtype) * (smoothing - 1.0))[:, None])
     gradient *= share[:, None]
     return loss, gradient if slope is None else gradient.mul_(slope)
