@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drivetrain.data import MicroBatch, to_host
@@ -17,6 +16,7 @@ from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.metrics.means import Row
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.zero_gradients import zero_gradients
 from drivetrain.task.output import no_loss, read_output
 
 
@@ -108,40 +108,3 @@ class Placeholders:
             yield
         finally:
             self._buffers.put_back(hide_from_autograd=True)  # a placeholder's graph has no effect
-
-
-@contextmanager
-def zero_gradients(*losses: Tensor, but: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Run the block with all gradients of losses zero in backward, even if a loss or a derivative is NaN.
-
-    A weight of zero does not suffice: zero times the infinite derivative of 0 / 0 is NaN. Each node of the
-    graph gets zeros instead. This works even if gradients bypass the parameters' hooks, as with FSDP.
-
-    Args:
-        but: Losses that keep their gradients, in what they share with the others too.
-    """
-    kept = _graph(but)
-    nodes = [each for each in _graph(losses) if each not in kept]
-    handles = [node.register_prehook(_zeros) for node in nodes]
-    if kept:  # from zeros a node may make NaN, for one that is shared
-        handles += [node.register_hook(lambda given, _: _zeros(given)) for node in nodes]
-    try:
-        yield
-    finally:
-        for each in handles:
-            each.remove()
-
-
-def _graph(losses: Sequence[Tensor]) -> dict[torch.autograd.graph.Node, None]:
-    """Return the nodes of the losses' graph."""
-    waiting, nodes = [each.grad_fn for each in losses], dict[torch.autograd.graph.Node, None]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes[node] = None
-            waiting += [following for following, _ in node.next_functions]
-    return nodes
-
-
-def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)

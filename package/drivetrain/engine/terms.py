@@ -16,8 +16,9 @@ from drivetrain.data import MicroBatch
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.engine.context import StepContext
 from drivetrain.engine.metrics.means import Row
-from drivetrain.engine.placeholder import has_zero_weight, zero_gradients
+from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.engine.weighting import Weighted
+from drivetrain.strategies.zero_gradients import zero_gradients
 from drivetrain.task.output import StepValues, no_loss, read_output, wide_dtype
 from drivetrain.task.without_trace import without_trace
 

@@ -18,8 +18,9 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.data import GlobalCounts, MicroBatch
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine.metrics.means import MetricBuffer, Row
-from drivetrain.engine.placeholder import Placeholders, has_zero_weight, zero_gradients
+from drivetrain.engine.placeholder import Placeholders, has_zero_weight
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.zero_gradients import zero_gradients
 
 Weighted = list[tuple[MicroBatch, float | Tensor | None]]
 """Micro-batches with their factors; None means 1."""

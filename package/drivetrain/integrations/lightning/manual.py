@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.engine.placeholder import zero_gradients
 from drivetrain.integrations.lightning.optimizers import OptimizerView
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.run.run import Run
+from drivetrain.strategies.zero_gradients import zero_gradients
 
 _SERVED = ("single", "ddp")
 
