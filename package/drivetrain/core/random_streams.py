@@ -136,13 +136,17 @@ class Streams:
         seed: The run's seed.
         rank: This process's rank; ranks draw different numbers.
         device: The model's device; its generator is seeded with the host's.
+        drawing: The number of the stream of steps and evaluations, if it is not the rank.
     """
 
-    def __init__(self, seed: int, rank: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, seed: int, rank: int = 0, device: torch.device | None = None, drawing: int | None = None
+    ) -> None:
         self.seed = seed
         self.rank = rank
-        self._steps = mix(STEPS, seed, rank)
-        self._evaluations = mix(EVALUATION, seed, rank)
+        drawing = rank if drawing is None else drawing
+        self._steps = mix(STEPS, seed, drawing)
+        self._evaluations = mix(EVALUATION, seed, drawing)
         self._seed_host = torch.default_generator.manual_seed
         self._device = device_generators(device) if device else ()
 

@@ -110,6 +110,6 @@ def _check_part(name: str, found: Sequence[Evidence | None], rank: int, copies: 
     if first < rank and not matches(one, other):
         raise DataError(
             f"rank {rank} was given another part of the {name} data than rank {first}, but"
-            f" {copies} neighbouring ranks work on the same batches with tensor_parallel={copies}. Divide the"
-            f" data by drivetrain.rank() // {copies} of drivetrain.world_size() // {copies}"
+            f" {copies} neighbouring ranks work on the same batches, by tensor_parallel or context_parallel."
+            f" Divide the data by drivetrain.rank() // {copies} of drivetrain.world_size() // {copies}"
         )

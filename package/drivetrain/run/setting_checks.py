@@ -232,6 +232,11 @@ def check_skipping(asked: str, strategy: Strategy) -> None:
     check_supported(strategy, "skipping", asked, "Use on_nonfinite='stop', or strategy 'ddp' or 'fsdp'")
 
 
+def check_outputs(strategy: Strategy, what: str) -> None:
+    instead = "Return numbers from the steps, which are joined, or load the checkpoint under another strategy"
+    check_supported(strategy, "outputs", what, instead)
+
+
 def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
     if spec is None:
         return

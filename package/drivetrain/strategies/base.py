@@ -40,6 +40,7 @@ MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
 REFUSED: Mapping[str, str] = {
     "exactness": "",
     "generators": "",
+    "outputs": "",
     "compile": "",
     "local_parts": "",
     "averages": "",
@@ -54,6 +55,7 @@ REFUSED: Mapping[str, str] = {
 - exactness: The numbers are those of one process on the whole batch. The conformance suite prints the reason
   of a strategy that refuses this, and leaves out these comparisons.
 - generators: Steps with several optimizers.
+- outputs: The outputs of a step are those of whole samples, for metrics and predictions.
 - compile: Compiled models.
 - local_parts: `Strategy.local_part` tells which part of a tensor this process has.
 - averages: An average may take the place of the weights between steps.
@@ -257,6 +259,11 @@ class Strategy(ABC):
     def data_ranks(self) -> Ranks:
         """The processes that the data is divided among: one for each data shard."""
         return self.ranks
+
+    @property
+    def stream_rank(self) -> int:
+        """The number of this process's random stream in a step; processes with the same one draw the same."""
+        return self.data_rank
 
     @abstractmethod
     def supports(self, precision: Precision) -> Support:

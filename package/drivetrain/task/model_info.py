@@ -27,6 +27,12 @@ class ModelInfo:
             `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of modules in the
             task. In a name, `*` matches any part between two dots: `"blocks.*.out"`. Or a function that
             returns the mapping; it is called when modules are split.
+        sequence_columns: For `FSDPConfig(context_parallel=2)`: the columns of a batch that have the sequence
+            in dimension 1, such as the tokens, their positions and the label of each position. A rank gets
+            its part of these, and the whole of all others.
+        attention_modules: For the same: the modules, named as in `parallel_plan`, whose forward is given
+            query, key and value, [batch, heads, positions, size], and returns such a tensor. In them a rank
+            has the whole sequence and a part of the heads.
         collate: Makes a batch from a list of samples, for data given as a dataset; None is torch's own
             collation. `Trainer(collate=...)` takes precedence. Worker processes get a copy of it, so it
             should not hold the task.
@@ -57,6 +63,8 @@ class ModelInfo:
 
     block_classes: Collection[str] = ()
     parallel_plan: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    sequence_columns: Collection[str] = ()
+    attention_modules: Collection[str] = ()
     collate: Callable[[list[Any]], Batch] | None = None
     assets: Assets = ()
     left_out: Collection[str] = ()

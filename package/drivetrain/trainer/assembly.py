@@ -51,7 +51,7 @@ from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
 from drivetrain.run.messages import is_probe
 from drivetrain.run.run import Run
-from drivetrain.run.setting_checks import checked_callbacks
+from drivetrain.run.setting_checks import check_outputs, checked_callbacks
 from drivetrain.run.settings import (
     RunSettings,
     check_strategy_settings,
@@ -437,6 +437,8 @@ def _validates_late(settings: RunSettings, length: RunLength) -> str | None:
 
 
 def _made_metrics(engine: Engine, declared: Mapping[str, Any]) -> DeclaredMetrics | None:
+    if declared:
+        check_outputs(engine.strategy, "metrics()")
     return DeclaredMetrics(declared, engine.device, engine.data_ranks) if declared else None
 
 

@@ -18,6 +18,7 @@ from drivetrain.data.sources import Source
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.epoch_metric import EpochMetric
 from drivetrain.run.hooks import HOOKS, is_used
+from drivetrain.run.setting_checks import check_outputs
 from drivetrain.run.settings import RunSettings, known_accumulation
 from drivetrain.task.model_info import info_of
 from drivetrain.task.task import TaskModule, measure_of
@@ -135,6 +136,9 @@ def evaluation_feeds(
     """
     if data is None:
         return []
+    in_order = stage == "predict" or reads_all(callbacks, declared)
+    if in_order or any((declared or {}).values()):
+        check_outputs(engine.strategy, "predict" if stage == "predict" else "metrics()")
     sources = evaluation_sources(
         data,
         stage,
@@ -143,7 +147,7 @@ def evaluation_feeds(
         num_workers=settings.num_workers,
         collate=settings.collate,
         task_collate=info_of(task).collate,
-        in_order=stage == "predict" or reads_all(callbacks, declared),
+        in_order=in_order,
         every_sample=True,
         pin_memory=pin_memory_for(engine.device),
         shard=engine.shard,

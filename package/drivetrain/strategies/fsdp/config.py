@@ -29,6 +29,8 @@ class FSDPConfig:
             processes of a machine.
         tensor_parallel: The number of neighbouring processes that split the modules of the task's
             `parallel_plan`; they get the same data. 1 ignores the plan.
+        context_parallel: The number of neighbouring processes that each run a part of a sample's sequence, as
+            the task's `ModelInfo(sequence_columns=..., attention_modules=...)` says. 1 ignores both.
         ignored: Names of parameters or modules, or globs on them (`*` crosses dots), that every process keeps
             whole; their gradients are averaged.
         broadcast_buffers: Copy rank 0's buffers, such as running means, to all ranks before each forward.
@@ -54,6 +56,7 @@ class FSDPConfig:
     wrap: Wrap = "auto"
     shard_size: int | None = None
     tensor_parallel: int = 1
+    context_parallel: int = 1
     ignored: tuple[str, ...] = ()
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
@@ -96,4 +99,5 @@ class FSDPConfig:
         )
         for name in ("forward_prefetch", "backward_prefetch"):
             count(f"FSDPConfig({name}=...)", getattr(self, name))
-        count("FSDPConfig(tensor_parallel=...)", self.tensor_parallel, at_least=1)
+        for name in ("tensor_parallel", "context_parallel"):
+            count(f"FSDPConfig({name}=...)", getattr(self, name), at_least=1)

@@ -36,6 +36,7 @@ from drivetrain.strategies.base import (
 )
 from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_gathering, check_values
 from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.fsdp.context_parallel import SCALARS_ONLY, ContextParallel, context_group
 from drivetrain.strategies.fsdp.memory import sharded_memory
 from drivetrain.strategies.fsdp.tensor_parallel import ParallelModule, TensorParallel, parallel_modules
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
@@ -72,7 +73,8 @@ class FSDP(Strategy):
         world_size: The number of processes.
 
     Raises:
-        StrategyError: `tensor_parallel` or `shard_size` does not divide the number of processes.
+        StrategyError: `tensor_parallel`, `context_parallel` or `shard_size` does not divide the number of
+            processes.
     """
 
     name = "fsdp"
@@ -100,9 +102,11 @@ class FSDP(Strategy):
         self._order: ShardOrder | None = None
         self._synchronized = True
         self._has_buffers = False
+        self._context_group: distributed.ProcessGroup | None = None
+        self._contexts: list[ContextParallel] = []
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
-        split, size = self.config.tensor_parallel, self.config.shard_size
+        split, size, parts = self.config.tensor_parallel, self.config.shard_size, self.config.context_parallel
         recomputation = ""
         if split > 1 or self.config.activation_checkpointing:
             recomputation = (
@@ -110,29 +114,43 @@ class FSDP(Strategy):
                 " FSDPConfig(activation_checkpointing=...)"
             )
         self.refusals = {"recomputation": recomputation}
-        if world_size % split:
+        if parts > 1:
+            self.refusals = {**self.refusals, "outputs": SCALARS_ONLY, "generators": SCALARS_ONLY}
+        if world_size % (split * parts):
+            sizes = {"tensor_parallel": split, "context_parallel": parts}
+            given = " times ".join(f"{name}={each}" for name, each in sizes.items() if each > 1)
             raise StrategyError(
-                f"tensor_parallel={split} does not divide {world_size} processes; make devices times"
-                " num_nodes a multiple of it"
+                f"{given} does not divide {world_size} processes; make devices times num_nodes a multiple of"
+                " it"
             )
-        if size is not None and self.data_size % size:
+        if size is not None and self._sharing % size:
             what = f"groups of {split} processes in tensor_parallel" if split > 1 else "processes"
-            raise StrategyError(f"shard_size={size} does not divide {self.data_size} {what}")
+            raise StrategyError(f"shard_size={size} does not divide {self._sharing} {what}")
 
     @property
     def data_rank(self) -> int:
-        """The number of this process's tensor group."""
-        return self.rank // self.config.tensor_parallel
+        """The number of this process's group of those that work on the same samples."""
+        return self.rank // (self.config.tensor_parallel * self.config.context_parallel)
 
     @property
     def data_size(self) -> int:
-        """The number of tensor groups."""
-        return self.world_size // self.config.tensor_parallel
+        """The number of these groups."""
+        return self.world_size // (self.config.tensor_parallel * self.config.context_parallel)
 
     @property
     def data_ranks(self) -> Ranks:
-        """The ranks of tensor groups."""
+        """The ranks of these groups."""
         return self._data_ranks
+
+    @property
+    def stream_rank(self) -> int:
+        """The number of this process's tensor group: the parts of a sequence draw different numbers."""
+        return self.rank // self.config.tensor_parallel
+
+    @property
+    def _sharing(self) -> int:
+        """The number of processes that the shards of a parameter, or of its part, are divided among."""
+        return self.world_size // self.config.tensor_parallel
 
     @classmethod
     def available(cls, hardware: Any) -> Support:
@@ -150,13 +168,20 @@ class FSDP(Strategy):
         """Join the process group."""
         forget_meshes()
         self._join(self.config.timeout)
-        self._data_ranks = self.ranks.grouped(self.config.tensor_parallel)
+        split, parts = self.config.tensor_parallel, self.config.context_parallel
+        self._data_ranks = self.ranks.grouped(split * parts)
+        if parts > 1:
+            self._context_group = context_group(self.world_size, parts, split)
 
     def teardown(self) -> None:
         """Leave the process group."""
         if self._order is not None:
             self._order.close()
-        self._sharded, self._order = [], None
+        for each in self._contexts:
+            each.remove()
+        if self._context_group is not None and distributed.is_initialized():
+            distributed.destroy_process_group(self._context_group)
+        self._sharded, self._order, self._contexts, self._context_group = [], None, [], None
         forget_meshes()  # otherwise a fork of this process would free their groups
         self._leave()
         self._data_ranks = ALONE
@@ -235,6 +260,8 @@ class FSDP(Strategy):
 
         config, task, mesh = self.config, module.task, self._mesh()
         names = [each for each in mesh.mesh_dim_names if each != "tensor"]
+        if self._context_group is not None:
+            self._contexts.append(ContextParallel(module, self._context_group))
         splitting = None
         if plan:
             splitting = TensorParallel(plan, mesh["tensor"])
@@ -314,7 +341,7 @@ class FSDP(Strategy):
 
     def _sizes(self, local_size: int | None = None) -> dict[str, int]:
         """Return the processes that hold the same shards, if there may be several, and those that shard."""
-        size, split = self.data_size, self.config.tensor_parallel
+        size, split = self._sharing, self.config.tensor_parallel
         if self.config.sharding == "no_shard":
             return {"replicate": size, "shard": 1}
         if self.config.sharding == "hybrid":

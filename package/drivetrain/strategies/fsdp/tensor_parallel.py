@@ -57,14 +57,28 @@ def parallel_modules(task: nn.Module) -> list[ParallelModule]:
                 f"{kind}: the parallel_plan has a {type(style).__name__} for {pattern!r}; it must be a style"
                 " of torch.distributed.tensor.parallel, such as ColwiseParallel()"
             )
-        names = [name for name in modules if _matches(name, pattern)]
-        if not names:
-            raise ConfigError(
-                f"{kind}: the parallel_plan names {pattern!r}, which is not a module of the task."
-                f" {nearest(pattern, filter(None, modules))}"
-            )
+        names = modules_named(task, pattern, "the parallel_plan")
         chosen += [ParallelModule(name, modules[name], style) for name in names]
     return chosen
+
+
+def modules_named(task: nn.Module, pattern: str, where: str) -> list[str]:
+    """Return the names of the modules that a pattern of a task's `model_info` matches.
+
+    Args:
+        where: What has the pattern, for the message.
+
+    Raises:
+        ConfigError: It matches none.
+    """
+    modules = dict(task.named_modules())
+    names = [name for name in modules if _matches(name, pattern)]
+    if not names:
+        raise ConfigError(
+            f"{type(task).__name__}: {where} names {pattern!r}, which is not a module of the task."
+            f" {nearest(pattern, filter(None, modules))}"
+        )
+    return names
 
 
 def _matches(name: str, pattern: str) -> bool:

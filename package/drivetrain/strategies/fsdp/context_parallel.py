@@ -1,0 +1,226 @@
+"""Context parallelism: each of several neighbouring processes runs a part of a sample's sequence.
+
+Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+Transformer Models", 2023 (https://arxiv.org/abs/2309.14509). An all-to-all before attention gives each
+process the whole sequence and a part of the heads; one after it does the reverse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.autograd.graph import Node
+
+from drivetrain.core.errors import ConfigError, DataError, StrategyError
+from drivetrain.core.types import StepOutput
+from drivetrain.strategies.fsdp.tensor_parallel import modules_named
+from drivetrain.strategies.zero_gradients import zero_nodes
+from drivetrain.task.assigned_loss import is_sum
+from drivetrain.task.model_info import info_of
+from drivetrain.task.output import read_output, wide_dtype
+from drivetrain.task.task import StepModule, TaskModule, assigned_loss, measure_of
+
+Group = distributed.ProcessGroup
+
+SCALARS_ONLY = "with context_parallel each process has the outputs for a part of a sequence"
+"""Why outputs are not available."""
+
+
+def context_group(world_size: int, parts: int, split: int) -> Group:
+    """Return this process's group of those that share a sample's sequence. All processes must call it.
+
+    Args:
+        parts: The number of processes of a group.
+        split: The number of neighbours that split modules. Of those, each is in another group.
+    """
+    ranks = torch.arange(world_size).view(-1, parts, split).mT.reshape(-1, parts)
+    mine: Group = distributed.new_subgroups_by_enumeration(ranks.tolist())[0]  # type: ignore[no-untyped-call]
+    return mine
+
+
+class ContextParallel:
+    """Splits the batches of a step module, joins what its steps return, and exchanges heads for positions.
+
+    It works by hooks, which `remove` removes.
+
+    Args:
+        module: The step module.
+        group: The processes that share a sample's sequence.
+
+    Raises:
+        ConfigError: The task does not say what to split, or its loss is a sum.
+    """
+
+    def __init__(self, module: StepModule, group: Group) -> None:
+        task, info = module.task, info_of(module.task)
+        self._kind = type(task).__name__
+        if not isinstance(task, TaskModule):
+            raise StrategyError(
+                f"context_parallel needs a TaskModule, whose steps return a loss, not a {self._kind}"
+            )
+        if not info.sequence_columns or not info.attention_modules:
+            raise ConfigError(
+                f"context_parallel needs to know what to split: define {self._kind}.model_info(), which"
+                " returns ModelInfo(sequence_columns=('tokens', ...),"
+                " attention_modules=('blocks.*.attention',)); or leave context_parallel at 1"
+            )
+        if is_sum(assigned_loss(task)):
+            raise ConfigError(
+                f"{self._kind}.loss is a sum, and context_parallel needs a mean: reduction='mean'"
+            )
+        self._columns, self._group = info.sequence_columns, group
+        self._size, self._rank = group.size(), group.rank()
+        self._weight = measure_of(task).weight
+        self._weight_of_whole: float | None = math.nan if self._weight is None else None
+        self._exchanges: list[Node | None] | None = None  # of a forward
+        self._zeros: list[Any] = []  # the hooks of the last backward
+        modules = dict(task.named_modules())
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(lambda _, given: self._split(*given)),
+            module.register_forward_hook(lambda _, given, output: self._join(given[0], output)),
+        ]
+        for pattern in info.attention_modules:
+            for name in modules_named(task, pattern, "ModelInfo(attention_modules=...)"):
+                self._add(name, modules[name])
+
+    def remove(self) -> None:
+        for each in (*self._handles, *self._zeros):
+            each.remove()
+        self._zeros = []
+
+    def _add(self, name: str, module: Any) -> None:
+        def before(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*(self._of_heads(name, each) for each in given[:3]), *given[3:])
+
+        def after(_: Any, given: tuple[Any, ...], output: Any) -> Tensor:
+            query = given[0]
+            if not isinstance(output, Tensor) or output.shape[:3] != query.shape[:3]:
+                shown = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise StrategyError(
+                    f"with context_parallel {name!r} must return a tensor [batch, heads, positions, size] as"
+                    f" its query is, {list(query.shape)}, not {shown}"
+                )
+            exchanged: Tensor = _Exchange.apply(output, 2, 1, self._group)  # type: ignore[no-untyped-call]
+            if self._exchanges is not None:  # and this is no forward that backward repeats
+                self._exchanges.append(exchanged.grad_fn)
+            return exchanged
+
+        self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _of_heads(self, name: str, given: Any) -> Tensor:
+        if not isinstance(given, Tensor) or given.ndim != 4 or given.shape[1] % self._size:
+            shown = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise StrategyError(
+                f"context_parallel={self._size} divides the heads of {name!r}: its first three arguments"
+                " must be query, key and value, [batch, heads, positions, size], each with a multiple of"
+                f" {self._size} heads, not {shown}"
+            )
+        exchanged: Tensor = _Exchange.apply(given, 1, 2, self._group)  # type: ignore[no-untyped-call]
+        return exchanged
+
+    def _split(self, batch: Any) -> tuple[dict[Any, Any]]:
+        """Return the batch with this process's part of each column that has the sequence."""
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                "context_parallel splits columns of a mapping, by the names in"
+                f" ModelInfo(sequence_columns=...); the batch is a {type(batch).__name__}"
+            )
+        if self._weight is not None and self._weight_of_whole is None:
+            self._weight_of_whole = float(self._weight(batch))
+        for each in self._zeros:
+            each.remove()
+        self._exchanges, self._zeros = [], []
+        return ({**batch, **{name: self._part(name, batch) for name in self._columns}},)
+
+    def _part(self, name: str, batch: Mapping[Any, Any]) -> Tensor:
+        column = batch.get(name)
+        if not isinstance(column, Tensor) or column.ndim < 2:
+            shown = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
+            raise DataError(
+                f"ModelInfo(sequence_columns=...) of {self._kind} names {name!r}, which must be a tensor"
+                f" [samples, positions, ...] in each batch, not {shown}. The batch has"
+                f" {', '.join(map(repr, batch))}"
+            )
+        if over := column.shape[1] % self._size:
+            raise DataError(
+                f"context_parallel={self._size} does not divide the {column.shape[1]} positions of"
+                f" {name!r}. Pad each batch to a multiple, here {column.shape[1] + self._size - over}"
+            )
+        return column.chunk(self._size, 1)[self._rank].contiguous()
+
+    def _join(self, part: Any, output: Any) -> Any:
+        """Return the means of a step's values over the parts, each with the weight of the part's loss."""
+        exchanges, self._exchanges = self._exchanges, None
+        try:
+            read: Any = read_output(output)
+        except ConfigError as error:
+            raise StrategyError(f"{SCALARS_ONLY}; a step must return numbers: {error}") from error
+        loss, names, values, _, media, terms = read
+        if terms:
+            raise StrategyError(f"context_parallel cannot join the terms {', '.join(terms)}: add them up")
+        if values is None:
+            return output
+        # Read, because a part without weight needs another backward; on an accelerator this waits for it.
+        weight = 1.0 if self._weight is None else float(self._weight(part))
+        sums = torch.zeros(1 + len(names), dtype=wide_dtype(values.device), device=values.device)
+        if weight:
+            sums[0], sums[1:] = weight, values * weight
+        distributed.all_reduce(sums, group=self._group)
+        if self._weight_of_whole is not None and not math.isnan(self._weight_of_whole):
+            self._check_weights(float(sums[0]))
+        joined = dict(zip(names, (sums[1:] / sums[0]).to(values.dtype), strict=True))
+        if loss is not None:
+            whole = joined.pop("loss").to(loss.dtype)
+            if not weight and loss.requires_grad:
+                self._zeros = zero_nodes([loss.grad_fn], exchanges or ())
+            # Times the number of parts, because the strategy averages over the processes.
+            share = weight * self._size / sums[0]
+            loss = _Joined.apply(loss, whole, share)  # type: ignore[no-untyped-call]
+        return StepOutput(loss, metrics=joined, media=media) if joined or media else loss
+
+    def _check_weights(self, of_parts: float) -> None:
+        """Check the weights of the first batch: a loss that shifts labels itself loses some between parts."""
+        whole, self._weight_of_whole = self._weight_of_whole or 0.0, math.nan
+        if not any(math.isclose(of_parts, whole * times, rel_tol=1e-4) for times in (1, self._size)):
+            raise ConfigError(
+                f"{self._kind}.loss_weight gives {whole:g} for a batch, and {of_parts:g} for its"
+                f" {self._size} parts together. Shift labels where batches are made, so that the label of a"
+                " position is the token after it"
+            )
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all: divides a tensor along one dimension, and gathers it along another."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, divided: int, gathered: int, group: Group) -> Tensor:
+        ctx.others = gathered, divided, group
+        return _exchanged(given, divided, gathered, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradients[0], *ctx.others), None, None, None
+
+
+def _exchanged(given: Tensor, divided: int, gathered: int, group: Group) -> Tensor:
+    sent = torch.stack(given.chunk(group.size(), divided))
+    received = torch.empty_like(sent)
+    distributed.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), gathered)
+
+
+class _Joined(torch.autograd.Function):
+    """The loss of a whole sample, whose gradient goes into the loss of a part."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, whole: Tensor, share: Tensor) -> Tensor:
+        ctx.share = share
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return (gradients[0] * ctx.share).to(gradients[0].dtype), None, None
