@@ -24,6 +24,7 @@ from drivetrain import (
     TaskModule,
 )
 from drivetrain.checkpoint import load_weights, verify
+from drivetrain.checkpoint.weights.frozen import check_left_out
 from drivetrain.cli.main import main
 from drivetrain.core.registry import is_installed
 from drivetrain.task.model_info import ModelInfo
@@ -178,6 +179,8 @@ def test_names_that_are_left_out_are_those_of_frozen_parameters_and_unchanged_bu
     resume = lambda: fit(tmp_path / "one", other, "auto", checkpoint=POLICY, max_steps=9)  # noqa: E731
     cases: dict[str, tuple[Any, ...]] = {
         "misspelt": (lambda: saved(tmp_path, "base.0.wieght"), "Did you mean 'base.0.weight'?"),
+        "trained": (lambda: saved(tmp_path, "adapter.1.weight"), "'adapter.1.weight', which is trained"),
+        "text": (lambda: check_left_out(Named(), "base.codes"), "left_out='base.codes'", "list of names"),
         "changed": (lambda: saved(tmp_path, "base.1.running_mean"), "training has changed it"),
         "another": (resume, "'base.codes' has other values"),
     }

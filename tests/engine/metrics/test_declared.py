@@ -279,11 +279,14 @@ def test_batches_without_weight_are_in_no_metric_of_training() -> None:
 def _of_each_set(strategy: str = "cpu", size: int = 1) -> list[float]:
     from torchmetrics import MeanSquaredError
 
-    def metrics(self: Any, loader: str | None = None) -> dict[str, Any]:
+    def metrics(self: Any, loader: str | None = None) -> dict[str, Any] | None:
+        if loader == "none":
+            return None
         last = EpochMetric(lambda outputs, targets: float(targets[-1].item()))
         return {"last": last} if loader == "b" else {"error": MeanSquaredError()}
 
-    task, loaders = variant(metrics=metrics)(), {"a": pairs(8, seed=1), "b": pairs(8, seed=2)}
+    loaders = {"a": pairs(8, seed=1), "b": pairs(8, seed=2), "none": pairs(8)}
+    task = variant(metrics=metrics)()
     trainer = quiet(max_epochs=1, strategy=strategy, devices=size)
     values = {**trainer.validate(task, loaders), **trainer.fit(task, pairs(8), loaders).metrics}
     names = ["validation/a/error", "validation/b/last", "train/error"]

@@ -55,17 +55,25 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_left_out(module: nn.Module, names: Collection[str]) -> None:
-    """Check that the names of what checkpoints leave out are those of parameters or buffers.
+    """Check that the names of what checkpoints leave out are those of frozen parameters or buffers.
 
     Raises:
         ConfigError: A name is not; tells the closest one.
     """
-    known = {clean_name(raw) for raw, _ in _named(module)}
-    for name in sorted(set(names) - known):
-        raise ConfigError(
-            f"ModelInfo(left_out=...) has {name!r}, which is no parameter or buffer of the task."
-            f" {nearest(name, known)}"
-        )
+    known = {clean_name(raw): tensor for raw, tensor in _named(module)}
+    if isinstance(names, str):
+        raise ConfigError(f"ModelInfo(left_out={names!r}) must be a list of names")
+    for name in sorted(names):
+        if name not in known:
+            raise ConfigError(
+                f"ModelInfo(left_out=...) has {name!r}, which is no parameter or buffer of the task."
+                f" {nearest(name, known)}"
+            )
+        if known[name].requires_grad:
+            raise ConfigError(
+                f"ModelInfo(left_out=...) has {name!r}, which is trained, so a checkpoint without it could"
+                " not be resumed. Freeze it by requires_grad_(False), or do not leave it out"
+            )
 
 
 def frozen_of(reader: Reader) -> Json:

@@ -80,7 +80,7 @@ def declared_by(task: Any, loader: str | None = None) -> Any:
             "metrics() has a metric called 'loss', the name of the value that a step minimises. Give it"
             " another name, such as 'mean_loss'"
         )
-    return metrics
+    return {} if metrics is None else metrics
 
 
 class DeclaredMetrics:
