@@ -56,7 +56,9 @@ class ShardOrder:
         for name, each in module.named_parameters():
             if hasattr(each, "to_local"):
                 self._texts[each] = f"has no gradient of '{_in_task(name)}{more}'"
-                if self._adds:  # FSDP2 calls these hooks; with offloading it then waits for each copy
+                if (
+                    self._adds and each.requires_grad
+                ):  # FSDP2 calls these hooks; with offloading it then waits for each copy
                     hooked: Any = each
                     self._handles.append(hooked.register_post_accumulate_grad_hook(self._used.add))
 
