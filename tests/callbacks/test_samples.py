@@ -10,6 +10,7 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import ConfigError, FSDPConfig
 from drivetrain.callbacks import Samples
+from drivetrain.distributed.processes import rank
 from drivetrain.loggers import Image, Table
 
 PROMPTS = [torch.ones(4), torch.zeros(4)]
@@ -32,6 +33,7 @@ class Kept:  # a logger that keeps what it gets
 
 def words(task: Any, prompts: Any) -> list[str]:
     assert not task.training
+    assert rank() == 0
     noise = torch.rand(1) * 0  # drawn from the run's generator
     return [f"{float(task(each[None]) + noise):.3f}" for each in prompts]
 
@@ -42,7 +44,13 @@ def sampled(strategy: Any = "cpu", size: int = 1, **options: Any) -> tuple[Any, 
         [Samples(["one", "zero"], generate=lambda it, _: words(it, PROMPTS), **options)] if options else []
     )
     trainer = quiet(
-        max_epochs=2, log_every=1, strategy=strategy, devices=size, callbacks=callbacks, loggers=kept
+        max_epochs=2,
+        log_every=1,
+        strategy=strategy,
+        devices=size,
+        callbacks=callbacks,
+        loggers=kept,
+        sanity_validation=1,
     )
     trainer.fit(task, pairs(8, 2 // size), pairs(4))
     return kept.media, task.line.weight.detach().flatten().tolist()
@@ -86,4 +94,7 @@ def test_refusals_of_samples() -> None:
         "another type": (of(lambda task, prompts: [1.0, "a"]), "'float'", "Image(pixels)"),
     }
     assert_refused(ConfigError, cases)
-    fit(Samples(["a"], every=1, generate=image))
+    kept = Kept()
+    made = Samples(["a", "b"], every="2 steps", generate=image, name="of")
+    quiet(max_steps=2, callbacks=[made], loggers=kept).fit(Regression(), pairs(4))
+    assert [each[:2] for each in kept.media] == [(2, "of/0"), (2, "of/1")]

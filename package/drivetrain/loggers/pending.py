@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -76,3 +77,12 @@ class PendingMedia:
     def clear(self) -> None:
         """Forget all values."""
         self._values = {}
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Forget the values that are added inside the block, and keep earlier ones."""
+        before, self._values = self._values, {}
+        try:
+            yield
+        finally:
+            self._values = before

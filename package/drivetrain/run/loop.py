@@ -382,7 +382,8 @@ def check_validation(run: Run, batches: int) -> None:
     before, stages = dict(run.metrics), set(run.names.stages)
     read = [feed.source.dataset for _, feed in run.evaluation_feeds]
     try:
-        with run.timed("evaluation"), without_trace(run.task, *read, device=run.engine.device):
+        without = without_trace(run.task, *read, device=run.engine.device)
+        with run.timed("evaluation"), without, run.discarding_media():
             evaluate(run, "validation", run.evaluation_feeds, sanity_batches=batches)
     except Exception as error:
         error.add_note(
@@ -391,7 +392,6 @@ def check_validation(run: Run, batches: int) -> None:
         )
         raise
     run.evaluation = Evaluation()
-    run.drop_pending()
     run.metrics.clear()
     run.metrics.update(before)
     run.names.stages = stages

@@ -297,9 +297,9 @@ class Run(RunState):
         for name, value in self.names.named(media, self.stage, loader, kind="media ").items():
             self._pending.add(name, value)
 
-    def drop_pending(self) -> None:
-        """Forget the images and other such values that wait for a log point."""
-        self._pending.clear()
+    def discarding_media(self) -> AbstractContextManager[None]:
+        """Forget the images and other such values that are logged inside the block, and keep earlier ones."""
+        return self._pending.discarding()
 
     @contextmanager
     def collecting(self) -> Iterator[dict[str, float]]:
