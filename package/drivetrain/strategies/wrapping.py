@@ -50,21 +50,30 @@ def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     return separate(model, chosen[::-1])
 
 
-def embeddings_apart(model: nn.Module, others: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the embeddings to gather on their own: those whose vocabulary has a head of its own.
+def around(
+    model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[nn.Module] = ()
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the embeddings and the heads to gather on their own, before and after the blocks.
 
-    The head is an `nn.Linear` whose weight has the same shape. An embedding without one, as of positions, is
-    often used without being called, so it stays with the whole model.
+    They are an `nn.Embedding` and an `nn.Linear` whose weights have one shape. An embedding without a head,
+    as of positions, is often used without being called, so it stays with the whole model. So does a head with
+    a bias: torch returns a view of its product with inputs of three dimensions, and an operation in place on
+    that view would lose FSDP's hook, of which torch 2.13 warns.
 
     Args:
         model: The model.
-        others: The modules that are gathered apart or split already; what is inside of them is left out.
+        blocks: The modules that are gathered apart already; what is inside of them is left out.
+        others: Further modules that are left out, such as those that tensor parallelism splits.
     """
-    inside = {id(each) for other in others for each in other.modules()}
+    inside = {id(each) for other in (*blocks, *others) for each in other.modules()}
     outside = [each for each in model.modules() if id(each) not in inside]
-    heads = {each.weight.shape for each in outside if type(each) is nn.Linear}
-    found = [each for each in outside if type(each) is nn.Embedding and each.weight.shape in heads]
-    return separate(model, found)
+    embeddings = [each for each in outside if type(each) is nn.Embedding]
+    heads = [each for each in outside if type(each) is nn.Linear]
+    shapes = {each.weight.shape for each in embeddings} & {each.weight.shape for each in heads}
+    return (
+        separate(model, [each for each in embeddings if each.weight.shape in shapes]),
+        separate(model, [each for each in heads if each.weight.shape in shapes and each.bias is None]),
+    )
 
 
 Use = tuple[nn.Module, str]

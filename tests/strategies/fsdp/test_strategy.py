@@ -17,7 +17,7 @@ from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.memory import sharded_memory
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.wrapping import embeddings_apart, units
+from drivetrain.strategies.wrapping import around, units
 from drivetrain.task.blocks import repeated_blocks
 from drivetrain.task.model_info import ModelInfo
 from drivetrain.task.optim.build import build_optimizer
@@ -159,14 +159,16 @@ def test_units_to_shard_are_those_of_the_tasks_classes_and_never_containers() ->
     assert not any(isinstance(each, nn.Embedding) for each in units(Named(tied=True), "auto"))
 
 
-def test_an_embedding_is_gathered_apart_if_a_head_has_its_shape() -> None:
+def test_an_embedding_and_a_head_of_its_shape_are_gathered_apart_around_the_blocks() -> None:
     task, without = Tokens(), Tokens()
-    without.head = nn.Linear(8, 12)
-    assert embeddings_apart(task, task.blocks) == [task.embedding]
-    assert embeddings_apart(Tokens(tied=True), ()) == embeddings_apart(without, ()) == []
-    assert embeddings_apart(task, [task.head]) == []  # it is split by tensor parallelism
+    without.head = nn.Linear(8, 12, bias=False)
+    assert around(task, task.blocks) == ([task.embedding], [task.head])
+    assert around(Tokens(tied=True), ()) == around(without, ()) == ([], [])
+    assert around(task, (), [task.head]) == ([], [])  # it is split by tensor parallelism
+    task.head.bias = nn.Parameter(torch.zeros(len(task.embedding.weight)))
+    assert around(task, task.blocks) == ([task.embedding], [])  # it returns a view
     for each in (task, without):
-        each.embedding, each.head = nn.Embedding(90, 8), nn.Linear(8, 90 + (each is without))
+        each.embedding, each.head = nn.Embedding(90, 8), nn.Linear(8, 90 + (each is without), bias=False)
     apart, together = (
         sharded_memory(each, FSDPConfig(), as_precision("32"), False, 2).gathered for each in (task, without)
     )

@@ -23,8 +23,9 @@ class FSDPConfig:
             "shard_grad_op" keeps them whole from forward to backward (ZeRO 2). "no_shard" keeps everything
             on every process. "hybrid" shards over `shard_size` processes, and replicates over the groups.
         wrap: The modules whose parameters are gathered together: "auto" for each of the model's repeated
-            blocks and an embedding that has a head of its shape, the names of classes, a minimum number of
-            parameters, a function of a module, or () for the whole model at once.
+            blocks, and for an embedding and a head without a bias whose weights have one shape and are not
+            tied; the names of classes; a minimum number of parameters; a function of a module; or () for the
+            whole model at once. A module that is gathered apart must be called.
         shard_size: With "hybrid", the number of processes that a parameter is sharded over; None means the
             processes of a machine.
         tensor_parallel: The number of neighbouring processes that split the modules of the task's

@@ -12,8 +12,8 @@ from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.tensor_parallel import parallel_modules
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.wrapping import (
+    around,
     batch_norms,
-    embeddings_apart,
     ignored_names,
     indivisible_names,
     parameters_named,
@@ -49,7 +49,8 @@ def sharded_memory(
     norms = batch_norms(task) if mixed else []
     blocks = [each for each in units(task, config.wrap) if each not in norms]
     if config.wrap == "auto":
-        blocks = [*embeddings_apart(task, [*blocks, *(each.module for each in parallel)]), *blocks]
+        embeddings, heads = around(task, blocks, [each.module for each in parallel])
+        blocks = [*embeddings, *blocks, *heads]
     inside = {each for part in (*norms, *blocks) for each in part.parameters()}
 
     def size(part: nn.Module, trained: bool = False, reduced: bool = False) -> int:

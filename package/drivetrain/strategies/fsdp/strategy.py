@@ -54,8 +54,8 @@ from drivetrain.strategies.sparse import refuse_sparse
 from drivetrain.strategies.transforms.recompute import Recomputation
 from drivetrain.strategies.unused import ShardOrder
 from drivetrain.strategies.wrapping import (
+    around,
     batch_norms,
-    embeddings_apart,
     ignored_names,
     indivisible_names,
     parameters_named,
@@ -271,10 +271,13 @@ class FSDP(Strategy):
         options["mesh"] = mesh[tuple(names)] if plan else mesh
         mixed = precision.compute_dtype not in (None, precision.param_dtype or torch.float32)
         norms = batch_norms(task) if mixed else []
+        kept = {"reshard_after_forward": False}  # of the root and heads, whose backward follows at once
         uncast = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         blocks = [each for each in units(task, config.wrap) if each not in norms]
+        heads: list[nn.Module] = []
         if config.wrap == "auto":
-            blocks = [*embeddings_apart(task, [*blocks, *(each.module for each in plan)]), *blocks]
+            embeddings, heads = around(task, blocks, [each.module for each in plan])
+            blocks = [*embeddings, *blocks, *heads]
         _check_parts(task, (*norms, *blocks, task), whole)
 
         def split(part: nn.Module) -> None:
@@ -283,9 +286,8 @@ class FSDP(Strategy):
 
         def shard(part: nn.Module) -> None:
             split(part)
-            fully_shard(
-                part, ignored_params=parameters_named(task, whole), **(uncast if part in norms else options)
-            )
+            how = {**(uncast if part in norms else options), **(kept if part in heads else {})}
+            fully_shard(part, ignored_params=parameters_named(task, whole), **how)
 
         if values is None:
             split(task)
@@ -296,12 +298,7 @@ class FSDP(Strategy):
             Recomputation(task, config.activation_checkpointing)
             values.run([*norms, *blocks], self.device, self.world_size, shard)
             split(task)
-        # The root's parameters stay gathered: backward, which needs them, follows at once.
-        fully_shard(
-            module,
-            ignored_params=parameters_named(task, whole),
-            **{**options, "reshard_after_forward": False},
-        )
+        fully_shard(module, ignored_params=parameters_named(task, whole), **{**options, **kept})
         self._prefetch(blocks)
 
     def _options(self, precision: Precision) -> dict[str, Any]:
