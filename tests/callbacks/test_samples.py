@@ -31,18 +31,18 @@ class Kept:  # a logger that keeps what it gets
         self.media += [(step, name, rows(each)) for name, each in values.items()]
 
 
-def words(task: Any, prompts: Any) -> list[str]:
+def words(task: Any, prompts: Any, calls: list[Any]) -> list[str]:
+    calls.append(task)
     assert not task.training
     assert rank() == 0
     noise = torch.rand(1) * 0  # drawn from the run's generator
     return [f"{float(task(each[None]) + noise):.3f}" for each in prompts]
 
 
-def sampled(strategy: Any = "cpu", size: int = 1, **options: Any) -> tuple[Any, list[float]]:
-    task, kept = Regression(dropout=0.2), Kept()
-    callbacks = (
-        [Samples(["one", "zero"], generate=lambda it, _: words(it, PROMPTS), **options)] if options else []
-    )
+def sampled(strategy: Any = "cpu", size: int = 1, **options: Any) -> tuple[Any, list[float], int]:
+    task, kept, calls = Regression(dropout=0.2), Kept(), list[Any]()
+    made = lambda it, _: words(it, PROMPTS, calls)  # noqa: E731
+    callbacks = [Samples(["one", "zero"], generate=made, **options)] if options else []
     trainer = quiet(
         max_epochs=2,
         log_every=1,
@@ -53,7 +53,7 @@ def sampled(strategy: Any = "cpu", size: int = 1, **options: Any) -> tuple[Any, 
         sanity_validation=1,
     )
     trainer.fit(task, pairs(8, 2 // size), pairs(4))
-    return kept.media, task.line.weight.detach().flatten().tolist()
+    return kept.media, task.line.weight.detach().flatten().tolist(), len(calls)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,8 @@ def sampled(strategy: Any = "cpu", size: int = 1, **options: Any) -> tuple[Any, 
 def test_samples_are_logged_at_their_points_and_do_not_change_the_training(
     every: Any, steps: list[int]
 ) -> None:
-    media, weights = sampled(every=every)
+    media, weights, calls = sampled(every=every)
+    assert calls == len(steps)
     assert [(step, name, [row[:2] for row in rows]) for step, name, rows in media] == [
         (max(step, 1), "samples", [[step, "one"], [step, "zero"]])
         for step in steps  # at a log point
@@ -75,7 +76,7 @@ def test_samples_are_logged_at_their_points_and_do_not_change_the_training(
 
 def test_samples_of_shards_are_those_of_one_process() -> None:
     expected = sampled(every="4 steps", name="of")
-    (media, _), _ = on_two_ranks(lambda: sampled(FSDPConfig(), 2, every="4 steps", name="of"))
+    (media, _, _), _ = on_two_ranks(lambda: sampled(FSDPConfig(), 2, every="4 steps", name="of"))
     assert [each[:2] for each in media] == [each[:2] for each in expected[0]] == [(4, "of"), (8, "of")]
 
 

@@ -74,9 +74,11 @@ def with_decays(folder: Path, strategy: str, epochs: int, resume: str | None = N
     average = WeightAverage(decay=(0.9, 0.5), parameters="*.weight", start="2 steps")
 
     def note(run: Run) -> None:
-        for decay in (0.5, 0.9):
+        for decay in (0.9, 0.5):
             with average.used(decay), run.gathered():
                 found.append(flat(run.task))
+        with run.gathered():  # the validation's, which is the first decay's
+            assert torch.equal(flat(run.task), found[-2])
         assert average.averaged == run.progress.steps - 2
 
     notes = [average, LambdaCallback(on_evaluation_end=note), *([seen] if strategy == "cpu" else [])]
@@ -102,19 +104,19 @@ def test_averages_by_several_decays_and_of_some_parameters_are_those_by_hand(tmp
     after, found, end = with_decays(tmp_path / "whole", "cpu", 2)
     wanted = []
     for steps in (5, 10):
-        for decay in (0.5, 0.9):
+        for decay in (0.9, 0.5):
             average = after[2]
             for each in after[3:steps]:
                 average = decay * average + (1 - decay) * each
             wanted.append(torch.cat([average[:-1], after[steps - 1][-1:]]))  # the bias as it was trained
     torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=0, atol=1e-6)
-    assert torch.equal(end, found[-1])  # the first decay's
+    assert torch.equal(end, found[-2])  # the first decay's
     again = resumed_with_decays(tmp_path, "cpu")
     assert torch.equal(torch.stack(again[0]), torch.stack(found[2:]))
     for strategy in ("ddp", "fsdp"):
         for parts, last in on_two_ranks(resumed_with_decays, tmp_path, strategy):
             torch.testing.assert_close(torch.stack(parts), torch.stack(wanted[2:]), rtol=0, atol=1e-6)
-            torch.testing.assert_close(last, wanted[-1], rtol=0, atol=1e-6)
+            torch.testing.assert_close(last, wanted[-2], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -202,6 +204,9 @@ def test_resume_with_other_averages_or_without_the_callback_is_refused(tmp_path:
     ):
         quiet(run_dir=tmp_path / "swa", **options).fit(task, pairs(), resume="auto")
     fitted(tmp_path / "beside", "ema", 7, save=False)
+    for other in ({"decay": (0.9, 0.5)}, {"parameters": "*.bias"}):
+        with pytest.raises(ConfigError, match="averages of other parameters, or by another number of decays"):
+            fitted(tmp_path / "beside", "ema", 13, "auto", save=False, **other)
     with warned("does not have: WeightAverage"):
         quiet(run_dir=tmp_path / "beside", **options).fit(task, pairs(), resume="auto")
     plain = Regression(OptimizerConfig("adamw", lr=0.05), dropout=0.2)

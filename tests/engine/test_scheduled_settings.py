@@ -68,7 +68,7 @@ def test_ranks_follow_them_too() -> None:
 
 def test_they_are_logged_and_planned_by_the_groups_that_have_them() -> None:
     group = ParameterGroup("line.bias", weight_decay=0.1)
-    task, seen = Regression(configured(groups=group)), []
+    task, seen = Regression(configured(groups=group, total_steps=None)), []  # over the run
     note = LambdaCallback(on_log=lambda run: seen.append(dict(run.metrics)))
     trainer = quiet(max_steps=STEPS, log_every=1, callbacks=[LearningRateMonitor(), note])
     found = trainer.plan(task, pairs(16, 4)).rates

@@ -7,15 +7,21 @@ import pytest
 import torch
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
+from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigError
+from drivetrain import ConfigError, FSDPConfig, OptimizerConfig, TaskModule
 from drivetrain.losses import cross_entropy
 
 WORDS, WIDTH = 36, 16
+
+
+class Unread(Tensor):
+    """Targets whose values the host does not read, as on a GPU."""
 
 
 def made(bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -79,8 +85,9 @@ def test_the_loss_and_its_gradients_are_those_of_torch(options: dict[str, Any], 
 def test_autocast_recomputation_and_a_tied_embedding_change_no_number() -> None:
     given = made()
     assert_equal(gradients(recomputed, *given, **ALL), gradients(plain, *given, **ALL))
+    half = given[0], given[1].detach().bfloat16().requires_grad_(), given[2]
     with torch.autocast("cpu", torch.bfloat16):  # the products are in bfloat16, in either
-        assert_equal(gradients(ours, *given, **ALL), gradients(plain, *given, **ALL), most=1e-2)
+        assert_equal(gradients(ours, *half, **ALL), gradients(plain, *half, **ALL), most=1e-2)
     embedding = nn.Embedding(WORDS, WIDTH)
     results = []
     for loss in (ours, plain):
@@ -91,20 +98,22 @@ def test_autocast_recomputation_and_a_tied_embedding_change_no_number() -> None:
     assert_equal(results[:1], results[1:])
 
 
-def test_there_are_never_all_logits() -> None:
-    class Largest(TorchDispatchMode):
+@pytest.mark.parametrize(("chunk", "most"), [(8192, 25), (4, 4)])
+def test_there_are_never_the_logits_of_more_tokens_than_a_chunk(chunk: int, most: int) -> None:
+    class Rows(TorchDispatchMode):
         most = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            self.most = max(self.most, result.numel() if isinstance(result, Tensor) else 0)
+            if isinstance(result, Tensor) and result.shape[-1:] == (WORDS,):
+                self.most = max(self.most, result.numel() // WORDS)
             return result
 
-    head, hidden, targets = made()
+    head, hidden, targets = made(bias=False)
     hidden, targets = hidden.repeat(6, 1, 1), targets.repeat(6, 1)
-    with Largest() as largest:
-        ours(head, hidden, targets).backward()
-    assert largest.most <= max(hidden.numel(), targets.numel() * WORDS // 4)
+    with Rows() as rows:
+        ours(head, hidden, targets, chunk=chunk).backward()
+    assert rows.most == max(most, WIDTH)  # the transposed weight has as many
 
 
 @pytest.mark.parametrize("rows", [3, 0])
@@ -118,7 +127,7 @@ def test_a_mean_over_nothing_is_nan_and_has_no_gradient(rows: int) -> None:
 def test_a_head_that_is_split_over_the_words_is_not_gathered() -> None:
     def on_rank() -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import Shard, distribute_tensor
         from torch.distributed.tensor.debug import CommDebugMode
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -131,8 +140,48 @@ def test_a_head_that_is_split_over_the_words_is_not_gathered() -> None:
         assert not any("gather" in str(each) for each in calls.get_comm_counts())
         assert found[2].placements == (Shard(0),)
         assert_equal([*found[:2], *(each.full_tensor() for each in found[2:])], wanted)
+        parts = distribute_tensor(hidden.detach(), mesh, [Shard(1)]).requires_grad_()  # split over the tokens
+        loss, of_parts, *_ = gradients(ours, head, parts, targets, **ALL)
+        assert_equal([loss, of_parts.full_tensor()], wanted[:2])
 
     on_two_ranks(on_rank)
+
+
+class WithHead(TaskModule):  # a language model, whose head is called by its loss alone
+    def __init__(self, tied: bool, loss: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.block = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = self.embedding if tied else nn.Linear(WIDTH, WORDS, bias=False)
+        self.loss_of = loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(self.embedding(tokens))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        result = self.loss_of(self.head, outputs, batch[1], **ALL)
+        assert hasattr(self.head, "reshard") is hasattr(self.head.weight, "placements")  # freed again
+        return result
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("sgd", lr=0.5)
+
+
+def trained(tied: bool, loss: Any, strategy: Any = "cpu", size: int = 1) -> Any:
+    tokens = torch.randint(0, WORDS, (8, 7), generator=torch.Generator().manual_seed(3))
+    data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4 // size)
+    task = WithHead(tied, loss)
+    quiet(max_epochs=2, strategy=strategy, devices=size).fit(task, data)
+    return [each.detach() for each in task.parameters()]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_fit_under_ddp_and_fsdp_is_that_of_the_plain_loss(tied: bool) -> None:
+    wanted = trained(tied, plain)
+    apart = FSDPConfig(wrap=("Embedding",))
+    for found in on_two_ranks(lambda: [trained(tied, ours, each, 2) for each in ("ddp", "fsdp", apart)]):
+        for each in found:
+            assert_equal(each, wanted, most=2e-6)
 
 
 def test_refusals_of_cross_entropy() -> None:
@@ -162,3 +211,5 @@ def test_refusals_of_cross_entropy() -> None:
         "a word of another vocabulary": (given(targets=wrong), "the target 36", "36 words", "-100"),
     }
     assert_refused(ConfigError, cases)
+    elsewhere = wrong.as_subclass(Unread)  # on a GPU it is not read, and the loss tells
+    assert Tensor(given(targets=elsewhere)().as_subclass(Tensor)).isnan()

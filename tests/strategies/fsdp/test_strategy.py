@@ -167,12 +167,11 @@ def test_an_embedding_and_a_head_of_its_shape_are_gathered_apart_around_the_bloc
     assert around(task, (), [task.head]) == ([], [])  # it is split by tensor parallelism
     task.head.bias = nn.Parameter(torch.zeros(len(task.embedding.weight)))
     assert around(task, task.blocks) == ([task.embedding], [])  # it returns a view
-    for each in (task, without):
-        each.embedding, each.head = nn.Embedding(90, 8), nn.Linear(8, 90 + (each is without), bias=False)
-    apart, together = (
-        sharded_memory(each, FSDPConfig(), as_precision("32"), False, 2).gathered for each in (task, without)
-    )
-    assert apart < together
+    gathered = []
+    for words, bias in ((90, False), (90, True), (91, False)):
+        task.embedding, task.head = nn.Embedding(90, 8), nn.Linear(8, words, bias)
+        gathered.append(sharded_memory(task, FSDPConfig(), as_precision("32"), False, 2).gathered)
+    assert gathered[0] < gathered[1] < gathered[2]  # both apart, the embedding alone, none
 
 
 class Normed(TaskModule):  # computes a batch norm's mean over what a matrix product gives
