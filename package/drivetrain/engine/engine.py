@@ -133,7 +133,9 @@ class Engine:
         set_rank(self.ranks.rank)
         self.shard = Shard(self.strategy.data_rank, self.strategy.data_size)  # this rank's part of the data
         self.seed, self.progress = seed, Progress()
-        self.streams = Streams(seed, self.strategy.data_rank, self.device, self.strategy.stream_rank)
+        part, parts = self.strategy.part
+        drawing = self.shard.rank * parts + part  # processes with the same one draw the same
+        self.streams = Streams(seed, self.shard.rank, self.device, drawing)
         self.transfer = Transfer(self.device, self.precision.input_dtype, self.strategy.place)
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}

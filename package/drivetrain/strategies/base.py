@@ -261,9 +261,9 @@ class Strategy(ABC):
         return self.ranks
 
     @property
-    def stream_rank(self) -> int:
-        """The number of this process's random stream in a step; processes with the same one draw the same."""
-        return self.data_rank
+    def part(self) -> tuple[int, int]:
+        """The number of the part of each sample that this process has, from 0, and the number of parts."""
+        return 0, 1
 
     @abstractmethod
     def supports(self, precision: Precision) -> Support:

@@ -191,7 +191,7 @@ class Throughput(Callback):
         if found is not None and samples and run.progress.samples:
             # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
             # not.
-            self._counted = found / samples
+            self._counted = found * run.engine.strategy.part[1] / samples
             self._tokens = run.progress.tokens / run.progress.samples
 
     def _done(self, run: Run) -> float:

@@ -143,9 +143,10 @@ class FSDP(Strategy):
         return self._data_ranks
 
     @property
-    def stream_rank(self) -> int:
-        """The number of this process's tensor group: the parts of a sequence draw different numbers."""
-        return self.rank // self.config.tensor_parallel
+    def part(self) -> tuple[int, int]:
+        """The part of each sequence that this process has, and the number of parts."""
+        parts = self.config.context_parallel
+        return self.rank // self.config.tensor_parallel % parts, parts
 
     @property
     def _sharing(self) -> int:
