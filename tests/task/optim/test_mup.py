@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
-from torch import nn
+from tests.support.tasks import quiet
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from drivetrain import ConfigError, OptimizerConfig, ParameterGroup
+from drivetrain import ConfigError, OptimizerConfig, ParameterGroup, TaskModule
 from drivetrain.optim import build_optimizer, check_coordinates, mup
 
 X, Y = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 4
+TOKENS = torch.randint(0, 11, (24, 3), generator=torch.Generator().manual_seed(2))
 
 
 def net(width: int) -> nn.Sequential:
@@ -49,6 +53,59 @@ def test_rates_and_initial_values_are_those_of_the_table() -> None:
     same = net(16)
     assert all(each.lr_scale == 1 for each in mup(same, net(16)))
     assert all(map(torch.equal, same.parameters(), net(16).parameters()))
+
+
+class Wide(TaskModule):  # an embedding, a hidden matrix and a head, by muP from a width of 16
+    def __init__(self, width: int, uses_mup: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.hidden = nn.Embedding(11, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 11)
+        self.groups = mup(self, Wide(16, False).to("meta"), weight_decay=0.1) if uses_mup else []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(self.embedding(tokens[:, 0])).relu())
+
+    def loss(self, outputs: Tensor, batch: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, batch[:, 1])
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("adamw", lr=0.01, weight_decay=0.1, groups=self.groups, eps=1e-30)
+
+
+def by_table_8(width: int, r: float) -> dict[str, Tensor]:
+    """Train by table 8 of arXiv 2203.03466, which has a multiplier of 1 / r at the output, in plain torch."""
+    task = Wide(width, False)
+    with torch.no_grad():
+        task.head.weight *= r**0.5  # a variance that does not depend on the width
+        for layer in (task.hidden, task.head):
+            layer.bias *= r**0.5
+    groups = [
+        {"params": [task.embedding.weight, task.head.weight], "weight_decay": 0.1},
+        {"params": [task.hidden.weight], "lr": 0.01 / r, "weight_decay": 0.1 * r},
+        {"params": [task.hidden.bias, task.head.bias]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-30, weight_decay=0)
+    for batch in TOKENS.split(4):
+        outputs = task.hidden(task.embedding(batch[:, 0])).relu() @ task.head.weight.T / r + task.head.bias
+        optimizer.zero_grad()
+        task.loss(outputs, batch).backward()
+        optimizer.step()
+    return {**task.state_dict(), "head.weight": task.head.weight.detach() / r}
+
+
+def fitted(strategy: str = "cpu", size: int = 1) -> dict[str, Tensor]:
+    task = Wide(64)
+    quiet(max_epochs=1, strategy=strategy, devices=size).fit(task, DataLoader(TOKENS, batch_size=4 // size))
+    return dict(task.state_dict())
+
+
+def test_fits_on_one_and_two_ranks_are_those_of_the_table_with_multipliers() -> None:
+    wanted = by_table_8(64, 4.0)
+    torch.testing.assert_close(fitted(), wanted, rtol=0, atol=1e-5)
+    for found in on_two_ranks(lambda: [fitted("ddp", 2), fitted("fsdp", 2)]):
+        for each in found:
+            torch.testing.assert_close(each, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("uses", "grows"), [(True, False), (False, True)])

@@ -12,13 +12,15 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.task.optim.groups import ParameterGroup, embedding_parameters, named_parameters
 
 
-def mup(module: nn.Module, base: nn.Module) -> list[ParameterGroup]:
+def mup(module: nn.Module, base: nn.Module, weight_decay: float = 0.0) -> list[ParameterGroup]:
     """Rescale a module's initial values, and return groups with the rates of its width, for Adam or AdamW.
 
     The rules are those of Yang et al., "Tensor Programs V" (arXiv 2203.03466), table 3, whose form needs no
-    factors in forward. With r the ratio of the widths: hidden matrices have a rate of 1 / r; output
+    factors in forward; for Adam it is the same as table 8, whose output multiplier is in the initial values
+    and the rate here. With r the ratio of the widths: hidden matrices have a rate of 1 / r; output
     matrices, of which only the input grows, have a rate of 1 / r and initial values smaller by sqrt(r);
-    biases of layers whose input grows have larger ones by sqrt(r). All else is unchanged. Layers are expected
+    biases of layers whose input grows have larger ones by sqrt(r). All else is unchanged: embeddings, norms
+    and matrices of whose input nothing grows. Layers are expected
     to be initialised as torch does, by 1 / sqrt(inputs), and attention scores to be divided by the size of
     the heads, not its root.
 
@@ -28,6 +30,8 @@ def mup(module: nn.Module, base: nn.Module) -> list[ParameterGroup]:
     Args:
         module: The module to train.
         base: The same module at the width whose rate was searched, on any device, such as "meta".
+        weight_decay: The optimizer's weight decay. What has a rate of 1 / r gets r times it, so that a step
+            takes the same share from the weights at any width, as in the package `mup`.
 
     Raises:
         ConfigError: The modules have other parameters, or one with more than two dimensions grows.
@@ -50,7 +54,7 @@ def mup(module: nn.Module, base: nn.Module) -> list[ParameterGroup]:
         if parameter.ndim < 2 or parameter in embeddings or parameter.shape[1] == before[1]:
             continue
         ratio = parameter.shape[1] / before[1]
-        groups.append(ParameterGroup(name, lr_scale=1 / ratio))
+        groups.append(ParameterGroup(name, lr_scale=1 / ratio, weight_decay=weight_decay * ratio or None))
         bias = named.get(f"{name.removesuffix('weight')}bias")
         with torch.no_grad():
             if parameter.shape[0] == before[0]:
