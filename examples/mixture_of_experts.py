@@ -2,10 +2,11 @@
 
     python examples/mixture_of_experts.py --steps 300
     python examples/mixture_of_experts.py --run-dir run --strategy fsdp --devices 2    # killed; this goes on
+    python examples/mixture_of_experts.py --expert-parallel --devices 2    # half of the experts in each
 
 It is the GPT of gpt.py on the same text. Each layer sends a byte to two of its experts, as Mixtral does. The
 balance (Fedus et al., arXiv 2101.03961) is a mean over routed bytes with a weight of its own, and a metric
-adds up over all processes how often each expert is chosen.
+adds up over all processes how often each expert is chosen. No byte is dropped.
 """
 
 from __future__ import annotations
@@ -18,21 +19,39 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from drivetrain import CheckpointConfig, Term, Trainer
+from drivetrain import CheckpointConfig, FSDPConfig, Term, Trainer
+from drivetrain.task import ModelInfo
 from gpt import GPT, Block, Windows, standard_library
 
 
 class Experts(nn.Module):
-    """Layers of which a router chooses `chosen` for each token; their outputs are mixed by its scores."""
+    """The weights of all experts, or under `ExpertParallel` of those of this process."""
+
+    def __init__(self, width: int, experts: int):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 4 * width, width))
+        self.down = nn.Parameter(torch.empty(experts, width, 2 * width))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens, counts):
+        """Return the output for each token; tokens are sorted by expert, and `counts` has their numbers."""
+        outputs = []
+        for number, part in enumerate(tokens.split(counts.tolist())):  # some may be empty
+            gate, up = F.linear(part, self.gate_up[number]).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, self.down[number]))
+        return torch.cat(outputs)
+
+
+class Mixture(nn.Module):
+    """Experts and their router, which chooses `chosen` of them for each token."""
 
     def __init__(self, width: int, experts: int, chosen: int = 2):
         super().__init__()
         self.chosen = chosen
         self.router = nn.Linear(width, experts, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(experts, 4 * width, width))
-        self.down = nn.Parameter(torch.empty(experts, width, 2 * width))
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.02)
+        nn.init.normal_(self.router.weight, std=0.02)
+        self.experts = Experts(width, experts)
 
     def forward(self, x):
         """Return the outputs, and the router's scores, of shape (tokens, experts)."""
@@ -40,19 +59,17 @@ class Experts(nn.Module):
         scores = self.router(tokens)
         shares, numbers = scores.float().softmax(-1).topk(self.chosen, dim=-1)
         shares = (shares / shares.sum(dim=-1, keepdim=True)).to(x.dtype)
-        mixed = torch.zeros_like(tokens)
-        for number in range(len(self.down)):  # also without a token, so that every rank uses every weight
-            rows, places = (numbers == number).nonzero(as_tuple=True)
-            gate, up = F.linear(tokens[rows], self.gate_up[number]).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, self.down[number]) * shares[rows, places, None]
-            mixed = mixed.index_add(0, rows, out.to(mixed.dtype))
+        order = numbers.flatten().argsort(stable=True)
+        counts = numbers.flatten().bincount(minlength=scores.shape[-1])
+        out = self.experts(tokens[order // self.chosen], counts) * shares.flatten()[order, None]
+        mixed = torch.zeros_like(tokens).index_add(0, order // self.chosen, out.to(tokens.dtype))
         return mixed.view_as(x), scores
 
 
 class SparseBlock(Block):
     def __init__(self, width: int, heads: int, experts: int):
         super().__init__(width, heads)
-        self.mlp = Experts(width, experts)
+        self.mlp = Mixture(width, experts)
 
     def forward(self, x, angles, mask=None):
         x = self.attend(x, angles, mask)
@@ -104,6 +121,11 @@ class SparseGPT(GPT):
         term = Term(balance(routed, self.blocks[0].mlp.chosen), weight=len(routed), scale=self.scale)
         return {"loss": super().loss(scores, batch), "balance": term}
 
+    def model_info(self):
+        from drivetrain.strategies import ExpertParallel  # used with --expert-parallel
+
+        return ModelInfo(parallel_plan={"blocks.*.mlp.experts": ExpertParallel()})
+
     def metrics(self):
         return {"experts": Shares(self.experts)}
 
@@ -117,6 +139,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=4, help="experts of each layer")
     parser.add_argument("--megabytes", type=float, default=1.0, help="size of the training text")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
+    parser.add_argument("--expert-parallel", action="store_true", help="divide the experts among processes")
     parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     parser.add_argument("--run-dir", help="where files go; a run there is resumed")
@@ -132,7 +155,7 @@ def main() -> None:
         checkpoint=CheckpointConfig(every=20),
         log_every=20,
         run_dir=options.run_dir,
-        strategy=options.strategy,
+        strategy=FSDPConfig(expert_parallel=True) if options.expert_parallel else options.strategy,
         devices=options.devices or "auto",
         precision=options.precision,
     )

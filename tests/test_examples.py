@@ -166,7 +166,7 @@ def test_the_native_loop_resumes_from_its_checkpoint_with_the_same_weights(tmp_p
         "dpo --strategy fsdp --devices 2",
         "grpo --strategy ddp --devices 2",
         "digits_flow",
-        "mixture_of_experts --strategy ddp --devices 2 --megabytes 0.2",
+        "mixture_of_experts --expert-parallel --devices 2 --megabytes 0.2",
     ],
     ids=lambda command: command.split()[0],
 )

@@ -15,6 +15,7 @@ from drivetrain.strategies.ddp import DDPConfig as DDPConfig
 from drivetrain.strategies.deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
 from drivetrain.strategies.deepspeed.strategy import DeepSpeed as DeepSpeed
 from drivetrain.strategies.fsdp.config import FSDPConfig as FSDPConfig
+from drivetrain.strategies.fsdp.experts import ExpertParallel as ExpertParallel
 from drivetrain.strategies.fsdp.strategy import FSDP as FSDP
 from drivetrain.strategies.hardware import Hardware as Hardware
 from drivetrain.strategies.precision.base import UPDATES as UPDATES

@@ -46,7 +46,8 @@ def _graph(starts: Iterable[Node | None]) -> dict[Node, None]:
         node = waiting.pop()
         if node is not None and node not in nodes:
             nodes[node] = None
-            waiting += [following for following, _ in node.next_functions]
+            if not getattr(node, "crosses_ranks", False):  # what follows has the gradients of other ranks
+                waiting += [following for following, _ in node.next_functions]
     return nodes
 
 

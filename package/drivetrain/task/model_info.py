@@ -25,8 +25,9 @@ class ModelInfo:
             that occur more than once.
         parallel_plan: How `FSDPConfig(tensor_parallel=2)` splits modules over ranks: styles of
             `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of modules in the
-            task. In a name, `*` matches any part between two dots: `"blocks.*.out"`. Or a function that
-            returns the mapping; it is called when modules are split.
+            task. `FSDPConfig(expert_parallel=True)` uses each `drivetrain.strategies.ExpertParallel()`. In a
+            name, `*` matches any part between two dots: `"blocks.*.out"`. Or a function that returns the
+            mapping; it is called when modules are split.
         sequence_columns: For `FSDPConfig(context_parallel=2)`: the columns of a batch that have the sequence
             in dimension 1, such as the tokens, their positions and the label of each position. A rank gets
             its part of these, and the whole of all others.

@@ -10,6 +10,8 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch.utils.data import DataLoader
 
+from drivetrain import FSDPConfig
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 pytestmark = pytest.mark.nightly
 
@@ -35,10 +37,11 @@ def test_the_layer_and_its_balance_are_those_of_mixtral() -> None:
     from transformers.models.mixtral import modeling_mixtral as mixtral
 
     torch.manual_seed(0)
-    ours = example().Experts(16, 4)
+    ours = example().Mixture(16, 4)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     theirs = mixtral.MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation="eager"))
-    weights = {"gate.weight": "router.weight", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}
+    weights = {"gate.weight": "router.weight"}
+    weights |= {f"experts.{name}_proj": f"experts.{name}" for name in ("gate_up", "down")}
     state = ours.state_dict()
     theirs.load_state_dict({name: 20 * state[own] for name, own in weights.items()})
     ours.load_state_dict({name: 20 * each for name, each in state.items()})
@@ -55,7 +58,8 @@ def evaluated(devices: int) -> dict[str, float]:
     torch.manual_seed(0)
     task = module.SparseGPT(width=16)
     data = DataLoader(module.Windows(bytes(range(256)) * 9, 16), batch_size=4 // devices)
-    trainer = quiet(max_steps=3, strategy="ddp" if devices > 1 else "cpu", devices=devices)
+    strategy = FSDPConfig(expert_parallel=True) if devices > 1 else "cpu"
+    trainer = quiet(max_steps=3, strategy=strategy, devices=devices)
     return dict(trainer.validate(task, data))
 
 

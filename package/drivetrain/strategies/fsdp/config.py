@@ -32,6 +32,8 @@ class FSDPConfig:
             `parallel_plan`; they get the same data. 1 ignores the plan.
         context_parallel: The number of neighbouring processes that each run a part of a sample's sequence, as
             the task's `ModelInfo(sequence_columns=..., attention_modules=...)` says. 1 ignores both.
+        expert_parallel: Divide the experts of modules with the style `ExpertParallel` in the plan among the
+            processes that shard the model, and send each token to the process of its experts.
         ignored: Names of parameters or modules, or globs on them (`*` crosses dots), that every process keeps
             whole; their gradients are averaged.
         broadcast_buffers: Copy rank 0's buffers, such as running means, to all ranks before each forward.
@@ -58,6 +60,7 @@ class FSDPConfig:
     shard_size: int | None = None
     tensor_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: bool = False
     ignored: tuple[str, ...] = ()
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
@@ -83,6 +86,13 @@ class FSDPConfig:
             raise ConfigError(
                 f"FSDPConfig(ignored=...) must be a tuple of names, such as ('head.*',), not {self.ignored!r}"
             )
+        if self.expert_parallel and self.sharding == "no_shard":
+            raise ConfigError("expert_parallel divides experts among processes; sharding='no_shard' does not")
+        if self.expert_parallel and (again == "selective" or callable(again)):
+            raise ConfigError(
+                "expert_parallel with activation_checkpointing='selective' or a policy: torch cannot gather"
+                " experts inside a block that it recomputes in part; use 'full'"
+            )
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ConfigError(f"shard_size is for sharding='hybrid', not {self.sharding!r}")
         if self.shard_size is not None:
@@ -96,6 +106,7 @@ class FSDPConfig:
                 "cpu_offload",
                 "reduce_each_micro_batch",
                 "gather_at_end",
+                "expert_parallel",
             ),
         )
         for name in ("forward_prefetch", "backward_prefetch"):

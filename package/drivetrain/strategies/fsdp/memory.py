@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drivetrain.strategies.base import Memory
 from drivetrain.strategies.fsdp.config import FSDPConfig
-from drivetrain.strategies.fsdp.tensor_parallel import parallel_modules
+from drivetrain.strategies.fsdp.tensor_parallel import split_modules
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.wrapping import (
     around,
@@ -37,7 +37,7 @@ def sharded_memory(
         shards: The processes that a parameter is sharded over.
     """
     split = config.tensor_parallel
-    parallel = parallel_modules(task) if split > 1 else []
+    parallel = split_modules(task, config)
     divided = {each for part in parallel for each in part.module.parameters(recurse=False)}
     kept = parameters_named(task, ignored_names(task, config.ignored) | indivisible_names(task))
     fractions: dict[Tensor, float] = {

@@ -38,7 +38,7 @@ from drivetrain.strategies.checks import check_dimensions, check_dtypes, check_g
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.context_parallel import SCALARS_ONLY, ContextParallel, context_group
 from drivetrain.strategies.fsdp.memory import sharded_memory
-from drivetrain.strategies.fsdp.tensor_parallel import ParallelModule, TensorParallel, parallel_modules
+from drivetrain.strategies.fsdp.tensor_parallel import ParallelModule, TensorParallel, split_modules
 from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes, reshard
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.meta_device import (
@@ -113,7 +113,10 @@ class FSDP(Strategy):
                 "tensor_parallel splits modules first, and FSDPConfig has its own option: give"
                 " FSDPConfig(activation_checkpointing=...)"
             )
-        self.refusals = {"recomputation": recomputation}
+        traced = (
+            "expert_parallel exchanges as many tokens as a step happens to have, which torch cannot trace"
+        )
+        self.refusals = {"recomputation": recomputation, "compile": traced * self.config.expert_parallel}
         if parts > 1:
             self.refusals = {**self.refusals, "outputs": SCALARS_ONLY, "generators": SCALARS_ONLY}
         if world_size % (split * parts):
@@ -206,7 +209,7 @@ class FSDP(Strategy):
         deferred = deferred_weights(task)
         values = Materialization(module) if deferred is None and on_meta(module) else None
         whole = ignored_names(task, self.config.ignored)
-        plan = parallel_modules(task) if self.config.tensor_parallel > 1 else []
+        plan = split_modules(task, self.config)
         _check(whole, plan)
         whole |= indivisible_names(task)
         check_contiguous(task, whole)
@@ -260,45 +263,42 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         config, task, mesh = self.config, module.task, self._mesh()
-        names = [each for each in mesh.mesh_dim_names if each != "tensor"]
         if self._context_group is not None:
             self._contexts.append(ContextParallel(module, self._context_group))
-        splitting = None
+        splitting = TensorParallel(plan, mesh)
         if plan:
-            splitting = TensorParallel(plan, mesh["tensor"])
             # It warns for every parameter on two meshes that gathering takes two collectives.
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         options = self._options(precision)
-        options["mesh"] = mesh[tuple(names)] if plan else mesh
+        options["mesh"] = mesh[tuple(self._sizes())] if plan else mesh
         mixed = precision.compute_dtype not in (None, precision.param_dtype or torch.float32)
         norms = batch_norms(task) if mixed else []
         kept = {"reshard_after_forward": False}  # of the root and heads, whose backward follows at once
         uncast = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-        blocks = [each for each in units(task, config.wrap) if each not in norms]
-        heads: list[nn.Module] = []
+        how: dict[nn.Module, dict[str, Any]] = dict.fromkeys(norms, uncast)
+        experts = [each.module for each in plan if each.dimension == "shard"]
+        how |= {each: {**options, "mesh": mesh["replicate"]} for each in experts}
+        blocks = [each for each in units(task, config.wrap) if each not in how]
         if config.wrap == "auto":
             embeddings, heads = around(task, blocks, [each.module for each in plan])
+            how |= {each: {**options, **kept} for each in heads}
             blocks = [*embeddings, *blocks, *heads]
-        _check_parts(task, (*norms, *blocks, task), whole)
-
-        def split(part: nn.Module) -> None:
-            if splitting is not None:
-                splitting.split(part)
+        parts = [*norms, *experts, *blocks]
+        _check_parts(task, (*parts, task), whole)
 
         def shard(part: nn.Module) -> None:
-            split(part)
-            how = {**(uncast if part in norms else options), **(kept if part in heads else {})}
-            fully_shard(part, ignored_params=parameters_named(task, whole), **how)
+            splitting.split(part)
+            fully_shard(part, ignored_params=parameters_named(task, whole), **how.get(part, options))
 
         if values is None:
-            split(task)
+            splitting.split(task)
             Recomputation(task, config.activation_checkpointing)
-            for part in (*norms, *blocks):
+            for part in parts:
                 shard(part)
         else:
             Recomputation(task, config.activation_checkpointing)
-            values.run([*norms, *blocks], self.device, self.world_size, shard)
-            split(task)
+            values.run(parts, self.device, self.world_size, shard)
+            splitting.split(task)
         fully_shard(module, ignored_params=parameters_named(task, whole), **{**options, **kept})
         self._prefetch(blocks)
 
@@ -333,6 +333,8 @@ class FSDP(Strategy):
 
         split = self.config.tensor_parallel
         sizes = self._sizes()
+        if self.config.expert_parallel:  # what is split over `shard` is sharded over another dimension
+            sizes = {"replicate": 1, **sizes}
         if split > 1:
             sizes["tensor"] = split
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -14,16 +14,34 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.wrapping import Use, tie, uses_of_parameters
 from drivetrain.task.model_info import info_of
 
 
 class ParallelModule(NamedTuple):
-    """A module of a plan, its name, and its parallel style."""
+    """A module of a plan, its name, its parallel style, and the dimension of the mesh that splits it."""
 
     name: str
     module: nn.Module
     style: Any
+    dimension: str
+
+
+def split_modules(task: nn.Module, config: FSDPConfig) -> list[ParallelModule]:
+    """Return the modules of a task's `parallel_plan` that these options split, in the order of the plan.
+
+    Raises:
+        ConfigError: The plan is wrong, or has no experts for `expert_parallel`.
+    """
+    used = {"shard": config.expert_parallel, "tensor": config.tensor_parallel > 1}
+    plan = parallel_modules(task) if any(used.values()) else []
+    if config.expert_parallel and all(each.dimension == "tensor" for each in plan):
+        raise ConfigError(
+            f"expert_parallel: the parallel_plan of {type(task).__name__} has no ExpertParallel() of"
+            " drivetrain.strategies for a module of experts; add it, or leave expert_parallel off"
+        )
+    return [each for each in plan if used[each.dimension]]
 
 
 def parallel_modules(task: nn.Module) -> list[ParallelModule]:
@@ -45,9 +63,9 @@ def parallel_modules(task: nn.Module) -> list[ParallelModule]:
         )
     if not plan:
         raise ConfigError(
-            f"tensor_parallel needs a plan: define {kind}.model_info(), which returns"
+            f"tensor_parallel and expert_parallel need a plan: define {kind}.model_info(), which returns"
             " ModelInfo(parallel_plan={...}) with styles of torch.distributed.tensor.parallel by the names of"
-            " modules; or leave tensor_parallel at 1"
+            " modules; or leave the option out"
         )
     modules = dict(task.named_modules())
     chosen = []
@@ -58,7 +76,8 @@ def parallel_modules(task: nn.Module) -> list[ParallelModule]:
                 " of torch.distributed.tensor.parallel, such as ColwiseParallel()"
             )
         names = modules_named(task, pattern, "the parallel_plan")
-        chosen += [ParallelModule(name, modules[name], style) for name in names]
+        dimension = getattr(style, "dimension", "tensor")
+        chosen += [ParallelModule(name, modules[name], style, dimension) for name in names]
     return chosen
 
 
@@ -92,7 +111,7 @@ class TensorParallel:
 
     Args:
         plan: The modules.
-        mesh: The one-dimensional mesh that modules are split over.
+        mesh: The mesh of all processes.
     """
 
     def __init__(self, plan: list[ParallelModule], mesh: Any) -> None:
@@ -120,12 +139,13 @@ class TensorParallel:
     def _split(self, each: ParallelModule) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
 
+        mesh = self._mesh[each.dimension]
         try:
             # Every process has the values already, so none are sent.
-            parallelize_module(each.module, self._mesh, each.style, src_data_rank=None)
+            parallelize_module(each.module, mesh, each.style, src_data_rank=None)
         except NotImplementedError as error:
             raise StrategyError(f"{each.name!r} ({type(each.module).__name__}): {error}") from error
-        size = self._mesh.size()
+        size = mesh.size()
         for name, parameter in each.module.named_parameters(each.name):
             for placement in getattr(parameter, "placements", ()):
                 if not placement.is_replicate() and parameter.shape[placement.dim] % size:

@@ -40,6 +40,7 @@ class OriginalModules:
                 if parameter is not None:
                     module._parameters[name] = _gathered(parameter, whole)
             hooks.remove_others("torch.distributed")
+            hooks.remove_others(__package__)
             forget(module)
             _module_state_mapping.pop(module, None)
             for key in (STATE_KEY, REGISTRY_KEY, *_MARKS):

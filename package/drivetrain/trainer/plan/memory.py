@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from drivetrain.engine.memory_profile import MemoryWatch
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies.base import Memory, Strategy
 from drivetrain.strategies.fsdp.config import FSDPConfig
-from drivetrain.strategies.fsdp.tensor_parallel import TensorParallel, parallel_modules
+from drivetrain.strategies.fsdp.tensor_parallel import TensorParallel, split_modules
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.recompute import Recomputation
 from drivetrain.strategies.wrapping import apply_tied, batch_norms
@@ -140,8 +141,9 @@ def _split_copy(strategy: Strategy) -> Iterator[Callable[[TaskModule], object]]:
     size = config.tensor_parallel
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        mesh = init_device_mesh("cpu", (size,))
-        yield lambda task: TensorParallel(parallel_modules(task), mesh).split(task)
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+        alone = replace(config, expert_parallel=False)  # a rank's own tokens are as many as it gets
+        yield lambda task: TensorParallel(split_modules(task, alone), mesh).split(task)
     finally:
         distributed.destroy_process_group()
 
