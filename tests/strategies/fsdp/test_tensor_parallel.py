@@ -193,6 +193,10 @@ class Exchanged(TorchDispatchMode):
         self.names: set[str] = set()
         self.bytes = 0
 
+    def in_steps(self) -> list[Any]:
+        enter, leave = lambda _: self.__enter__(), lambda _: self.__exit__(None, None, None)
+        return [LambdaCallback(on_step_start=enter, on_step_end=leave)]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
             self.names.add(func.__name__)
@@ -201,35 +205,32 @@ class Exchanged(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def words_differ(precision: str = "32", accumulation: int = 1, count: int = 22, **options: Any) -> float:
+def words_differ(
+    precision: str = "32", accumulation: int = 1, count: int = 22, callbacks: Any = (), **options: Any
+) -> float:
     strategy, samples = split(torch.distributed.get_world_size()), Sequences(count)
     data = DataLoader(samples, batch_size=4 // strategy.data_size // accumulation)
     more: dict[str, Any] = {"precision": precision, "max_grad_norm": 0.3}
-    found = fitted(Words(**options), strategy, data, gradient_accumulation_steps=accumulation, **more)
+    of_rank = {"gradient_accumulation_steps": accumulation, "callbacks": callbacks}
+    found = fitted(Words(**options), strategy, data, **of_rank, **more)
     alone = fitted(Words(**options), SingleDevice("cpu"), DataLoader(samples, batch_size=4), **more)
     return max((found[name] - alone[name]).abs().max().item() for name in alone)
 
 
-def exchanged(words: int) -> tuple[bool, int]:  # whether a step gathers anything, and its bytes
-    counts = Exchanged()
-    around: dict[str, Any] = {
-        "on_step_start": lambda run: counts.__enter__(),
-        "on_step_end": lambda run: counts.__exit__(None, None, None),
-    }
-    data = DataLoader(Sequences(4), batch_size=4)
-    fitted(Words(words, tied=True), split(2, gather_at_end=False), data, callbacks=[LambdaCallback(**around)])
-    return any("gather" in each for each in counts.names), counts.bytes
-
-
+@pytest.mark.heavy("three fits")
 def test_loss_over_a_split_vocabulary_gathers_neither_logits_nor_the_head() -> None:
-    (equal, few, many), other = on_two_ranks(
-        lambda: (words_differ(tied=True, count=8) < 1e-6, exchanged(16), exchanged(64))
-    )
-    assert other == (equal, few, many)
-    assert equal
-    assert few == many  # so nothing that is exchanged has a row for each word
-    assert few[1]
-    assert not few[0]
+    def on_rank() -> Any:
+        few, many = Exchanged(), Exchanged()
+        difference = words_differ(tied=True, count=8, callbacks=few.in_steps())
+        data = DataLoader(Sequences(8), batch_size=4)
+        more: dict[str, Any] = {"max_grad_norm": 0.3, "callbacks": many.in_steps()}
+        fitted(Words(64, tied=True), split(2, gather_at_end=False), data, **more)
+        return difference, few.bytes, many.bytes, few.names | many.names
+
+    for difference, few, many, names in on_two_ranks(on_rank):
+        assert difference < 1e-6
+        assert few == many > 0  # so nothing that is exchanged has a row for each word
+        assert not any("gather" in each for each in names)
 
 
 @pytest.mark.nightly
