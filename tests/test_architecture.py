@@ -81,6 +81,7 @@ _optimizer_step_pre_hooks _optimizer_step_post_hooks  # torch: whether somebody 
 _global_optimizer_pre_hooks _global_optimizer_post_hooks _is_profiler_enabled  # likewise
 _local_scalar_dense _get_default_mps_generator  # torch: a number of the meta device, MPS's generator
 _dump_fr_trace_json _get_default_store _op_dispatcher _remove_autograd_hooks  # torch: groups, stores, DDP
+_compute_bucket_assignment_by_size _resolve_process_group  # torch: DDP's buckets, a group by its name
 _dynamo _inductor _compiled_call_impl  # torch: compiled modules, their errors and options
 _C _current_graph_task_id  # torch: whether a forward is recomputed, inside a backward
 _autograd _top_saved_tensors_default_hooks _current_autograd_node  # torch: the same, by checkpoint

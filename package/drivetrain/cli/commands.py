@@ -88,7 +88,10 @@ def predict(settings: Settings, as_json: bool) -> None:
 
 def plan(settings: Settings, as_json: bool) -> None:
     trainer, task = _trainer_and_task(settings, without_values=True)
-    _show(make_plan(trainer, task, *fit_data(settings)), as_json)
+    found = make_plan(trainer, task, *fit_data(settings))
+    _show(found, as_json)
+    if settings.option("collectives") and not as_json:
+        print(found.listed())
 
 
 def summary(settings: Settings, as_json: bool) -> None:

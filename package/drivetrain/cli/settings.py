@@ -85,6 +85,7 @@ _OPTIONS = {
     "--joined": _Option(None, "join the outputs of all batches to one", ("predict",)),
     "--metrics": _Option(None, "the values of a validation too; needs targets", ("predict",)),
     "--depth": _Option("NUMBER", "the levels of modules to show, 1 by default", ("summary",)),
+    "--collectives": _Option(None, "list those of a step in order", ("plan",)),
     "--trials": _Option("NUMBER", "trials in all, those of earlier starts too", ("search",)),
     "--objective": _Option("NAMES", "logged names to optimise; default: validation/loss", ("search",)),
     "--direction": _Option("NAMES", "minimize or maximize, for each objective", ("search",)),

@@ -68,6 +68,11 @@ def is_grouped() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def has_fake_ranks() -> bool:
+    """Return whether torch's "fake" group stands for the other ranks, as in a plan: there is none to meet."""
+    return is_grouped() and torch.distributed.get_backend() == torch.distributed.Backend.FAKE
+
+
 def once_per_machine(act: Callable[[], object], *, once: bool = False) -> None:
     """Call a function in one process of each machine, while the others wait for it without a time limit.
 

@@ -84,7 +84,7 @@ class Ranks:
 
         All of them still take part, so that every process gets the same result to the last bit.
         """
-        if copies == 1:
+        if copies == 1 or self.alone:
             return self
         size, (rank, copy) = self.size // copies, divmod(self.rank, copies)
         self.siblings.append(replace(self, rank=rank, size=size, siblings=[], copies=copies, copy=copy))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -141,9 +142,8 @@ class MemoryWatch(TorchDispatchMode):
 
     def _step(self, optimizer: Optimizer, step: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = (each for group in optimizer.param_groups for each in group["params"])
-        for storage in _storages(each.grad for each in parameters):
-            if storage._cdata in self._held:
-                self._held[storage._cdata].kind = "gradients"  # also at the peak, if it was there by then
+        for memory in self.of(each.grad for each in parameters):
+            memory.kind = "gradients"  # also at the peak, if it was there by then
         self._in_step = True
         try:
             with _disable_current_modes() if compiles_itself(optimizer) else nullcontext():
@@ -153,23 +153,23 @@ class MemoryWatch(TorchDispatchMode):
 
     def use(self) -> MemoryUse:
         """Return the result."""
-        sizes = dict.fromkeys(_KINDS, 0)
-        for memory in self._at_peak:
-            sizes[memory.kind] += memory.size
+        sizes = {**dict.fromkeys(_KINDS, 0), **self.at_peak()}
         cuda = self._device.type == "cuda"
         measured = torch.cuda.max_memory_allocated(self._device) if cuda else self._peak
         return MemoryUse(**sizes, measured=measured, device=str(self._device))
 
-    def restart(self) -> int:
-        """Look for a new peak from now on; returns the bytes that exist now."""
-        self._peak, self._at_peak = self.total, list(self._held.values())
-        return self.total
+    def at_peak(self) -> dict[str, int]:
+        """Return the bytes at the peak by kind."""
+        sizes: Counter[str] = Counter()
+        for memory in self._at_peak:
+            sizes[memory.kind] += memory.size
+        return sizes
 
-    def peak_without(self, tensors: Iterable[object]) -> int:
-        """Return the bytes at the peak, without those of the given tensors."""
-        left_out = {storage._cdata for storage in _storages(tensors)}
-        storages = [(each.storage(), each.size) for each in self._at_peak]
-        return sum(size for storage, size in storages if storage is None or storage._cdata not in left_out)
+    def of(self, values: Iterable[object]) -> Iterator[_Allocation]:
+        """Yield what is known of the memory of tensors."""
+        for storage in _storages(values):
+            if storage._cdata in self._held:
+                yield self._held[storage._cdata]
 
     def _count(self, values: Iterable[object], kind: str, older: bool = False) -> None:
         """Count the memory of new tensors, which may be older than this step."""

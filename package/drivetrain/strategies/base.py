@@ -150,7 +150,8 @@ class Memory(NamedTuple):
         fractions: For each divided parameter, the share of its elements that a process keeps.
         divided: What is divided over the processes: any of "parameters", "gradients" and "optimizer" (its
             state).
-        gathered: Bytes of weights and gradients that are whole for a while, such as those of a block in use.
+        gathered: Bytes of weights and gradients that are whole for a while, such as those of a block in use,
+            if a plan cannot run the strategy on ranks without processes.
         offloaded: Which of these three are kept in the host's memory.
         forward_dtype: The dtype of the weights in a forward; None means the dtype in which they are stored.
         copies: Whether the weights are stored in `forward_dtype`, and the optimizer has float32 copies.
@@ -288,9 +289,7 @@ class Strategy(ABC):
     ) -> Prepared:
         """Place, wrap or shard the module and build its optimizers, in the order that this strategy needs."""
 
-    def memory(
-        self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int
-    ) -> Memory | None:
+    def memory(self, task: nn.Module, precision: Precision, local_size: int) -> Memory | None:
         """Return what one rank keeps of a task in a step; None if the strategy cannot tell.
 
         The default is the whole task, unless the strategy is `sharded`.
@@ -298,7 +297,6 @@ class Strategy(ABC):
         Args:
             task: The task, or a copy of it without values, as `prepare` would be given it.
             precision: The run's precision.
-            accumulates: Whether a step has several micro-batches.
             local_size: The processes on a machine.
         """
         return None if self.sharded else Memory()

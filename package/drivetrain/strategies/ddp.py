@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from drivetrain.core.errors import StrategyError
 from drivetrain.core.validation import by_name
 from drivetrain.distributed.group import uncompared
+from drivetrain.distributed.processes import has_fake_ranks
 from drivetrain.strategies.base import (
     MakeOptimizers,
-    Memory,
     Prepared,
     Support,
     has_bfloat16,
@@ -146,18 +146,12 @@ class DDP(Replicated):
             refuse_sparse(module.task, self.name, "NCCL cannot reduce them")
         return self._replicate(module, make_optimizers)
 
-    def memory(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Memory:
-        """Return the whole task, and DDP's buckets if gradients are not kept in them."""
-        if self.config.gradient_as_bucket_view or self.world_size == 1:
-            return Memory()
-        return Memory(gathered=sum(each.nbytes for each in task.parameters() if each.requires_grad))
-
     def _wrapper(self, module: StepModule, init_sync: bool) -> DistributedDataParallel:
         config = self.config
         buffers: dict[str, Any] = {_BUFFERS: config.broadcast_buffers}
         return DistributedDataParallel(
             module,
-            init_sync=init_sync,
+            init_sync=init_sync and not has_fake_ranks(),
             device_ids=[self.device] if self.device.type == "cuda" else None,
             process_group=uncompared(),
             bucket_cap_mb=config.bucket_mb,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from drivetrain.distributed.processes import has_fake_ranks
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy
 from drivetrain.strategies.sparse import average_sparse, no_rows, trained_sparsely
@@ -84,7 +85,7 @@ class Replicated(Strategy):
             self._synchronized = True
             self._unlearned = bool(wrapped.static_graph)
             self._may_leave_out = bool(wrapped.find_unused_parameters)
-            if self.world_size > 1 and not (self._unlearned or self._may_leave_out):
+            if self.world_size > 1 and not (self._unlearned or self._may_leave_out or has_fake_ranks()):
                 fix_buckets(wrapped, self._parameters)
         return wrapped
 

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from drivetrain import (
     already_split,
 )
 from drivetrain.task import ModelInfo
+from drivetrain.trainer.plan.fake_step import StepWatch
 
 
 class Classifier(TaskModule):
@@ -183,14 +185,12 @@ def test_activations_are_those_that_autograd_keeps_with_and_without_recomputatio
     whole = saved(lambda: task.training_step(batch).loss, known) + batch.nbytes
     found = plan([batch] * 2, task=task, max_epochs=1).memory
     assert found["activations"] == whole
-    block = saved(lambda: task.blocks[1](batch), known)  # with its result
-    with_batch = (
-        32 * 16 * 4 * (BLOCKS + 1) + 32 * 4 + 4
-    )  # each block's input and the head's; outputs; the loss
+    # Each block's input and the head's; outputs; the loss.
+    recomputed = 32 * 16 * 4 * (BLOCKS + 1) + 32 * 4 + 4
     for again in (True, (Wide,), "blocks.*"):
         memory = {"activation_checkpointing": again}
         found = plan([batch] * 2, task=task, max_epochs=1, memory=memory).memory
-        assert found["activations"] == with_batch + block, again
+        assert found["activations"] == recomputed, again
     for precision in ("bf16-mixed", "64"):
         assert plan([batch] * 2, task=wide(), max_epochs=1, precision=precision).memory["activations"]
 
@@ -235,10 +235,9 @@ def test_the_memory_of_a_plan_is_that_of_a_step_at_its_peak(precision):
     for make, data in ((Vocabulary, words), (wide, [torch.randn(256, 16)] * 2)):
         report = MemoryReport(show=False)
         trainer = quiet(max_epochs=1, precision=precision, callbacks=[report])
-        found = trainer.plan(make(), data).memory
+        found = trainer.plan(make(), data)
         trainer.fit(make(), data)
-        missing = found["gradients"] - report.use.gradients  # they are not all there at the peak
-        assert sum(found.values()) - missing == pytest.approx(report.use.total, rel=0.02)
+        assert found.peak == report.use.total
 
 
 def test_a_plan_says_where_the_residual_stream_has_16_bits():
@@ -270,31 +269,37 @@ def test_tensor_parallel_keeps_its_part_of_the_activations():
         found = quiet(max_epochs=1, devices=4, strategy=strategy).plan(Split(), [torch.randn(64, 16)]).memory
         # The batch, the result of relu and that of the last layer.
         assert found["activations"] == pytest.approx(4 * 64 * (16 + 4096 / split + 16), rel=0.02)
-        assert found["temporary"] == pytest.approx(4 * 64 * 2 * 4096 / split, rel=0.02)
+        assert found["temporary"] == pytest.approx(4 * 64 * 2 * 4096 / split, rel=0.1)
 
 
-def _measured(options):
+class Watch(StepWatch):  # of a run on two ranks
+    def use(self):
+        counts = (each for each in self.collectives if each.dtype != "float64")  # a plan has no data's
+        return self.at_peak(), tuple(counts)
+
+
+def _measured(make, options):
     report = MemoryReport(show=False)
-    quiet(max_epochs=1, devices=2, callbacks=[report], **options).fit(wide(), [torch.randn(32, 16)] * 8)
+    with mock.patch("drivetrain.callbacks.memory_report.MemoryWatch", Watch):
+        quiet(max_epochs=1, devices=2, callbacks=[report], **options).fit(make(), [torch.randn(32, 16)] * 8)
     return report.use
 
 
+def check_against_a_run(make, options):
+    found = quiet(max_epochs=1, devices=2, **options).plan(make(), [torch.randn(32, 16)] * 8)
+    use, collectives = on_two_ranks(_measured, make, options)[0]
+    expected = [use["parameters"], use["parameters"], use["optimizer"]]  # each has a gradient of its size
+    assert [found.memory[each] for each in ("parameters", "gradients", "optimizer")] == expected
+    hosted = {*found.offloaded, *(["step"] if found.offloaded else [])}
+    assert found.peak == sum(size for kind, size in use.items() if kind not in hosted)
+    assert found.collectives == collectives
+    return found
+
+
 def test_a_plan_for_two_ranks_has_what_each_holds(monkeypatch):
-    for strategy, more in (("ddp", {}), ("fsdp", {}), ("fsdp", {"gradient_accumulation_steps": 2})):
-        options = {"strategy": strategy, **more}
-        found = quiet(max_epochs=1, devices=2, **options).plan(wide(), [torch.randn(32, 16)] * 8)
-        use = on_two_ranks(_measured, options)[0]
-        expected = [use.parameters, use.parameters, use.optimizer]  # each has a gradient of its size
-        assert [found.memory[each] for each in ("parameters", "gradients", "optimizer")] == expected
-        assert 0.75 < sum(found.memory.values()) / use.total < 1.3, options
-        assert ("in each process about" in str(found), found.processes) == (True, 2)
-    gathered = [
-        quiet(max_epochs=1, devices=2, strategy="fsdp", precision=each)
-        .plan(wide(), [torch.randn(32, 16)])
-        .memory["gathered"]
-        for each in ("32", "bf16-true")
-    ]
-    assert gathered[0] == 2 * gathered[1]
+    for strategy in ("ddp", "fsdp"):
+        found = check_against_a_run(wide, {"strategy": strategy, "gradient_accumulation_steps": 2})
+        assert "in each process" in str(found)
     monkeypatch.setattr("drivetrain.strategies.checks.host_memory", lambda: 10_000)
     sharded = quiet(max_epochs=1, devices=2, strategy="fsdp").plan(wide(), [torch.randn(32, 16)] * 8)
     assert "Give gather_at_end=False" in sharded.warnings[-1]

@@ -36,6 +36,7 @@ from drivetrain.distributed.launch.meeting import (
     make_store_folder,
     remove_store_folder,
 )
+from drivetrain.distributed.processes import has_fake_ranks
 from drivetrain.distributed.threads import Periodic
 
 _DIRECTORY = str(Path.cwd())
@@ -105,6 +106,8 @@ def join_job(world_size: int, num_nodes: int) -> None:
     A run in one process is remembered, because other ranks would repeat it.
     """
     global _ran_alone
+    if has_fake_ranks():
+        return
     end_with_launcher()
     if world_size == 1:
         _ran_alone = True

@@ -154,7 +154,7 @@ class DeepSpeed(Strategy):
         if self.config.mapping:
             check_by_deepspeed(realise(self.config, precision, asked), self.device.type)
 
-    def memory(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Memory:
+    def memory(self, task: nn.Module, precision: Precision, local_size: int) -> Memory:
         """Return what ZeRO's stage divides, with DeepSpeed's buckets and gathered weights at their limits."""
         parts = ("optimizer", "gradients", "parameters")[: self.config.stage]
         zero = self.config.mapping.get("zero_optimization", {})

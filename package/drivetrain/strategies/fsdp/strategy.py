@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.launch.environment import detect
@@ -221,7 +222,8 @@ class FSDP(Strategy):
             broadcast_module(module, self.world_size)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device, largest_of_all) if precision.loss_scaling else None
-        self._shard(module, precision, values, whole, plan)
+        with _disable_current_modes():  # torch reads its meshes, and a plan's tensors have no values
+            self._shard(module, precision, values, whole, plan)
         of_shards = torch.device("cpu") if self.config.cpu_offload else self.device
         read_stored(module, task, self.device, of_shards)
         self._kept, self._has_run = parameters_named(task, whole), False
@@ -349,10 +351,10 @@ class FSDP(Strategy):
             return {"replicate": size // each, "shard": each}
         return {"shard": size}
 
-    def memory(self, task: nn.Module, precision: Precision, accumulates: bool, local_size: int) -> Memory:
-        """Return the shards of a process, and what it has gathered at a time."""
+    def memory(self, task: nn.Module, precision: Precision, local_size: int) -> Memory:
+        """Return the shards of a process."""
         shards = self._sizes(local_size)["shard"]
-        return sharded_memory(task, self.config, precision, accumulates, shards)
+        return sharded_memory(task, self.config, precision, shards)
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Reduce gradients only in the window's last micro-batch, unless the configuration asks for each."""

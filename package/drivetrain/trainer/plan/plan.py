@@ -42,7 +42,8 @@ from drivetrain.trainer.plan.conflicts import (
     validation_conflicts,
 )
 from drivetrain.trainer.plan.counts import Epoch, Firings, and_at_the_end, firings
-from drivetrain.trainer.plan.memory import Unknown, checkpoint_size, example_batch, step_memory
+from drivetrain.trainer.plan.fake_step import Collective, FakeStep, fake_step
+from drivetrain.trainer.plan.memory import Unknown, checkpoint_size, example_batch, short
 from drivetrain.trainer.plan.optimizers import Built, Rate
 
 
@@ -70,11 +71,11 @@ class Plan:
         parameters: The number of parameters.
         trainable: The number of trained parameters.
         memory: Bytes that the first process holds; its shards are the largest. "parameters", "gradients" and
-            "optimizer" (its state) are always there. "gathered" are the weights that are whole for a while,
-            if weights are sharded. "activations" are what forward keeps for one micro-batch, or backward
-            recomputes. "temporary" is other memory at the peak: the model's outputs, such as logits, and the
-            gradients of activations. Tensors that a kernel or the optimizer's step needs for a moment are not
-            counted.
+            "optimizer" (its state) are always there. "gathered" are weights and gradients that are whole for
+            a while, and the strategy's buffers, at the peak of a step. "activations" are what forward keeps
+            for one micro-batch, with the batch. "temporary" is other memory at the peak: the model's outputs,
+            such as logits, recomputed activations, gradients of activations, and tensors of the optimizer's
+            step. Tensors inside a kernel are not counted.
         warnings: Conflicts, each with what to do about it.
         also_saving: When it saves by the other policies.
         precision: The precision, with the dtypes that differ by strategy.
@@ -84,6 +85,11 @@ class Plan:
         tokens_per_step: Tokens in a full window of all processes, if the task counts them; estimated from the
             first sample.
         tokens: Tokens in all, estimated in the same way.
+        peak: The most bytes at one time in a step, without what is offloaded. The parts of `memory` may be
+            more together: at the peak of a forward there are no gradients yet.
+        collectives: The exchanges of tensors in a step, in order; None where `memory_unknown` has the reason,
+            or under strategies with a library of their own. The few bytes of counts that ranks exchange on
+            the host are not there.
     """
 
     task: str
@@ -112,11 +118,21 @@ class Plan:
     checkpoint: int | None = None
     tokens_per_step: int | None = None
     tokens: int | None = None
+    peak: int | None = None
+    collectives: tuple[Collective, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields by name, with lists in place of tuples."""
         plan = dataclasses.asdict(self)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plan.items()}
+
+    def listed(self) -> str:
+        """Return the collectives of a step in order, a line for each; empty if there are none."""
+        rows = [
+            (str(number), each.kind, f"{each.ranks} processes", f"{each.bytes:,} bytes of {each.dtype}")
+            for number, each in enumerate(self.collectives or (), 1)
+        ]
+        return "\n".join(columns(rows))
 
     def __repr__(self) -> str:
         """Return one short line: a prompt shows it below the lines that `Trainer.plan` prints."""
@@ -155,6 +171,7 @@ class Plan:
             ("precision", self.precision),
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
             *self._memory_rows(),
+            *self._exchange_rows(),
         ]
         return [(name, text) for name, text in rows if text]
 
@@ -170,11 +187,27 @@ class Plan:
             where = ", in the host's memory" if what in self.offloaded and size is not None else ""
             reason = f": {self.memory_unknown}" if size is None and what == "activations" else ""
             rows.append((f"memory: {what}", _memory_text(size) + where + reason))
-        here = {name: size for name, size in self.memory.items() if name not in self.offloaded}
         whose = "" if self.processes == 1 else "in each process "
-        total = _memory_text(sum(size for size in here.values() if size is not None))
-        known = "at least " if None in here.values() else "about "
-        return [*rows, ("memory: in all", f"{whose}{known}{total}")]
+        if self.peak is not None:
+            return [*rows, ("memory: in all", f"{whose}{_memory_text(self.peak)} at the peak of a step")]
+        known = [size for name, size in self.memory.items() if size and name not in self.offloaded]
+        return [*rows, ("memory: in all", f"{whose}at least {_memory_text(sum(known))}")]
+
+    def _exchange_rows(self) -> list[tuple[str, str]]:
+        """Return a row for each kind of collective, and one of all that a process sends."""
+        if not self.collectives:
+            return []
+        kinds: dict[tuple[str, int, str], list[int]] = {}
+        for each in self.collectives:
+            kinds.setdefault((each.kind, each.ranks, each.dtype), []).append(each.bytes)
+        rows = [
+            (f"step: {kind}", f"{len(sizes)} over {ranks} processes, {sized(sum(sizes))} of {dtype}")
+            for (kind, ranks, dtype), sizes in kinds.items()
+        ]
+        return [
+            *rows,
+            ("step: sent", f"by each process {sized(sum(each.sent for each in self.collectives))}"),
+        ]
 
 
 _OF_A_STEP = ("activations", "temporary")
@@ -203,8 +236,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
     Nothing is trained, moved or written; the task, the data and the random streams stay as they are. At most
     the first sample is fetched, and none from a stream. The optimizers are built and stepped once on copies
     of the parameters that have shapes and dtypes but no values (torch's "meta" device), which gives the size
-    of their state. Copies of the first sample make a micro-batch, and one forward on it without values gives
-    the size of the activations.
+    of their state. Copies of the first sample make a micro-batch, and two steps of the first process without
+    values and without the other processes give its memory and its collectives; see `fake_step`.
     """
     given = check_task(task), train_data, validation_data
     with without_trace(*given), begun("fit", *given):
@@ -221,7 +254,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         with known_fit(task, length), modify_task(settings.callbacks, task):
             built = Built(settings, task, length)
             train_loaded(task)
-            process = _Process(settings, strategy, built, task, train_data)
+            process = _Process(settings, strategy, built, task, train_data, length)
         policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
         save_every = dict.fromkeys(each.interval for each in policies)
         triggers = make_triggers(settings, length.calendar, validates)
@@ -254,6 +287,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             precision=_precision_text(built.precision, process.forward_dtype),
             offloaded=process.offloaded,
             memory_unknown=process.unknown,
+            peak=process.peak,
+            collectives=process.collectives,
             checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
             tokens_per_step=process.tokens,
             tokens=None if process.tokens is None or length.steps is None else process.tokens * length.steps,
@@ -283,28 +318,60 @@ class _Process:
     """
 
     def __init__(
-        self, settings: RunSettings, strategy: Strategy, built: Built, task: TaskModule, data: Any
+        self,
+        settings: RunSettings,
+        strategy: Strategy,
+        built: Built,
+        task: TaskModule,
+        data: Any,
+        length: RunLength,
     ) -> None:
         accumulation = at_start(known_accumulation(settings))
         local_size = max(1, strategy.world_size // settings.num_nodes)
-        memory = strategy.memory(built.module, built.precision, accumulation > 1, local_size)
+        memory = strategy.memory(built.module, built.precision, local_size)
         self.memory = built.sizes(memory)
         self.forward_dtype = None if memory is None else memory.forward_dtype
         self.offloaded = tuple(each for each in self.memory if memory and each in memory.offloaded)
-        if strategy.sharded or (memory is not None and memory.gathered):
+        if strategy.sharded or strategy.world_size > 1:
             self.memory["gathered"] = None if memory is None else memory.gathered
         self.memory |= dict.fromkeys(_OF_A_STEP)
         self.unknown, self.tokens, self.example = "", None, None
+        self.peak: int | None = None
+        self.collectives: tuple[Collective, ...] | None = None
         try:
             batch = self.example = example_batch(settings, task, data)
             if overrides(task, "tokens"):
                 self.tokens = int(task.tokens(batch)) * accumulation * strategy.data_size or None
             if isinstance(settings.micro_batch, int):
                 batch = example_batch(settings, task, data, settings.micro_batch)
-            found = step_memory(settings, task, memory, batch)
-            self.memory |= {"activations": found.activations, "temporary": found.temporary}
         except Unknown as error:
             self.unknown = str(error)
+            return
+        try:
+            self._add(fake_step(settings, strategy, task, batch, accumulation, length, self.forward_dtype))
+        except Exception as error:
+            self.unknown = f"a step without values raises {short(error)}"
+
+    def _add(self, step: FakeStep) -> None:
+        """Add what a step has used."""
+        at_peak, self.collectives = step.at_peak, step.collectives
+        self.memory["activations"] = step.kept
+        if not step.is_own:
+            temporary = at_peak.get("activations", 0) + at_peak.get("step", 0) - step.kept
+        else:
+            if "gathered" in at_peak:
+                self.memory["gathered"] = at_peak["gathered"]
+            # The optimizer's step is made where its state is.
+            on_host = {*self.offloaded, "step"} if self.offloaded else ()
+            self.peak = sum(size for kind, size in at_peak.items() if kind not in on_host)
+            temporary = self.peak - self._known()
+        self.memory["temporary"] = max(0, temporary)
+        if self.peak is None and None not in self.memory.values():
+            self.peak = self._known()
+
+    def _known(self) -> int:
+        """Return the bytes that are known, without those that are offloaded."""
+        return sum(size or 0 for part, size in self.memory.items() if part not in self.offloaded)
 
 
 def _precision_text(precision: Precision, gathered: torch.dtype | None) -> str:

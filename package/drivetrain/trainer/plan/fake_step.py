@@ -1,0 +1,343 @@
+"""A step of one rank without the other ranks and without values: its memory, and its collectives in order.
+
+The step is that of a run: the engine's, on the strategy that was asked for. Its tensors are torch's fake
+ones, and the other ranks are those of torch's "fake" process group, whose collectives return at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from drivetrain.core.calendar import RunLength
+from drivetrain.core.types import Batch
+from drivetrain.data import MicroBatch, batch_size
+from drivetrain.engine.engine import Engine
+from drivetrain.engine.memory_profile import MemoryWatch
+from drivetrain.run.settings import RunSettings
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.single import SingleDevice
+from drivetrain.strategies.wrapping import batch_norms
+from drivetrain.task.task import TaskModule
+from drivetrain.trainer.plan.optimizers import on_meta
+
+_CPU = torch.device("cpu")
+"""The device of tensors without values. Fake ones of a GPU start CUDA, and no fork could use it then."""
+
+_TORCH: Any = distributed
+"""With the names that it does not export."""
+
+_KINDS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+)
+
+_OF_STRATEGIES = ("c10d", "fsdp")
+"""The namespaces of operations on a strategy's own buffers."""
+
+_OF_DTENSORS = "_c10d_functional"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a step.
+
+    Attributes:
+        kind: Such as "all_gather".
+        ranks: How many ranks take part.
+        bytes: The size of the whole tensor: of the result of a gathering, of what is reduced or scattered.
+        dtype: What is sent, such as "bfloat16".
+    """
+
+    kind: str
+    ranks: int
+    bytes: int
+    dtype: str
+
+    @property
+    def sent(self) -> int:
+        """The bytes that each rank sends, if the ranks form a ring: an all-reduce goes round twice."""
+        return self.bytes * (1 + (self.kind == "all_reduce")) * (self.ranks - 1) // self.ranks
+
+
+class FakeStep(NamedTuple):
+    """What a step has used.
+
+    Attributes:
+        kept: Bytes that the forward of a micro-batch keeps for its backward, and the batch.
+        at_peak: Bytes at the peak of the step by the kinds of `MemoryUse`, and "gathered".
+        collectives: Those of the step, in order; None if they are others in a run.
+        is_own: Whether the strategy itself has run.
+    """
+
+    kept: int
+    at_peak: Mapping[str, int]
+    collectives: tuple[Collective, ...] | None
+    is_own: bool
+
+
+class StepWatch(MemoryWatch):  # type: ignore[no-untyped-call]
+    """Watches the memory and the collectives of a step.
+
+    What a strategy exchanges, or gathers for a while, is of the kind "gathered".
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.collectives: list[Collective] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        space = func.namespace
+        if space in _OF_STRATEGIES:
+            for memory in self.of(tree_leaves((args, kwargs, result))):
+                if memory.kind in ("activations", "other"):
+                    memory.kind = "gathered"
+        if space in ("c10d", _OF_DTENSORS):
+            name = func.name().partition("::")[2].replace("_", "")
+            kind = next((each for each in _KINDS if name.startswith(each.replace("_", ""))), None)
+            if kind is not None:
+                self.collectives.append(_collective(kind, args, result))
+        return result
+
+    def now(self, kind: str, without: Iterable[object] = ()) -> int:
+        """Return the bytes of a kind that exist now."""
+        left_out = {id(each) for each in self.of(without)}
+        return sum(
+            each.size for each in self._held.values() if each.kind == kind and id(each) not in left_out
+        )
+
+
+def _collective(kind: str, args: tuple[Any, ...], result: Any) -> Collective:
+    sides = [[each for each in tree_leaves(side) if isinstance(each, Tensor)] for side in (*args, result)]
+    sizes = [sum(each.nbytes for each in side) for side in sides]
+    dtype = next(each.dtype for side in sides for each in side)
+    return Collective(kind, _group_size(args), max(sizes), str(dtype).removeprefix("torch."))
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    """Return the size of the group among the arguments: the first object of torch's, or the last text."""
+    boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
+    if boxed:
+        return distributed.ProcessGroup.unbox(boxed[0]).size()
+    return _TORCH.distributed_c10d._resolve_process_group(args[-1]).size()  # type: ignore[no-any-return]
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what tensors without values and ranks without processes cannot.
+
+    Attributes:
+        number: What an optimizer reads from a tensor; None outside of its step.
+    """
+
+    number: float | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.c10d.allreduce_.default:
+            # DDP takes the averages from the future, and that of the fake group has none.
+            from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
+
+            future: Any = Future()
+            future.set_result(args[0])
+            return args[0], Work.boxed(_create_work_from_future(future))
+        if func is torch.ops.aten._local_scalar_dense.default and self.number is not None:
+            return self.number
+        return func(*args, **(kwargs or {}))
+
+
+def fake_step(
+    settings: RunSettings,
+    strategy: Strategy,
+    task: TaskModule,
+    batch: Batch,
+    accumulation: int,
+    length: RunLength,
+    forward_dtype: torch.dtype | None = None,
+) -> FakeStep:
+    """Make a step of a copy of a task as the first rank of a run.
+
+    Args:
+        batch: A micro-batch.
+        accumulation: Micro-batches in the step.
+        forward_dtype: The dtype of the weights under a strategy that does not run on fake ranks.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made, precision = _on_fake_ranks(strategy), as_precision(settings.precision)
+    own, meta = made.name == strategy.name, torch.device("meta")  # that of the storages of fake tensors
+    mode, answers = FakeTensorMode(allow_non_fake_inputs=True), _Answers()  # type: ignore[no-untyped-call]
+    copy = on_meta(task)
+    with _fake_ranks(made.world_size), mode, answers:
+        _give_fake_tensors(copy, None if own else forward_dtype)
+        fake = tree_map(_fake, batch)
+        samples = batch_size(batch) or 1
+        micro_batch = MicroBatch(fake, float(samples), samples)
+        with Engine(made, precision, seed=settings.seed, memory=settings.memory) as engine:
+            with _buckets(made), _FirstChunks():
+                engine.prepare_task(
+                    copy,
+                    total_steps=length.steps,
+                    calendar=length.calendar,
+                    max_grad_norm=settings.max_grad_norm,
+                    max_grad_value=settings.max_grad_value,
+                )
+            if isinstance(engine.model, DistributedDataParallel):
+                engine.model.reducer = _Reducer(engine.model.reducer)  # type: ignore[assignment]
+            optimizers = [each.optimizer for each in engine.updaters.values()]
+            # An overflow of the loss scale is a number that is not zero.
+            engine.before_optimizer_step = partial(
+                setattr, answers, "number", 0.0 if precision.loss_scaling else 1.0
+            )
+            kept, counted = 0, -1
+            backward = made.backward
+
+            def noting(*args: Any, **kwargs: Any) -> None:
+                nonlocal kept
+                if counted > 0 and (engine.interleaved or engine.passes == counted):
+                    gradients = (each.grad for each in copy.parameters())
+                    kept = max(kept, watch.now("activations", gradients))
+                answers.number = 1.0  # DDP reads whether some rank has used a parameter
+                backward(*args, **kwargs)
+                answers.number = None
+
+            vars(made)["backward"] = noting
+            engine.train_step([micro_batch])  # makes the optimizers' states
+            answers.number, counted = None, engine.passes + 1
+            with StepWatch(copy, optimizers, meta, fake) as watch:
+                engine.train_step([micro_batch] * accumulation)
+    known = own and not getattr(getattr(strategy, "config", None), "expert_parallel", False)
+    return FakeStep(kept, watch.at_peak(), tuple(watch.collectives) if known else None, own)
+
+
+def _on_fake_ranks(strategy: Strategy) -> Strategy:
+    """Return a strategy's like on the CPU; one process stands for those that bring their own processes."""
+    if not isinstance(strategy, (DDP, FSDP)):
+        return SingleDevice()
+    options: dict[str, Any] = {"sync_batchnorm": False}  # which needs GPUs
+    if isinstance(strategy, FSDP):
+        # Which tokens go to which experts takes values. Gathering the experts instead is the upper bound.
+        options |= {"gather_at_end": False, "expert_parallel": False}
+    config: Any = dataclasses.replace(strategy.config, **options)
+    return type(strategy)(config, device="cpu", world_size=strategy.world_size)
+
+
+@contextmanager
+def _fake_ranks(world_size: int) -> Iterator[None]:
+    """Run the block as the first rank of a job whose other ranks are torch's "fake" ones."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if distributed.is_initialized():
+        raise RuntimeError("this process is a rank of a job already: plan in another process")
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def _buckets(strategy: Strategy) -> Iterator[None]:
+    """Let DDP make its buckets in the block as `fix_buckets` does, which needs values."""
+    of_torch = _TORCH._compute_bucket_assignment_by_size
+    if (
+        not isinstance(strategy, DDP)
+        or strategy.config.static_graph
+        or strategy.config.find_unused_parameters
+    ):
+        yield
+        return
+    limits = [int(strategy.config.bucket_mb * 2**20)]
+
+    def assign(tensors: list[Tensor], _: object, sparse: list[bool]) -> tuple[list[list[int]], list[int]]:
+        buckets, sizes = of_torch(tensors[::-1], limits, sparse[::-1])
+        last = len(tensors) - 1
+        return [[last - each for each in bucket] for bucket in reversed(buckets)], sizes[::-1]
+
+    _TORCH._compute_bucket_assignment_by_size = assign
+    try:
+        yield
+    finally:
+        _TORCH._compute_bucket_assignment_by_size = of_torch
+
+
+class _FirstChunks(TorchFunctionMode):
+    """Cuts only the first chunk of a tensor, that of the first rank: a thousand take a minute."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.chunk:
+            return func(*args, **(kwargs or {}))
+        return _first_chunk(*args, **(kwargs or {}))
+
+
+def _first_chunk(input: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+    return [input.narrow(dim, 0, -(-input.shape[dim] // chunks))] * chunks
+
+
+class _Reducer:
+    """DDP's, whose buckets are not made anew."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return bool if name == "_rebuild_buckets" else getattr(self._reducer, name)
+
+
+def _give_fake_tensors(copy: Any, dtype: torch.dtype | None) -> None:
+    """Replace the tensors of a task on the meta device; `dtype` is that of its weights but batch norms'."""
+    norms = {id(each) for norm in batch_norms(copy) for each in norm.parameters()}
+    # torch's own cannot replace the fake tensors of a module.
+    vars(copy)["_apply"] = partial(_apply, copy)
+    copy._apply(
+        lambda each: _fake(each, dtype if isinstance(each, nn.Parameter) and id(each) not in norms else None)
+    )
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for each in module.modules():
+        tables: list[dict[str, Any]] = [each._parameters, each._buffers]
+        for table, name, old in [(among, *entry) for among in tables for entry in among.items()]:
+            if old is not None and id(old) not in made:
+                with torch.no_grad():
+                    new = function(old)
+                if isinstance(old, nn.Parameter) and new is not old:
+                    new = nn.Parameter(new, old.requires_grad)
+                    new.__dict__.update(old.__dict__)
+                made[id(old)] = old, new
+            table[name] = None if old is None else made[id(old)][1]
+    return module
+
+
+def _fake(value: Any, dtype: torch.dtype | None = None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=_CPU)
