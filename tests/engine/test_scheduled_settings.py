@@ -58,6 +58,30 @@ def test_the_settings_of_each_step_are_those_by_hand_and_a_resume_is_bitwise(tmp
     assert weights(fitted(resume="auto", **saved)) == weights(whole)
 
 
+def test_a_pair_of_settings_follows_a_function_that_gives_two_factors(tmp_path: Path) -> None:
+    def cycle(step: int) -> tuple[float, float]:  # as OneCycleLR does with Adam's momentum
+        return 1 - 0.1 * min(step, 4) / 4, 1.0
+
+    def fitted(steps: int, **options: Any) -> tuple[Regression, Any]:
+        task = Regression(OptimizerConfig("adam", lr=0.05, betas=(0.95, 0.99), schedules={"betas": cycle}))
+        trainer = quiet(
+            max_steps=steps, checkpoint=True, run_dir=tmp_path, callbacks=[LearningRateMonitor()], log_every=1
+        )
+        return task, trainer.fit(task, pairs(16, 4), **options).metrics
+
+    line = Regression().line
+    optimizer = torch.optim.Adam(line.parameters(), lr=0.05)
+    for step, (features, target) in enumerate([*pairs(16, 4), *pairs(16, 4)]):
+        optimizer.param_groups[0]["betas"] = (0.95 * cycle(step)[0], 0.99)
+        optimizer.zero_grad()
+        (line(features) - target).square().mean().backward()
+        optimizer.step()
+    fitted(3)
+    task, metrics = fitted(STEPS, resume="auto")
+    torch.testing.assert_close(dict(task.line.state_dict()), dict(line.state_dict()), rtol=0, atol=1e-6)
+    assert (metrics["betas.0"], metrics["betas.1"]) == (pytest.approx(0.855), 0.99)
+
+
 def test_ranks_follow_them_too() -> None:
     def both() -> None:
         for strategy in ("ddp", "fsdp"):
@@ -115,7 +139,10 @@ def test_refusals_of_schedules_of_settings() -> None:
         "a number": (made({"weight_decay": 0.1}), "a name or a function"),
         "no mapping": (made("linear"), "{'weight_decay': 'linear'}"),
         "no setting": (fit(schedules={"momentum": "linear"}), "no setting 'momentum'", "'eps'"),
-        "no number": (fit(schedules={"betas": "linear"}), "betas", "(0.9, 0.999)"),
+        "no number": (fit(schedules={"foreach": "linear"}), "foreach of the optimizer 'adamw' is None"),
+        "a name for a pair": (fit(schedules={"betas": "linear"}), "2 factors", "not 'linear'"),
+        "a factor for a pair": (fit(schedules={"betas": lambda step: 0.9}), "2 factors", "not 0.9"),
+        "factors for one": (fit(schedules={"eps": lambda step: (1.0, 1.0)}), "one factor, and not (1.0"),
         "zero": (fit(weight_decay=0, schedules={"weight_decay": "linear"}), "Give weight_decay too"),
     }
     assert_refused(ConfigError, table)

@@ -31,6 +31,7 @@ from drivetrain.task.optim.build import (
     check_gradients,
     check_parameters,
     check_sparse,
+    numbers_of,
     remember_base_rates,
     schedule_lengths,
     scheduled_settings,
@@ -223,10 +224,11 @@ class Updater:
         if len(titles) != len(groups):
             titles = [""] if len(groups) == 1 else [str(index) for index in range(len(groups))]
         return {
-            f"{prefix}/{title}" if title else prefix: float(group[setting])
+            f"{prefix}{part}/{title}" if title else f"{prefix}{part}": float(value)
             for title, group in zip(titles, groups, strict=True)
             # None where the optimizer finds its own rate; the base 0 where biases have no weight decay
             if group.get(setting) is not None and (setting == "lr" or group[f"initial_{setting}"])
+            for part, value in _parts(group[setting])
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,6 +257,12 @@ class Updater:
             self.schedule.load_state_dict(state["plateau"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(dict(state["scheduler"]))
+
+
+def _parts(setting: Any) -> list[tuple[str, Any]]:
+    """Return the numbers of a setting, with what their names end in."""
+    several = numbers_of(setting)
+    return [("" if several is not setting else f".{place}", each) for place, each in enumerate(several)]
 
 
 class JointOptimizer(Optimizer):

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Real
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -119,18 +120,36 @@ def _remember_scheduled(optimizer: Optimizer, config: OptimizerConfig) -> None:
         if not groups:
             allowed = {name for group in optimizer.param_groups for name in group if is_setting(name)}
             check_names(optimizer_title(config), (setting,), allowed - {"lr", "initial_lr"}, "setting")
-        values = [group[setting] for group in groups]
+        values = [each for group in groups for each in numbers_of(group[setting])]
         if not all(isinstance(each, Real) and not isinstance(each, bool) for each in values):
             raise ConfigError(
                 f"schedules={{{setting!r}: ...}} multiplies a number by a factor, and {setting} of"
-                f" {optimizer_title(config)} is {values[0]!r}"
+                f" {optimizer_title(config)} is {groups[0][setting]!r}"
             )
+        _check_factors(config, setting, len(numbers_of(groups[0][setting])))
         if not any(values):
             raise ConfigError(
                 f"schedules={{{setting!r}: ...}} gives factors of {setting}, which is 0. Give {setting} too"
             )
         for group in groups:
             group[f"initial_{setting}"] = group[setting]
+
+
+def numbers_of(setting: Any) -> Sequence[Any]:
+    """Return the numbers of a setting: one, or those of a pair such as Adam's betas."""
+    return setting if isinstance(setting, (tuple, list)) else (setting,)
+
+
+def _check_factors(config: OptimizerConfig, setting: str, count: int) -> None:
+    """Check that a schedule gives a pair a factor for each of its numbers, and a number one factor."""
+    given = config.schedules[setting]
+    found = 1.0 if isinstance(given, str) else given(0)
+    if isinstance(found, (tuple, list)) is (count == 1) or len(numbers_of(found)) != count:
+        factors = "one factor" if count == 1 else f"{count} factors, as by lambda step: (0.9, 1.0)"
+        raise ConfigError(
+            f"schedules={{{setting!r}: ...}} of {optimizer_title(config)} takes a function that returns"
+            f" {factors}, and not {given if isinstance(given, str) else found!r}"
+        )
 
 
 def check_parameters(optimizer: Optimizer, module: nn.Module | None = None) -> None:
@@ -421,7 +440,7 @@ class ScheduledSetting(NamedTuple):
     Attributes:
         name: The setting, such as "weight_decay".
         unit: "steps" or "tokens"; see `ScheduleLengths`.
-        factor: The factor of its base value.
+        factor: The factor of its base value; of a pair, such as betas, a factor for each.
         titles: The title of each group in the names of its values; see `group_titles`.
     """
 
@@ -434,7 +453,11 @@ class ScheduledSetting(NamedTuple):
         """Set the setting in each group that has it; called at every step."""
         factor, base = self.factor(getattr(progress, self.unit)), f"initial_{self.name}"
         for group in optimizer.param_groups:
-            if base in group:
+            if base not in group:
+                continue
+            if isinstance(factor, (tuple, list)):
+                group[self.name] = tuple(map(mul, group[base], factor))
+            else:
                 group[self.name] = group[base] * factor
 
 

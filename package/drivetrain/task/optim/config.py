@@ -78,8 +78,9 @@ class OptimizerConfig:
         schedule_options: The named schedule's options, such as ``{"min_ratio": 0.1}``.
         schedules: Schedules of other numbers among the optimizer's settings, each the name of a row of
             `SCHEDULES` or a function from the step's number to the factor of the number:
-            ``{"weight_decay": "linear", "momentum": function}``. They have no warm-up and no options, and
-            named ones run over `total_steps` or the run.
+            ``{"weight_decay": "linear", "momentum": function}``. For a pair, such as Adam's betas, a function
+            returns a factor for each: ``{"betas": lambda step: (cycle(step), 1.0)}``. They have no warm-up
+            and no options, and named ones run over `total_steps` or the run.
         groups: Settings by parameter name; the first that matches wins.
         parameters: Globs on the names of the parameters to train; None trains all.
         decay_all: Whether weight decay applies to every parameter.
