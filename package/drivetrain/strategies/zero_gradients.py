@@ -30,7 +30,7 @@ def zero_gradients(*losses: Tensor, but: Sequence[Tensor] = ()) -> Iterator[None
 
 
 def zero_nodes(of: Iterable[Node | None], but: Iterable[Node | None]) -> list[Any]:
-    """Make the gradients of nodes zero, but for what other nodes lead to; return the hooks."""
+    """Make the gradients of nodes zero, except where other nodes lead; return the hooks."""
     kept = _graph(but)
     nodes = [each for each in _graph(of) if each not in kept]
     handles: list[Any] = [node.register_prehook(_zeros) for node in nodes]

@@ -238,6 +238,9 @@ def test_context_parallel_refusals() -> None:
             for each in (task.blocks[0].query, task.blocks[0].key, task.blocks[0].value):
                 each.weight = nn.Parameter(torch.ones(12, 16))
 
+        def by_keyword(task: Any) -> None:
+            task.blocks[0].register_forward_pre_hook(lambda block, _: block.attention(mask=None))
+
         odd = {**row, "targets": row["targets"][:, :11]}
         term = {"loss": torch.zeros(()), "balance": Term(torch.zeros(()), weight=1)}
         cases: dict[str, Any] = {
@@ -247,6 +250,7 @@ def test_context_parallel_refusals() -> None:
             "column": (step(sequence_columns=("labels",)), "'labels'", "The batch has 'input_ids'"),
             "length": (step(odd), "=2 does not divide the 11 positions of 'targets'", "here 12"),
             "heads": (step(change=wide), "the heads of 'blocks.0.attention'", "[1, 3, 6, 4]"),
+            "keywords": (step(change=by_keyword), "its first three arguments", "not NoneType"),
             "output": (step(change=flat), "'blocks.1.attention' must return", "[1, 2, 48]"),
             "shifted": (step(of=Shifts), "Shift labels where batches are made"),
             "outputs": (step(run=lambda batch: batch["targets"]), "part of a sequence", "shape (1, 6)"),

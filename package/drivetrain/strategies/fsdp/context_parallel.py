@@ -94,7 +94,8 @@ class ContextParallel:
 
     def _add(self, name: str, module: Any) -> None:
         def before(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (*(self._of_heads(name, each) for each in given[:3]), *given[3:])
+            three = (*given, None, None, None)[:3]  # None for one that is given by keyword
+            return (*(self._of_heads(name, each) for each in three), *given[3:])
 
         def after(_: Any, given: tuple[Any, ...], output: Any) -> Tensor:
             query = given[0]
