@@ -107,6 +107,9 @@ def test_refusals_of_schedules():
         "factor": (refuse("reduce_on_plateau", factor=1.0), "below 1"),
         "a metric": (lambda: plateau().observe(given), "Did you mean 'validation/los'", "'train/loss'"),
     }
+    for factor in (None, "x", math.nan, -1.0):
+        of_user = build_schedule(OptimizerConfig("sgd", lr=1.0, schedule=lambda step, each=factor: each), 9)
+        cases[f"a factor of {factor}"] = lambda each=of_user: each(7), f"gave {factor!r} at step 7"
     assert_refused(ConfigError, cases)
 
 

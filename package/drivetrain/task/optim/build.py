@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from operator import mul
 from typing import Any, NamedTuple
@@ -427,11 +428,26 @@ def build_schedule(
     """
     _, warmup, total, options = schedule_lengths(config, total_steps, calendar)
     if not isinstance(config.schedule, str):
-        return warmed_up(config.schedule, warmup, config.warmup_power)
+        return warmed_up(partial(_factor_of, config.schedule), warmup, config.warmup_power)
     schedule = make_schedule(config.schedule, warmup, total, options)
     if config.warmup_power == 1 or schedule is None:
         return schedule
     return warmed_up(schedule, warmup, config.warmup_power - 1)  # its own ramp is linear
+
+
+def _factor_of(schedule: Schedule, step: int) -> float:
+    """Return the factor of a user's function at a step, or refuse it."""
+    given: Any = schedule(step)
+    try:
+        factor = float(given)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise ConfigError(
+            f"the schedule {getattr(schedule, '__qualname__', schedule)} gave {given!r} at step {step}. It"
+            " returns the factor of the value: a finite number, 0 or more"
+        )
+    return factor
 
 
 class ScheduledSetting(NamedTuple):
