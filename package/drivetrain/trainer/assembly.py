@@ -211,7 +211,7 @@ def every(interval: Any) -> Every | None:
 def make_triggers(settings: RunSettings, calendar: Calendar, validates: bool) -> Triggers:
     """Return the triggers of logging and validation; "auto" logs every epoch that is known to be short."""
     validate_every, begins = every(settings.validate_every), every(settings.validate_from)
-    validate = Trigger(validate_every, calendar, begins=begins) if validates else Trigger(None)
+    validate = Trigger(validate_every, calendar, begins=begins)  # refuses what cannot be counted
     log_every, ends_epochs = settings.log_every, False
     if log_every == "auto":
         ends_epochs = calendar.length is None or calendar.windows_in(0) >= _LOGGED
@@ -219,7 +219,7 @@ def make_triggers(settings: RunSettings, calendar: Calendar, validates: bool) ->
     log = Trigger(
         every(log_every), calendar, first_step=bool(settings.log_first_step), ends_epochs=ends_epochs
     )
-    return Triggers(log, validate)
+    return Triggers(log, validate if validates else Trigger(None))
 
 
 def checked_fit_data(settings: RunSettings, train_data: Any, validation_data: Any) -> tuple[Any, Any]:
