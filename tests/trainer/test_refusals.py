@@ -126,6 +126,7 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
             "counted none in the first step",
         ),
         "tokens of an interval": (fit(pairs(), log_every="9 tokens"), "tokens(self, batch)"),
+        "tokens of no validation": (fit(pairs(), validate_from="9 tokens"), "tokens(self, batch)"),
         "part of a run": (fit(Stream(), batch_size=2, log_every="0.5"), "'0.5' is a part of the run"),
         "epochs": (lambda: quiet(min_epochs=2), "EarlyStopping(..., min_epochs=3)", "min_steps="),
         "a class": (fit(pairs(), task=Regression), "pass an instance", "Regression("),
@@ -135,6 +136,13 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
         "evaluation of a loader": (fit(bare, pairs(), **big), "evaluation_batch_size=5", "batch_size=5"),
         "read once": (fit(pairs(), iter(list(pairs())), sanity_validation=2), "sanity_validation=2"),
     }
+    listed = DataLoader(bare, batch_sampler=[[0, 1], [2]])
+    table["batches of a sampler"] = (
+        fit(listed, batch_size=8),
+        "batch_size=8",
+        "batch_sampler",
+        "Leave batch",
+    )
     uneven = (torch.ones(3, 4), torch.ones(2))
     table["uneven columns"] = (fit(uneven, batch_size=2), "different lengths: 3, 2", "tensors of one length")
     for name, value in (("batch_size", 16), ("num_workers", 2)):

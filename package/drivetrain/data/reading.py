@@ -380,7 +380,7 @@ def _refuse_for_batches(loader: Any, batch_size: int | None, num_workers: int, c
     is_loader = isinstance(loader, DataLoader)
     for name, value in (("batch_size", batch_size), ("num_workers", num_workers or None)):
         own = getattr(loader, name) if is_loader else None
-        if value is None or value == own or (is_loader and own is None):
+        if value is None or value == own:
             continue
         what = ", which is read as ready batches"
         instead = f"Leave {name} out, or, if its items are samples, pass DataLoader(data, {name}={value})"
@@ -390,6 +390,9 @@ def _refuse_for_batches(loader: Any, batch_size: int | None, num_workers: int, c
         if is_loader:
             what = f" with {name}={own}"
             instead = f"Pass DataLoader(..., {name}={value}), or the dataset itself"
+        if is_loader and own is None:
+            what = " whose batches its batch_sampler or its dataset makes"
+            instead = f"Leave {name} out, and give the size there"
         raise ConfigError(
             f"Trainer({name}={value}) is for data that is given as a dataset, but the training data is a"
             f" {type(loader).__name__}{what}. {instead}"
