@@ -435,19 +435,19 @@ def build_schedule(
     return warmed_up(schedule, warmup, config.warmup_power - 1)  # its own ramp is linear
 
 
-def _factor_of(schedule: Schedule, step: int) -> float:
-    """Return the factor of a user's function at a step, or refuse it."""
+def _factor_of(schedule: Schedule, step: int) -> Any:
+    """Return the factor of a user's function at a step, or its factors of a pair, or refuse them."""
     given: Any = schedule(step)
     try:
-        factor = float(given)
+        factors = tuple(map(float, numbers_of(given)))
     except (TypeError, ValueError):
-        factor = math.nan
-    if not 0 <= factor < math.inf:
+        factors = (math.nan,)
+    if not all(0 <= each < math.inf for each in factors):
         raise ConfigError(
             f"the schedule {getattr(schedule, '__qualname__', schedule)} gave {given!r} at step {step}. It"
             " returns the factor of the value: a finite number, 0 or more"
         )
-    return factor
+    return factors if isinstance(given, (tuple, list)) else factors[0]
 
 
 class ScheduledSetting(NamedTuple):
