@@ -35,7 +35,8 @@ def zero_nodes(of: Iterable[Node | None], but: Iterable[Node | None]) -> list[An
     nodes = [each for each in _graph(of) if each not in kept]
     handles: list[Any] = [node.register_prehook(_zeros) for node in nodes]
     if kept:  # from zeros a node may make NaN, for one that is shared
-        handles += [node.register_hook(lambda given, _: _zeros(given)) for node in nodes]
+        ends = [node for node in nodes if not _crosses_ranks(node)]
+        handles += [node.register_hook(lambda given, _: _zeros(given)) for node in ends]
     return handles
 
 
@@ -46,9 +47,14 @@ def _graph(starts: Iterable[Node | None]) -> dict[Node, None]:
         node = waiting.pop()
         if node is not None and node not in nodes:
             nodes[node] = None
-            if not getattr(node, "crosses_ranks", False):  # what follows has the gradients of other ranks
+            if not _crosses_ranks(node):
                 waiting += [following for following, _ in node.next_functions]
     return nodes
+
+
+def _crosses_ranks(node: Node) -> bool:
+    """Return whether what follows has gradients of other ranks, which are not zero."""
+    return getattr(node, "crosses_ranks", False)
 
 
 def _zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

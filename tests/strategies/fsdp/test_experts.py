@@ -1,10 +1,12 @@
 """Experts over ranks: the numbers, checkpoints and states of one process."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.strategies.fsdp.test_context_parallel import Rows, Writer
 from tests.strategies.fsdp.test_tensor_parallel import style, whole
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
@@ -26,10 +28,10 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 class Experts(nn.Module):
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, width: int = 8) -> None:
         super().__init__()
-        self.wide = nn.Parameter(torch.randn(experts, 16, 8) / 4)
-        self.narrow = nn.Parameter(torch.randn(experts, 8, 16) / 4)
+        self.wide = nn.Parameter(torch.randn(experts, 16, width) / 4)
+        self.narrow = nn.Parameter(torch.randn(experts, width, 16) / 4)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         parts = zip(tokens.split(counts.tolist()), self.wide, self.narrow, strict=True)
@@ -43,9 +45,9 @@ class Grouped(Experts):
 
 
 class Layer(nn.Module):
-    def __init__(self, experts: nn.Module, number: int) -> None:
+    def __init__(self, experts: nn.Module, number: int, width: int = 8) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(8, number, bias=False), experts
+        self.router, self.experts = nn.Linear(width, number, bias=False), experts
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -83,14 +85,13 @@ class Sparse(TaskModule):
 
 
 def fitted(
-    alone: bool, samples: Any, accumulation: int = 1, task: Any = None, resume: Any = None, **given: Any
-):
+    alone: bool, samples: Any, task: Any, accumulation: int = 1, resume: Any = None, **given: Any
+) -> tuple[dict[str, Tensor], float]:
     """Return the weights, and the loss of an evaluation."""
-    names = ("sharding", "shard_size", "tensor_parallel", "activation_checkpointing", "cpu_offload")
-    config = {name: given.pop(name) for name in names if name in given}
+    config = {each.name: given.pop(each.name) for each in fields(FSDPConfig) if each.name in given}
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     strategy = FSDP(FSDPConfig(expert_parallel=True, **config), world_size=world_size)
-    task, used = task or Sparse(), SingleDevice("cpu") if alone else strategy
+    used = SingleDevice("cpu") if alone else strategy
     data = DataLoader(samples, batch_size=4 if alone else 4 // strategy.data_size // accumulation)
     more = {"max_epochs": 1, "gradient_accumulation_steps": 1 if alone else accumulation, **given}
     trainer = quiet(strategy=used, devices=used.world_size, max_grad_norm=0.3, **more)
@@ -98,23 +99,35 @@ def fitted(
     return whole(task), result.metrics["validation/loss"]
 
 
-def differing(count: int = 22, kind: Any = Experts, **options: Any) -> tuple[float, float]:
-    samples = Sequences(count)  # one has no weight: by itself, a rank runs a placeholder
-    found, measured = fitted(False, samples, task=Sparse(kind), **options)
-    alone, expected = fitted(True, samples, precision=options.get("precision", "32"))
+def differing(samples: Any = None, make: Any = Sparse, **options: Any) -> tuple[float, float]:
+    samples = samples or Sequences()  # one has no weight: by itself, a rank runs a placeholder
+    found, measured = fitted(False, samples, make(), **options)
+    alone, expected = fitted(True, samples, make(), precision=options.get("precision", "32"))
     return max((found[name] - alone[name]).abs().max().item() for name in alone), abs(measured - expected)
 
 
 def test_experts_over_ranks_train_as_those_of_one_process() -> None:
-    for found in on_two_ranks(lambda: differing(8, accumulation=2)):
+    for found in on_two_ranks(lambda: differing(Sequences(8), accumulation=2)):
         assert max(found) < 1e-6
+
+
+class Writes(Writer):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            for block in self.blocks:
+                block.wide, block.narrow = Layer(Experts(4, 16), 4, 16), nn.Linear(16, 16)
+
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(parallel_plan={"blocks.*.wide.experts": ExpertParallel()}, **self.info)
 
 
 @pytest.mark.nightly
 def test_experts_over_ranks_with_every_option() -> None:
     two: list[dict[str, Any]] = [
-        {}, {"activation_checkpointing": True}, {"cpu_offload": True}, {"kind": Grouped},
-        {"sharding": "shard_grad_op"},
+        {}, {"activation_checkpointing": True}, {"cpu_offload": True}, {"make": lambda: Sparse(Grouped)},
+        {"sharding": "shard_grad_op"}, {"make": Writes, "samples": Rows(), "context_parallel": 2},
     ]  # fmt: skip
     four = [{"sharding": "hybrid", "shard_size": 2}, {"tensor_parallel": 2}]
     for ranks, cases in ((2, two), (4, four)):
@@ -128,7 +141,7 @@ def test_experts_over_ranks_with_every_option() -> None:
 def steps(many: int, directory: Path, resume: Any = None, alone: bool = False) -> dict[str, Tensor]:
     more = {"run_dir": directory, "checkpoint": CheckpointConfig(every="2 steps"), "max_epochs": None}
     more["callbacks"] = [WeightAverage(decay=0.9)]
-    return fitted(alone, Sequences(), resume=resume, max_steps=many, **more)[0]
+    return fitted(alone, Sequences(), Sparse(), resume=resume, max_steps=many, **more)[0]
 
 
 @pytest.mark.nightly
