@@ -37,8 +37,9 @@ def context_group(world_size: int, parts: int, split: int) -> Group:
         parts: The number of processes of a group.
         split: The number of neighbours that split modules. Of those, each is in another group.
     """
-    ranks = torch.arange(world_size).view(-1, parts, split).mT.reshape(-1, parts)
-    mine: Group = distributed.new_subgroups_by_enumeration(ranks.tolist())[0]  # type: ignore[no-untyped-call]
+    starts = [first + each for first in range(0, world_size, parts * split) for each in range(split)]
+    groups = [[start + part * split for part in range(parts)] for start in starts]
+    mine: Group = distributed.new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-untyped-call]
     return mine
 
 
@@ -131,7 +132,7 @@ class ContextParallel:
                 f" ModelInfo(sequence_columns=...); the batch is a {type(batch).__name__}"
             )
         if self._weight is not None and self._weight_of_whole is None:
-            self._weight_of_whole = float(self._weight(batch))
+            self._weight_of_whole = _number(self._weight(batch))
         for each in self._zeros:
             each.remove()
         self._exchanges, self._zeros = [], []
@@ -166,13 +167,13 @@ class ContextParallel:
         if values is None:
             return output
         # Read, because a part without weight needs another backward; on an accelerator this waits for it.
-        weight = 1.0 if self._weight is None else float(self._weight(part))
+        weight = 1.0 if self._weight is None else _number(self._weight(part))
         sums = torch.zeros(1 + len(names), dtype=wide_dtype(values.device), device=values.device)
         if weight:
             sums[0], sums[1:] = weight, values * weight
         distributed.all_reduce(sums, group=self._group)
         if self._weight_of_whole is not None and not math.isnan(self._weight_of_whole):
-            self._check_weights(float(sums[0]))
+            self._check_weights(_number(sums[0]))
         joined = dict(zip(names, (sums[1:] / sums[0]).to(values.dtype), strict=True))
         if loss is not None:
             whole = joined.pop("loss").to(loss.dtype)
@@ -192,6 +193,11 @@ class ContextParallel:
                 f" {self._size} parts together. Shift labels where batches are made, so that the label of a"
                 " position is the token after it"
             )
+
+
+def _number(given: Any) -> float:
+    """Return a weight as a number; 1 for a tensor of another class, a plan's without a value."""
+    return 1.0 if isinstance(given, Tensor) and type(given) is not Tensor else float(given)
 
 
 class _Exchange(torch.autograd.Function):
