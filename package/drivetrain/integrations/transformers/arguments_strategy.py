@@ -220,8 +220,9 @@ def _divided(config: FSDPConfig, parallelism: Any, split: int) -> FSDPConfig:
     for name in ("cp_size", "sp_size"):
         if sizes[name] != 1:
             raise ConfigError(
-                f"parallelism_config has {name}={sizes[name]}: sequences are not split over processes here."
-                " Give tp_size, which splits matrices, or dp_shard_size, which shards parameters"
+                f"parallelism_config has {name}={sizes[name]}, and TransformersTask cannot split sequences."
+                " Give tp_size, which splits matrices, or dp_shard_size, which shards parameters; or write a"
+                " task with ModelInfo(attention_modules=...), for FSDPConfig(context_parallel=...)"
             )
     replicates = sizes["dp_replicate_size"]
     if sizes["dp_shard_size"] == 1 and config.tensor_parallel == 1:

@@ -36,7 +36,7 @@ REFUSED = {
     "bfloat16": "is called 'bf16' today",
     "tensor_parallel": "splits layers over processes, which must then get the same data; use strategy 'fsdp'"
     " with FSDPConfig(tensor_parallel=...)",
-    "sequence_parallel_size": "splits sequences over processes, which the data's shards do not support",
+    "sequence_parallel_size": "splits sequences over processes; use strategy 'fsdp' with context_parallel",
     "expert_parallel": "replaces modules, so that checkpoints would fit no other strategy",
     "curriculum_learning": "passes a length to the model's forward; give the Trainer the callback"
     " SequenceLength(ramp(...)), which cuts the batches",
