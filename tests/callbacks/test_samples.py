@@ -92,6 +92,7 @@ def test_refusals_of_samples() -> None:
         "one name": (lambda: fit(*(Samples(["a"], every=1, generate=image) for _ in range(2))), "'samples'"),
         "no validation": (lambda: fit(Samples(["a"], generate=image)), "no validation data"),
         "too few": (of(lambda task, prompts: ["a"]), "1 samples for 2 prompts"),
+        "nothing": (of(lambda task, prompts: None), "0 samples for 2 prompts"),
         "another type": (of(lambda task, prompts: [1.0, "a"]), "'float'", "Image(pixels)"),
     }
     assert_refused(ConfigError, cases)

@@ -76,7 +76,7 @@ class Samples(AtPoints):
         run.engine.ranks.first(lambda: self._log(run))  # whose error is every rank's
 
     def _log(self, run: Run) -> None:
-        samples = list(self.generate(run.task, self.prompts))
+        samples = list(self.generate(run.task, self.prompts) or ())
         if len(samples) != len(self.prompts):
             raise ConfigError(
                 f"Samples(generate=) returned {len(samples)} samples for {len(self.prompts)} prompts; it"

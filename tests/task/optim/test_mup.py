@@ -128,7 +128,17 @@ def test_the_check_of_coordinates_tells_mup_from_torchs_defaults(uses, grows, ca
 def test_refusals_of_mup() -> None:
     deeper = nn.Sequential(*net(16), nn.Linear(4, 4))
     kernels = [nn.Conv1d(4, width, 3) for width in (4, 8)]
+
+    class Late(Wide):
+        def configure_optimizers(self) -> OptimizerConfig:
+            return OptimizerConfig("adam", groups=mup(self, Wide(16, False)))
+
     cases = {
+        "in each fit": (
+            lambda: quiet(max_steps=1).fit(Late(32, False), DataLoader(TOKENS)),
+            "constructor",
+            "each fit",
+        ),
         "another depth": (lambda: mup(deeper, net(16)), "'5.bias'"),
         "kernels": (lambda: mup(*kernels), "'weight'", "matrices, embeddings and vectors"),
     }

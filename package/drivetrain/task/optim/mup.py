@@ -34,8 +34,14 @@ def mup(module: nn.Module, base: nn.Module, weight_decay: float = 0.0) -> list[P
             takes the same share from the weights at any width, as in the package `mup`.
 
     Raises:
-        ConfigError: The modules have other parameters, or one with more than two dimensions grows.
+        ConfigError: The modules have other parameters, one with more than two dimensions grows, or a fit of
+            the module has begun, which would rescale its values again.
     """
+    if getattr(getattr(module, "run_length", None), "world_size", None) is not None:
+        raise ConfigError(
+            "mup in configure_optimizers would rescale the values in each fit, also trained ones. Call it in"
+            " the constructor, and keep the groups: self.groups = mup(self, base)"
+        )
     bases = {each.names[0]: each.parameter.shape for each in named_parameters(base)}
     named = {each.names[0]: each.parameter for each in named_parameters(module)}
     if bases.keys() != named.keys():
