@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,8 @@ from drivetrain import (
     Callback,
     CheckpointConfig,
     ConfigError,
+    DDPConfig,
+    DeepSpeedConfig,
     FSDPConfig,
     MemoryReport,
     OptimizerConfig,
@@ -289,9 +292,11 @@ def check_against_a_run(make, options):
     found = quiet(max_epochs=1, devices=2, **options).plan(make(), [torch.randn(32, 16)] * 8)
     use, collectives = on_two_ranks(_measured, make, options)[0]
     expected = [use["parameters"], use["parameters"], use["optimizer"]]  # each has a gradient of its size
-    assert [found.memory[each] for each in ("parameters", "gradients", "optimizer")] == expected
+    states = [found.memory[each] for each in ("parameters", "gradients", "optimizer")]
+    assert states == pytest.approx(expected, rel=0.01)  # every rank has the bias of a matrix split by rows
     hosted = {*found.offloaded, *(["step"] if found.offloaded else [])}
-    assert found.peak == sum(size for kind, size in use.items() if kind not in hosted)
+    held = sum(size for kind, size in use.items() if kind not in hosted)
+    assert found.peak == pytest.approx(held, rel=0.03)  # equal, but for when gloo's threads free buffers
     assert found.collectives == collectives
     return found
 
@@ -303,6 +308,86 @@ def test_a_plan_for_two_ranks_has_what_each_holds(monkeypatch):
     monkeypatch.setattr("drivetrain.strategies.checks.host_memory", lambda: 10_000)
     sharded = quiet(max_epochs=1, devices=2, strategy="fsdp").plan(wide(), [torch.randn(32, 16)] * 8)
     assert "Give gather_at_end=False" in sharded.warnings[-1]
+
+
+class Planned(Blocks):
+    def model_info(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        return ModelInfo(parallel_plan=plan)
+
+
+RUNS = {
+    "ddp": {"strategy": DDPConfig(gradient_as_bucket_view=False, bucket_mb=0.005)},
+    "accumulation": {"strategy": "ddp", "gradient_accumulation_steps": 2, "precision": "bf16-mixed"},
+    "unused": {"strategy": DDPConfig(find_unused_parameters=True)},
+    "grad_op": {"strategy": FSDPConfig(sharding="shard_grad_op"), "precision": "bf16-true"},
+    "no_shard": {"strategy": FSDPConfig(sharding="no_shard")},
+    "hybrid": {"strategy": FSDPConfig(sharding="hybrid", shard_size=1)},
+    "offload": {"strategy": FSDPConfig(cpu_offload=True)},
+    "again": {"strategy": FSDPConfig(activation_checkpointing=True), "max_grad_norm": 1.0},
+    "selective": {"strategy": FSDPConfig(activation_checkpointing="selective"), "precision": "bf16-mixed"},
+    "each": {"strategy": FSDPConfig(reduce_each_micro_batch=True), "gradient_accumulation_steps": 2},
+    "prefetch": {"strategy": FSDPConfig(forward_prefetch=2), "precision": "16-mixed"},
+    "tensor": {"strategy": FSDPConfig(tensor_parallel=2)},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_plan_is_a_run_under_every_option(name, optimizer):
+    check_against_a_run(partial(Planned, Wide, 16, OptimizerConfig(optimizer, lr=0.01)), RUNS[name])
+
+
+def dropped(x):  # with a mask of one byte for an element, as on GPUs
+    return torch.native_dropout(x, 0.1, True)[0]
+
+
+class Layer(nn.Module):  # as in Korthikanti et al.: attention without fusion, dropout, a wide MLP
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        samples, positions, _ = x.shape
+        parts = self.mix(self.first(x)).view(samples, positions, self.heads, -1).transpose(1, 2)
+        query, key, value = (each.contiguous() for each in parts.chunk(3, -1))
+        scores = dropped(torch.softmax(query @ key.transpose(2, 3) * 0.1, -1))
+        mixed = (scores @ value).transpose(1, 2).reshape(x.shape)
+        x = x + dropped(self.out(mixed))
+        return x + dropped(self.down(F.gelu(self.up(self.second(x)))))
+
+
+def test_a_plan_has_the_published_figures():
+    # Korthikanti et al. 2022, table 2: s b h (34 + 5 a s / h) bytes for a layer; 2 s b h if it is recomputed.
+    positions, samples, width, heads = 256, 2, 128, 4
+    whole = positions * samples * width
+    data = [torch.randn(samples, positions, width)] * 2
+    found = {}
+    for layers in (1, 3):
+        for again in (False, True):
+            task = Blocks(lambda: Layer(width, heads), width, OptimizerConfig("adamw", lr=0.01))
+            task.blocks = task.blocks[:layers]
+            memory = {"activation_checkpointing": "blocks.*"} if again else None
+            options = {"precision": "bf16-true", "memory": memory}
+            found[layers, again] = plan(data, task=task, max_epochs=1, **options).memory["activations"]
+    layer = whole * (34 + 5 * heads * positions / width)
+    assert (found[3, False] - found[1, False]) / 2 == pytest.approx(layer, rel=0.01)
+    assert (found[3, True] - found[1, True]) / 2 == 2 * whole
+    # Rajbhandari et al. 2020, figure 1: gigabytes of states for 7.5 billion parameters on 64 devices.
+    with torch.device("meta"):
+        task = Planned(lambda: nn.Linear(50_000, 50_000, bias=False), 1, OptimizerConfig("adamw", lr=0.01))
+    for stage, gigabytes in enumerate((31.4, 16.6, 1.88), 1):
+        strategy = DeepSpeedConfig(stage=stage)
+        trainer = quiet(max_steps=1, devices=64, strategy=strategy, precision="bf16-mixed")
+        memory = trainer.plan(task, WORDS).memory
+        held = sum(memory[each] for each in ("parameters", "gradients", "optimizer"))
+        assert held / 1e9 == pytest.approx(gigabytes, rel=0.03), stage
 
 
 class Tokens(Classifier):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from drivetrain.callbacks.statistics.flops import FlopCount
 from drivetrain.core.calendar import RunLength
 from drivetrain.core.types import Batch
 from drivetrain.data import MicroBatch, batch_size
@@ -29,6 +30,7 @@ from drivetrain.engine.memory_profile import MemoryWatch
 from drivetrain.run.settings import RunSettings
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.single import SingleDevice
@@ -89,12 +91,15 @@ class FakeStep(NamedTuple):
         at_peak: Bytes at the peak of the step by the kinds of `MemoryUse`, and "gathered".
         collectives: Those of the step, in order; None if they are others in a run.
         is_own: Whether the strategy itself has run.
+        flops: Floating-point operations of its forwards and backwards, without recomputation; None if some
+            are not known.
     """
 
     kept: int
     at_peak: Mapping[str, int]
     collectives: tuple[Collective, ...] | None
     is_own: bool
+    flops: int | None
 
 
 class StepWatch(MemoryWatch):  # type: ignore[no-untyped-call]
@@ -150,10 +155,12 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what tensors without values and ranks without processes cannot.
 
     Attributes:
-        number: What an optimizer reads from a tensor; None outside of its step.
+        number: What is read from a tensor now; None if that is refused.
+        otherwise: What is read outside of backward and the optimizer's step.
     """
 
     number: float | None = None
+    otherwise: float | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -191,47 +198,58 @@ def fake_step(
     made, precision = _on_fake_ranks(strategy), as_precision(settings.precision)
     own, meta = made.name == strategy.name, torch.device("meta")  # that of the storages of fake tensors
     mode, answers = FakeTensorMode(allow_non_fake_inputs=True), _Answers()  # type: ignore[no-untyped-call]
-    copy = on_meta(task)
-    with _fake_ranks(made.world_size), mode, answers:
+    config: Any = getattr(made, "config", None)
+    if isinstance(config, FSDPConfig) and config.context_parallel > 1:
+        answers.otherwise = 1.0  # it reads the weights of the parts
+    copy, samples = on_meta(task), batch_size(batch) or 1
+    with (
+        _fake_ranks(made.world_size),
+        Engine(made, precision, seed=settings.seed, memory=settings.memory) as engine,
+        mode,
+        answers,
+    ):
         _give_fake_tensors(copy, None if own else forward_dtype)
         fake = tree_map(_fake, batch)
-        samples = batch_size(batch) or 1
         micro_batch = MicroBatch(fake, float(samples), samples)
-        with Engine(made, precision, seed=settings.seed, memory=settings.memory) as engine:
-            with _buckets(made), _FirstChunks():
-                engine.prepare_task(
-                    copy,
-                    total_steps=length.steps,
-                    calendar=length.calendar,
-                    max_grad_norm=settings.max_grad_norm,
-                    max_grad_value=settings.max_grad_value,
-                )
-            if isinstance(engine.model, DistributedDataParallel):
-                engine.model.reducer = _Reducer(engine.model.reducer)  # type: ignore[assignment]
-            optimizers = [each.optimizer for each in engine.updaters.values()]
-            # An overflow of the loss scale is a number that is not zero.
-            engine.before_optimizer_step = partial(
-                setattr, answers, "number", 0.0 if precision.loss_scaling else 1.0
+        with _buckets(made), _FirstChunks():
+            engine.prepare_task(
+                copy,
+                total_steps=length.steps,
+                calendar=length.calendar,
+                max_grad_norm=settings.max_grad_norm,
+                max_grad_value=settings.max_grad_value,
             )
-            kept, counted = 0, -1
-            backward = made.backward
+        if isinstance(engine.model, DistributedDataParallel):
+            engine.model.reducer = _Reducer(engine.model.reducer)  # type: ignore[assignment]
+        optimizers = [each.optimizer for each in engine.updaters.values()]
+        # An overflow of the loss scale is a number that is not zero; optimizers divide by what they read.
+        engine.before_optimizer_step = partial(setattr, answers, "number", 0.0)
+        for each in optimizers:
+            each.register_step_pre_hook(lambda *_: setattr(answers, "number", 1.0))
+            each.register_step_post_hook(lambda *_: setattr(answers, "number", 0.0))
+        kept, measured = 0, -1
+        backward = made.backward
 
-            def noting(*args: Any, **kwargs: Any) -> None:
-                nonlocal kept
-                if counted > 0 and (engine.interleaved or engine.passes == counted):
-                    gradients = (each.grad for each in copy.parameters())
-                    kept = max(kept, watch.now("activations", gradients))
-                answers.number = 1.0  # DDP reads whether some rank has used a parameter
-                backward(*args, **kwargs)
-                answers.number = None
+        def noting(*args: Any, **kwargs: Any) -> None:
+            nonlocal kept
+            if measured > 0 and (engine.interleaved or engine.passes == measured):
+                gradients = (each.grad for each in copy.parameters())
+                kept = max(kept, watch.now("activations", gradients))
+            answers.number = 1.0  # DDP reads whether some rank has used a parameter
+            backward(*args, **kwargs)
+            answers.number = answers.otherwise
 
-            vars(made)["backward"] = noting
+        vars(made)["backward"], answers.number = noting, answers.otherwise
+        with closing(FlopCount()) as flops:
             engine.train_step([micro_batch])  # makes the optimizers' states
-            answers.number, counted = None, engine.passes + 1
-            with StepWatch(copy, optimizers, meta, fake) as watch:
-                engine.train_step([micro_batch] * accumulation)
+            flops.read()
+        answers.number, measured = answers.otherwise, engine.passes + 1
+        with StepWatch(copy, optimizers, meta, fake) as watch:
+            engine.train_step([micro_batch] * accumulation)
     known = own and not getattr(getattr(strategy, "config", None), "expert_parallel", False)
-    return FakeStep(kept, watch.at_peak(), tuple(watch.collectives) if known else None, own)
+    collectives = tuple(watch.collectives) if known else None
+    counted = 0 if flops.failed is not None else int(flops.read_at or 0) * accumulation
+    return FakeStep(kept, watch.at_peak(), collectives, own, counted or None)
 
 
 def _on_fake_ranks(strategy: Strategy) -> Strategy:
@@ -251,6 +269,9 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
     """Run the block as the first rank of a job whose other ranks are torch's "fake" ones."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if world_size == 1 and distributed.is_initialized():
+        yield
+        return
     if distributed.is_initialized():
         raise RuntimeError("this process is a rank of a job already: plan in another process")
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.calendar import RunLength, Trigger
-from drivetrain.core.errors import shown
+from drivetrain.core.errors import ConfigError, shown
 from drivetrain.core.int_schedule import at_start
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.notebook.html import html_table, sparkline
+from drivetrain.core.types import Batch
 from drivetrain.data import evaluation_sources
 from drivetrain.run.settings import RunSettings, known_accumulation, scheduled_numbers
 from drivetrain.strategies import Strategy
@@ -90,6 +93,11 @@ class Plan:
         collectives: The exchanges of tensors in a step, in order; None where `memory_unknown` has the reason,
             or under strategies with a library of their own. The few bytes of counts that ranks exchange on
             the host are not there.
+        flops: Floating-point operations of a step in each process, as MFU counts them: those of forward and
+            backward, without recomputation. None if they are not known.
+        host_memory: Bytes that the processes of a machine hold in the host's memory: offloaded parts, the
+            copy of what each process saves asynchronously, and the batches of workers. Programs, libraries
+            and data sets are not counted.
     """
 
     task: str
@@ -120,6 +128,38 @@ class Plan:
     tokens: int | None = None
     peak: int | None = None
     collectives: tuple[Collective, ...] | None = None
+    flops: int | None = None
+    host_memory: int = 0
+
+    def hours(
+        self,
+        *,
+        steps_per_second: float | None = None,
+        tokens_per_second: float | None = None,
+        flops_per_second: float | None = None,
+    ) -> float | None:
+        """Return how long the steps take at one of these rates; None where the plan lacks a number for it.
+
+        Validation and saving are not counted.
+
+        Args:
+            steps_per_second: Steps of all processes together.
+            tokens_per_second: Tokens of all processes together.
+            flops_per_second: What one process reaches: the share of its peak times the peak, such as
+                `0.4 * 989e12`.
+
+        Raises:
+            ConfigError: Not one rate, or one that is not above 0.
+        """
+        works = (self.steps, self.tokens, None if self.flops is None else self.flops * (self.steps or 0))
+        rates = (steps_per_second, tokens_per_second, flops_per_second)
+        given = [(work, rate) for work, rate in zip(works, rates, strict=True) if rate is not None]
+        if len(given) != 1 or given[0][1] <= 0:
+            raise ConfigError(
+                "hours takes one rate above 0: steps_per_second, tokens_per_second or flops_per_second"
+            )
+        ((work, rate),) = given
+        return None if work is None or self.steps is None else work / rate / 3600
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields by name, with lists in place of tuples."""
@@ -171,7 +211,9 @@ class Plan:
             ("precision", self.precision),
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
             *self._memory_rows(),
+            ("memory: host", f"{_memory_text(self.host_memory)} on each machine" * bool(self.host_memory)),
             *self._exchange_rows(),
+            ("step: computes", "" if self.flops is None else f"{self.flops:.4g} FLOP in each process"),
         ]
         return [(name, text) for name, text in rows if text]
 
@@ -212,6 +254,9 @@ class Plan:
 
 _OF_A_STEP = ("activations", "temporary")
 
+_AHEAD = 2
+"""The batches that torch's loader lets each worker make in advance."""
+
 
 def _number(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
@@ -222,6 +267,10 @@ def _rate_text(rate: Rate) -> str:
     peak = "unknown" if rate.peak is None else f"{rate.peak:.4g}"
     step = "" if rate.peak_step is None else f" (step {rate.peak_step:,})"
     return f"{rate.start:.4g} at the start, {peak} at its peak{step}, {end} at the end"
+
+
+def _bytes(batch: Batch) -> int:
+    return sum(each.nbytes for each in tree_leaves(batch) if isinstance(each, Tensor))
 
 
 def _memory_text(size: int | None) -> str:
@@ -289,6 +338,8 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             memory_unknown=process.unknown,
             peak=process.peak,
             collectives=process.collectives,
+            flops=process.flops,
+            host_memory=process.host_memory,
             checkpoint=checkpoint_size(settings, task, built) if settings.checkpoint else None,
             tokens_per_step=process.tokens,
             tokens=None if process.tokens is None or length.steps is None else process.tokens * length.steps,
@@ -315,6 +366,10 @@ class _Process:
         tokens: As `Plan.tokens_per_step`.
         example: A micro-batch of copies of the first sample; None if that is unknown.
         forward_dtype: As `Memory.forward_dtype`.
+        peak: As `Plan.peak`.
+        collectives: As `Plan.collectives`.
+        flops: As `Plan.flops`.
+        host_memory: As `Plan.host_memory`.
     """
 
     def __init__(
@@ -338,6 +393,8 @@ class _Process:
         self.unknown, self.tokens, self.example = "", None, None
         self.peak: int | None = None
         self.collectives: tuple[Collective, ...] | None = None
+        self.flops: int | None = None
+        self.host_memory = local_size * self._on_host(settings)
         try:
             batch = self.example = example_batch(settings, task, data)
             if overrides(task, "tokens"):
@@ -347,6 +404,7 @@ class _Process:
         except Unknown as error:
             self.unknown = str(error)
             return
+        self.host_memory += local_size * settings.num_workers * _AHEAD * _bytes(batch)
         try:
             self._add(fake_step(settings, strategy, task, batch, accumulation, length, self.forward_dtype))
         except Exception as error:
@@ -354,7 +412,7 @@ class _Process:
 
     def _add(self, step: FakeStep) -> None:
         """Add what a step has used."""
-        at_peak, self.collectives = step.at_peak, step.collectives
+        at_peak, self.collectives, self.flops = step.at_peak, step.collectives, step.flops
         self.memory["activations"] = step.kept
         if not step.is_own:
             temporary = at_peak.get("activations", 0) + at_peak.get("step", 0) - step.kept
@@ -368,6 +426,12 @@ class _Process:
         self.memory["temporary"] = max(0, temporary)
         if self.peak is None and None not in self.memory.values():
             self.peak = self._known()
+
+    def _on_host(self, settings: RunSettings) -> int:
+        """Return what one process offloads, and copies to the host's memory when it saves."""
+        saved = [self.memory[each] or 0 for each in ("parameters", "optimizer")]
+        copies = any(each.asynchronous for each in chosen_policies(settings.checkpoint))
+        return sum(self.memory[each] or 0 for each in self.offloaded) + sum(saved) * copies
 
     def _known(self) -> int:
         """Return the bytes that are known, without those that are offloaded."""
