@@ -310,7 +310,7 @@ def read_header(reader: HashedReader, digest: str | None = None) -> list[TensorS
 
 
 def read_left_out(reader: HashedReader) -> Json:
-    """Return the entry `LEFT_OUT` of the metadata of a safetensors file, parsed; None if it has none.
+    """Return the entry `LEFT_OUT` of the metadata of a safetensors file, parsed; None without one.
 
     Args:
         reader: At the start of a file whose header `read_header` has accepted.

@@ -78,7 +78,7 @@ class Found(NamedTuple):
         tensors: By name; of `describe_weights`, those in safetensors files as `FileTensor`.
         note: For another program's file, what was read and what was not.
         frozen: For a checkpoint or an export that leaves out frozen parameters, its object `FROZEN`.
-        path: Where they were found, if that is to be told with them.
+        path: The source's name for messages, if a caller passes the weights on.
     """
 
     tensors: dict[str, Any]

@@ -149,7 +149,8 @@ def _export_task(
     if is_main:
         files = make_assets((what, checked_assets(assets, what)))
     lazy = LazyTensors(weights, None, f"the weights for {folder!r}")
-    frozen = fingerprints(task, info_of(task).left_out)
+    named = is_main and not merge and not options.get("owned")  # a pass over the base, too long for each save
+    frozen = fingerprints(task, info_of(task).left_out) if named else None
     return write_pretrained(model, lazy, folder, files=files, write=is_main, frozen=frozen, **options)
 
 

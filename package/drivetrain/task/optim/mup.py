@@ -16,13 +16,12 @@ def mup(module: nn.Module, base: nn.Module, weight_decay: float = 0.0) -> list[P
     """Rescale a module's initial values, and return groups with the rates of its width, for Adam or AdamW.
 
     The rules are those of Yang et al., "Tensor Programs V" (arXiv 2203.03466), table 3, whose form needs no
-    factors in forward; for Adam it is the same as table 8, whose output multiplier is in the initial values
-    and the rate here. With r the ratio of the widths: hidden matrices have a rate of 1 / r; output
-    matrices, of which only the input grows, have a rate of 1 / r and initial values smaller by sqrt(r);
-    biases of layers whose input grows have larger ones by sqrt(r). All else is unchanged: embeddings, norms
-    and matrices of whose input nothing grows. Layers are expected
-    to be initialised as torch does, by 1 / sqrt(inputs), and attention scores to be divided by the size of
-    the heads, not its root.
+    factors in forward. For Adam it equals table 8: that table's multiplier of the output is in the initial
+    values and the rate here. Let r be the ratio of the widths. Hidden matrices have a rate of 1 / r. A matrix
+    whose input grows and whose output does not has a rate of 1 / r, and initial values smaller by sqrt(r).
+    Biases of layers whose input grows have larger ones by sqrt(r). Embeddings, norms and all else are
+    unchanged. Layers are expected to be initialised as torch does, by 1 / sqrt(inputs), and attention scores
+    to be divided by the size of the heads, not its root.
 
     Call it once, in the constructor of the task; `OptimizerConfig(groups=...)` takes the result. A head that
     is tied to an embedding needs logits divided by r in forward.
@@ -30,8 +29,8 @@ def mup(module: nn.Module, base: nn.Module, weight_decay: float = 0.0) -> list[P
     Args:
         module: The module to train.
         base: The same module at the width whose rate was searched, on any device, such as "meta".
-        weight_decay: The optimizer's weight decay. What has a rate of 1 / r gets r times it, so that a step
-            takes the same share from the weights at any width, as in the package `mup`.
+        weight_decay: The optimizer's weight decay. Matrices with a rate of 1 / r get r times it, so that a
+            step takes the same share from the weights at any width, as in the package `mup`.
 
     Raises:
         ConfigError: The modules have other parameters, one with more than two dimensions grows, or a fit of
