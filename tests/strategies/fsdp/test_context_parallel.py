@@ -113,7 +113,7 @@ class Rows(Dataset[Any]):
         self.rows = packed(documents, 12, boundary="mask")
 
     def __len__(self) -> int:
-        return 17
+        return 13
 
     def __getitem__(self, index: int) -> Any:
         row = dict(self.rows[index])
@@ -139,7 +139,7 @@ def fitted(
     count = Throughput()
     given = {"max_epochs": 1, "max_grad_norm": 0.3, "callbacks": [note, count], **options}
     trainer = quiet(strategy=strategy, devices=strategy.world_size, **given)
-    result = trainer.fit(task := task or Writer(), batches(size), batches(4), resume=resume)
+    result = trainer.fit(task := task or Writer(), batches(size), batches(6), resume=resume)
     counts = {"samples": result.progress.samples, "tokens": result.progress.tokens, "norms": norms}
     means = {name: each for name, each in result.metrics.items() if not name.startswith("throughput")}
     found = means | counts | {"flops": count.state_dict()["flops"]}
