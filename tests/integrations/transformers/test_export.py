@@ -316,6 +316,7 @@ def test_an_adapter_is_merged_into_its_base(base: Path, tmp_path: Path) -> None:
 
 class Own(TaskModule):  # a model of the user's own classes, which a library's model has other names for
     has_config = True
+    out_names = "^out"
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +329,7 @@ class Own(TaskModule):  # a model of the user's own classes, which a library's m
 
     def model_info(self) -> ModelInfo:
         config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
-        names = {"^trunk": "model", "^out": "lm_head", "^scale$": None}
+        names = {"^trunk": "model", self.out_names: "lm_head", "^scale$": None}
         assets = [config] if self.has_config else []
         return ModelInfo(assets=assets, export_format="transformers", export_names=names)
 
@@ -346,8 +347,11 @@ def test_a_task_with_a_map_of_names_is_exported_for_transformers(tmp_path: Path)
     assert {each.dtype for each in load_weights(tmp_path / "half" / "model.safetensors").values()} == {
         torch.bfloat16
     }
-    without = Own()
-    without.has_config = False
-    quiet(**options, run_dir=tmp_path / "without").fit(without, [{"input_ids": tokens}])
-    with pytest.raises(CheckpointError, match=r"without the 'config\.json'"):
-        hf.export_pretrained(tmp_path / "without", tmp_path / "other")
+    for name, value, message in (
+        ("has_config", False, r"without the 'config\.json'"),
+        ("out_names", "^uot", r"'\^uot' .* matches no weight"),
+    ):
+        setattr(without := Own(), name, value)
+        quiet(**options, run_dir=tmp_path / name).fit(without, [{"input_ids": tokens}])
+        with pytest.raises(CheckpointError, match=message):
+            hf.export_pretrained(tmp_path / name, tmp_path / "other")

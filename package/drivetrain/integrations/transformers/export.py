@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -256,6 +257,15 @@ class _Renamed(TensorSource):
         self._reader = reader
         specs = _specs(reader)
         self._stored, _ = renamed({name: name for name in specs}, names, reader.path)
+        found = [*specs]
+        for pattern, new in names.items():
+            if not any(re.search(pattern, each) for each in found):
+                raise CheckpointError(
+                    f"the pattern {pattern!r} of ModelInfo(export_names=...) matches no weight of"
+                    f" {reader.path!r}, such as {found[0]!r}, so from_pretrained would miss some. Give the"
+                    " right pattern, and save again"
+                )
+            found = [re.sub(pattern, new or "", each) for each in found]
         self.specs = {
             name: spec_of(specs[stored].shape, final)
             if final is not None and specs[stored].is_floating_point()
