@@ -4,7 +4,7 @@
 
 A process that has imported torch is forked for each fault, two at a time; a new interpreter would import for
 seconds. mutmut and cosmic-ray choose their faults themselves and run for hours: they find what no test sees,
-and do not keep watch over the forty faults that must be seen. `make faults` runs this.
+and do not keep watch over the faults that must be seen. `make faults` runs this.
 """
 
 import contextlib
