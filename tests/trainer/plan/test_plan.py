@@ -492,6 +492,16 @@ def one_cycle(parameters):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
 
 
+class Vocabularies(Words):  # its embedding is larger than a block
+    def __init__(self, bias):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(500, 16), nn.Linear(16, 500, bias)
+
+
+def sharded(bias):
+    return {"task": Vocabularies(bias), "data": WORDS, "devices": 2, "strategy": "fsdp", "log_every": 1}
+
+
 VALIDATION = Unreadable(10, 5)
 CONFLICTS = {
     "warm-up takes 20 steps and this fit 12": {"task": sgd(warmup_steps=20)},
@@ -506,6 +516,7 @@ CONFLICTS = {
     "gradient_accumulation_steps=9 is more than the 6": {"gradient_accumulation_steps": 9},
     "batch norm (net.1) meets": {"task": Classifier(norm=True), "data": Unreadable(21, 4)},
     "(batch[-1] != -100).sum()": {"data": [(torch.ones(2, 4), torch.tensor([0, -100]))] * 6},
+    "head: larger than a block, and gathered": sharded(bias=True),
     "no optimizer trains net.3.weight, net.3.bias": {"task": sgd(parameters="net.0.*")},
 }
 
@@ -523,6 +534,7 @@ def test_a_conflict_is_named_once_and_shown_and_just_within_its_bounds_nothing_i
         {"validate_every": 12, "validation": VALIDATION},
         {"gradient_accumulation_steps": 6, "log_every": 1},
         {"task": Classifier(norm=True)},
+        sharded(bias=False),
     ):
         assert plan(**{"max_epochs": 2, "log_every": 2, **within}).warnings == (), within
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.callbacks import EarlyStopping
@@ -17,12 +18,15 @@ from drivetrain.core.calendar import RunLength
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.int_schedule import most
 from drivetrain.core.intervals import Every
+from drivetrain.core.messages import sized
 from drivetrain.engine.updater import long_warmups
 from drivetrain.run.messages import as_given
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings, known_accumulation
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.checks import check_gathering
+from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.wrapping import around, units, uses_of_parameters
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.task import TARGETS, TaskModule, measure_of, train_loaded
 from drivetrain.trainer.assembly import every, given_run_dir
@@ -195,6 +199,31 @@ def place_conflicts(settings: RunSettings, strategy: Strategy, built: Built) -> 
             check_gathering(built.module, processes=max(1, strategy.world_size // settings.num_nodes))
         except StrategyError as error:
             yield str(error)
+
+
+def gathered_conflicts(strategy: Strategy, built: Built) -> Iterator[str]:
+    """Yield what to write where an embedding or a head is larger than a block, and stays gathered."""
+    config = getattr(strategy, "config", None)
+    if not isinstance(config, FSDPConfig) or config.wrap != "auto" or config.tensor_parallel > 1:
+        return
+    blocks = units(built.module, config.wrap)
+    apart = [*blocks, *itertools.chain(*around(built.module, blocks))]
+    inside = {each for part in apart for each in part.parameters()}
+    tied = {getattr(*uses[0]) for uses in uses_of_parameters(built.module) if len(uses) > 1}
+    largest = max((sum(each.nbytes for each in block.parameters()) for block in blocks), default=0)
+    left = {
+        name: module.weight
+        for name, module in built.module.named_modules()
+        if isinstance(module, (nn.Embedding, nn.Linear)) and module.weight not in inside | tied
+    }
+    names = [name for name, weight in left.items() if largest and weight.nbytes > largest]
+    if names:
+        size = sized(sum(left[name].nbytes for name in names))
+        yield (
+            f"{_some(names)}: larger than a block, and gathered for the whole step ({size}). FSDP gathers an"
+            " embedding and a head on their own if their weights have one shape and the head no bias; or give"
+            " FSDPConfig(wrap=function), with a function that is true for them and for the blocks"
+        )
 
 
 def _some(names: Sequence[str]) -> str:

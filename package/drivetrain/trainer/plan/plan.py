@@ -36,6 +36,7 @@ from drivetrain.trainer.assembly import (
 from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.feeds import evaluation_batch_size, with_accumulation
 from drivetrain.trainer.plan.conflicts import (
+    gathered_conflicts,
     interval_conflicts,
     label_conflicts,
     length_conflicts,
@@ -352,6 +353,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             *module_conflicts(task, epoch, built),
             *label_conflicts(task, process.example),
             *place_conflicts(settings, strategy, built),
+            *gathered_conflicts(strategy, built),
         )
     return dataclasses.replace(plan, warnings=conflicts)
 
