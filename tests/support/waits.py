@@ -127,6 +127,7 @@ WATCH: dict[str, Callable[[], callbacks.Callback]] = {
     "MemoryReport": lambda: callbacks.MemoryReport(show=False),
     "ModelSummary": lambda: callbacks.ModelSummary(),
     "Throughput": callbacks.Throughput,
+    "SlowRank": callbacks.SlowRank,
     "LearningRateMonitor": callbacks.LearningRateMonitor,
     "CompileTime": callbacks.CompileTime,
     "ProgressBar": callbacks.ProgressBar,

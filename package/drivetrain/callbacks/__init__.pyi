@@ -16,6 +16,7 @@ from drivetrain.callbacks.samples import Samples as Samples
 from drivetrain.callbacks.sequence_length import SequenceLength as SequenceLength
 from drivetrain.callbacks.statistics.gradient_norms import GradientNorms as GradientNorms
 from drivetrain.callbacks.statistics.peaks import peak_flops as peak_flops
+from drivetrain.callbacks.statistics.slow_rank import SlowRank as SlowRank
 from drivetrain.callbacks.statistics.throughput import Throughput as Throughput
 from drivetrain.callbacks.summary import ModelSummary as ModelSummary
 from drivetrain.callbacks.summary import ModuleSummary as ModuleSummary

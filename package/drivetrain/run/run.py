@@ -51,6 +51,8 @@ class Run(RunState):
         metrics: The latest value of every logged name.
         names: The names of the task's values.
         logged: The values of the current log point.
+        logged_by_rank: In `on_log`, what each rank has logged since the last log point of the training; empty
+            elsewhere, and in one process.
         latest: What was logged after the step `latest_at`, by one log point or several.
         latest_at: The last step of this program after which a value was logged; -1 before the first.
         run_dir: The directory for files, or None.
@@ -143,6 +145,7 @@ class Run(RunState):
             self.length.max_seconds is not None or self.triggers.log.by_time or self.triggers.validate.by_time
         )
         self._values: dict[str, float] = {}
+        self.logged_by_rank: list[dict[str, float]] = []
         self._pending = PendingMedia(self.loggers)
         self._logging = False
         self._assets: list[Assets] | None = []
@@ -425,6 +428,7 @@ class Run(RunState):
             self.nonfinite.end(error)
             return
         self.engine.buffer.reset()
+        self.logged_by_rank = self.engine.buffer.measured
         if self.engine.media is not None:
             self.log_media(self.engine.media)
             self.engine.media = None
@@ -465,7 +469,7 @@ class Run(RunState):
             if self.hooks.on_log or self.loggers:
                 self._publish()
         finally:
-            self._logging = False
+            self._logging, self.logged_by_rank = False, []
         self.ledger.note_alive()
 
     def _note_logged(self) -> None:

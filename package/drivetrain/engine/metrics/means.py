@@ -61,12 +61,16 @@ class MetricBuffer:
 
     Args:
         ranks: The processes whose means these are; all of them ask at the same time.
+
+    Attributes:
+        measured: What each rank gave `means` beside its scalars; empty for one process.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
         self._pending: list[tuple[Sequence[Row], int]] = []
         self._folded: dict[tuple[str, ...], Tensor] = {}
+        self.measured: list[dict[str, float]] = []
 
     def add(self, rows: Sequence[Row], step: int) -> None:
         """Keep the scalars of a step's micro-batches; no host sync.
@@ -122,6 +126,8 @@ class MetricBuffer:
             rank = index * self._ranks.copies
             for name, total in each.items():
                 joined[name] = total.on(rank) if name not in joined else joined[name].plus(total.on(rank))
+        if beside is not None and len(gathered) > 1:
+            self.measured = [dict(each or {}) for _, each in gathered]
         first = gathered[0][1]
         if beside is not None and first is not None and first is not beside:
             beside.clear()

@@ -1,0 +1,146 @@
+"""The rank that the others wait for."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.core.messages import logger
+from drivetrain.core.validation import by_name, number
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from drivetrain.run.run import Run
+
+_LOG = logger(__name__)
+
+_OWN = ("slow_rank/data_seconds", "slow_rank/forward_seconds")
+
+
+@by_name
+class SlowRank(Callback):
+    """Finds the rank that the others wait for, and names it with its host.
+
+    The ranks make each step together, so its wall time is the same on all. What differs is the time before
+    they meet in the backward: the wait for data and the forward with the loss, which are measured on each
+    rank. Each log point gets, as means of a step since the previous one:
+
+    - ``slow_rank/seconds``: the most seconds of a rank for both;
+    - ``slow_rank/ratio``: these over the median of the ranks;
+    - ``slow_rank/rank``: the rank;
+    - ``slow_rank/data_seconds``, ``slow_rank/forward_seconds``: rank 0's part of each.
+
+    The values travel in the exchange that a log point has anyway. If a rank's ratio is too high at several
+    log points in a row, one warning names it. With "fsdp" and ``tensor_parallel`` the ranks meet in the
+    forward too, so only a wait for data stands out. With one process nothing is logged.
+
+    Args:
+        ratio: The ratio that is too high.
+        log_points: How many log points in a row a rank must be over it to be named.
+
+    Raises:
+        ConfigError: The ratio is not above 1, or there is not at least one log point.
+    """
+
+    timed_names: ClassVar[Sequence[str]] = ("slow_rank/*",)
+
+    def __init__(self, ratio: float = 1.5, log_points: int = 5) -> None:
+        self.ratio = number("SlowRank's ratio", ratio, above=1)
+        self.log_points = number("SlowRank's log_points", log_points, at_least=1)
+        self._handles: list[RemovableHandle] = []
+        self._hosts: list[str] = []
+        self._forwards: deque[tuple[Any, Any]] = deque()
+        self._begun: Any = None
+
+    def on_fit_start(self, run: Run) -> None:
+        """Learn the ranks' hosts, and begin to measure."""
+        self._hosts = run.engine.ranks.all_gather(socket.gethostname())
+        self._slow, self._in_a_row, self._is_named = -1, 0, False
+        self._reset(run)
+        if len(self._hosts) > 1:
+            module, on_gpu = run.engine.step_module, run.engine.device.type == "cuda"
+
+            def begin(*_: Any) -> None:
+                self._begun = _now(on_gpu)
+
+            def end(*_: Any) -> None:
+                if module.training:
+                    self._forwards.append((self._begun, _now(on_gpu)))
+
+            self._handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+
+    def on_step_end(self, run: Run) -> None:
+        """Leave this rank's seconds for the next log point."""
+        if not self._handles:
+            return
+        self._steps += 1
+        while self._forwards and _has_passed(self._forwards[0][1]):
+            self._forward += _between(*self._forwards.popleft())
+        for name, seconds in zip(_OWN, (run.timing["data"] - self._data, self._forward), strict=True):
+            run.log(name, seconds / self._steps)
+
+    def on_log(self, run: Run) -> None:
+        """Compare the ranks."""
+        if not all(_OWN[0] in each for each in run.logged_by_rank or [{}]):
+            return
+        self._reset(run)
+        own = [tuple(each[name] for name in _OWN) for each in run.logged_by_rank]
+        seconds = [sum(each) for each in own]
+        rank, median = max(range(len(own)), key=lambda each: seconds[each]), statistics.median_low(seconds)
+        ratio = seconds[rank] / max(median, 1e-9)
+        for name, value in {"seconds": seconds[rank], "ratio": ratio, "rank": rank}.items():
+            run.log(f"slow_rank/{name}", value)
+        slow = rank if ratio > self.ratio else -1
+        self._in_a_row = self._in_a_row + 1 if slow == self._slow else 1
+        self._slow = slow
+        if slow >= 0 and self._in_a_row >= self.log_points and not self._is_named:
+            self._is_named = True
+            if run.is_main:
+                data, forward = own[rank]
+                _LOG.warning(
+                    f"rank {rank} on {self._hosts[rank]} is slow: at {self.log_points:g} log points in a row"
+                    f" it took over {self.ratio:g} times the median of the ranks, which wait for it. It takes"
+                    f" {data:.2g} s of a step for data and {forward:.2g} s for the forward; the median rank"
+                    f" {median:.2g} s for both"
+                )
+
+    def on_fit_end(self, run: Run) -> None:
+        """Stop measuring."""
+        self._stop()
+
+    def on_exception(self, run: Run) -> None:
+        """Stop measuring."""
+        self._stop()
+
+    def _reset(self, run: Run) -> None:
+        self._steps, self._data, self._forward = 0, run.timing["data"], 0.0
+
+    def _stop(self) -> None:
+        for each in self._handles:
+            each.remove()
+        self._handles = []
+
+
+def _now(on_gpu: bool) -> Any:
+    """Return the time, on a GPU as an event of its stream, which waits for nothing."""
+    if not on_gpu:
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _has_passed(time: Any) -> bool:
+    return isinstance(time, float) or bool(time.query())
+
+
+def _between(begin: Any, end: Any) -> float:
+    return float(end - begin) if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
