@@ -201,7 +201,9 @@ class _Attempts:
                     say(text)
                 return code
             is_refused = code == _USAGE or (code == 1 and _REFUSAL.search(text) is not None)
-            if is_refused and self._left:
+            if not failure.get("began", True):  # no rank had started, so no machine has failed in training
+                is_refused = True
+            elif is_refused and self._left:
                 say("not started again: the same error would come back")
             if self._received is not None or is_refused or not self._left:
                 say(text or f"torchrun {ending(code)}")

@@ -7,12 +7,15 @@ find in a store that anybody can write to.
 from __future__ import annotations
 
 import hmac
+import json
 import os
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -28,31 +31,72 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from drivetrain.core.errors import StrategyError, shown
 from drivetrain.distributed.interfaces import check_resolves, loopback_variables, own_address
 from drivetrain.distributed.launch.children import say
-from drivetrain.distributed.launch.meeting import STORE, Meeting, join_timeout, loopback_store
+from drivetrain.distributed.launch.meeting import STORE, Meeting, Patience, join_timeout, loopback_store
 from drivetrain.distributed.secret import SECRET, new_secret, secret
 
 _SIGNATURE = 32
 """Bytes of a signature."""
 
+_FAILED = "drivetrain/failed"
+"""A key in the store of numbered machines: the first failure of an attempt."""
 
-def register(logs: Path) -> None:
-    """Add the meetings "drivetrain", of machines that have numbers, and "drivetrain-elastic", of others.
+
+class Machines:
+    """The meetings "drivetrain", of machines that have numbers, and "drivetrain-elastic", of others.
+
+    Numbered machines also tell one another that one has failed, through the store of their meeting.
 
     Args:
         logs: A folder where the ranks of a single machine meet; only this user can enter it.
     """
-    rendezvous_handler_registry.register("drivetrain", lambda parameters: _Numbered(parameters, logs))
-    rendezvous_handler_registry.register("drivetrain-elastic", _elastic)
+
+    def __init__(self, logs: Path) -> None:
+        self.store: Store | None = None
+        registry = rendezvous_handler_registry
+        registry.register("drivetrain", lambda parameters: _Numbered(parameters, logs, self))
+        registry.register("drivetrain-elastic", _elastic)
+
+    def tell(self, failure: dict[str, Any]) -> None:
+        """Tell the other machines that this one has failed; the first failure counts."""
+        if self.store is not None:
+            with suppress(DistError):  # the first machine's launcher, which has the store, has ended
+                self.store.compare_set(_FAILED, "", json.dumps(failure))
+
+    def heard(self) -> dict[str, Any] | None:
+        """Return the failure of another machine, or None."""
+        with suppress(DistError, ValueError, LookupError, TypeError):
+            if self.store is not None and self.store.check([_FAILED]):
+                found = json.loads(self.store.get(_FAILED))
+                numbers = {name: int(found[name]) for name in ("rank", "code")}
+                return {
+                    **numbers,
+                    "text": shown(found["text"]),
+                    "closed": False,
+                    "began": bool(found["began"]),
+                }
+        return None
+
+    def check(self) -> None:
+        """Check that no other machine has failed.
+
+        Raises:
+            StrategyError: One has.
+        """
+        failure = self.heard()
+        if failure is not None:
+            raise StrategyError(failure["text"])
 
 
 class _Numbered(RendezvousHandler):
     """Machines that have numbers; the ranks of a single one meet in a file."""
 
-    def __init__(self, parameters: RendezvousParameters, logs: Path) -> None:
+    def __init__(self, parameters: RendezvousParameters, logs: Path, machines: Machines) -> None:
         self._run_id = parameters.run_id
         self._logs = logs
+        self._machines = machines
         host, _, port = parameters.endpoint.rpartition(":")
         self._meeting = Meeting(
             int(parameters.config["number"]),
@@ -84,10 +128,20 @@ class _Numbered(RendezvousHandler):
             os.environ.update(loopback_variables())
             return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", self._own.port))
         if self._store is None:
-            self._store = here.store(timedelta(seconds=join_timeout()))
-            here.wait(self._store)
+            self._store = self._machines.store = self._new_store()
+            here.wait(self._store, self._machines.check)
         address = RendezvousStoreInfo(here.address, here.port)
         return RendezvousInfo(self._store, here.number, here.size, address)
+
+    def _new_store(self) -> Store:
+        """Return the store of this attempt: an earlier one's is there until the first machine ends it."""
+        patience = Patience(say)
+        while True:
+            store = self._meeting.store(timedelta(seconds=join_timeout()))
+            with suppress(DistError):
+                if not store.check([_FAILED]):
+                    return store
+            patience.wait("machine 0 to start again")
 
     def is_closed(self) -> bool:
         """Return False: there is one meeting for each attempt."""

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from drivetrain.core.errors import EXIT_STOPPED, DrivetrainError
+from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, DrivetrainError
 from drivetrain.distributed.launch.children import (
     FAILURE,
     FORWARDED,
@@ -36,11 +37,15 @@ from drivetrain.distributed.launch.children import (
     say,
 )
 from drivetrain.distributed.launch.environment import AGAIN
-from drivetrain.distributed.launch.machines import register
+from drivetrain.distributed.launch.machines import Machines
 from drivetrain.distributed.launch.meeting import LATE, LIMIT, REPEAT, join_timeout
 
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """An option of torch's agent: restarted ranks would find the earlier ranks' addresses in its store."""
+
+
+_GRACE = 10.0
+"""Seconds that this machine's ranks have to end by themselves once another machine has failed."""
 
 
 def main(words: Sequence[str], logs: Path) -> int:
@@ -52,7 +57,7 @@ def main(words: Sequence[str], logs: Path) -> int:
     os.environ[_NO_SHARED_STORE] = "1"
     words = ["--log-dir", str(logs), *words]
     arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
-    register(logs)
+    machines = Machines(logs)
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -64,12 +69,34 @@ def main(words: Sequence[str], logs: Path) -> int:
 
     thread = threading.Thread(target=run, name="torchrun")
     thread.start()
+    heard = _wait(thread, arguments, machines)
+    if not errors:
+        return 0
+    failure = heard or _failure(errors[0], logs, str(arguments.rdzv_endpoint))
+    if failure["code"] not in (EXIT_REQUEUE, EXIT_STOPPED, -signal.SIGINT):  # which all ranks know of
+        machines.tell(failure)
+    (logs / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
+    code = EXIT_STOPPED if failure["code"] == -signal.SIGINT else int(failure["code"])
+    return code if code > 0 else 1
+
+
+def _wait(thread: threading.Thread, arguments: Any, machines: Machines) -> dict[str, Any] | None:
+    """Wait for the end of torch's agent; return another machine's failure if that is why its ranks ended."""
     begun = time.monotonic()
-    late = begun + LATE
+    late, looks, heard = begun + LATE, begun, None
     while thread.is_alive():
         thread.join(0.1)
         if os.environ.get(AGAIN) == "0" and len(children_of(os.getpid())) >= int(arguments.nproc_per_node):
             os.environ[AGAIN] = "1"  # later starts follow a machine that has come or gone
+        if heard is None and time.monotonic() >= looks:
+            heard = machines.heard()
+            looks = time.monotonic() + (1.0 if heard is None else _GRACE)
+        elif time.monotonic() >= looks:  # such as ranks that wait for one of that machine
+            for pid in children_of(os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            thread.join()
+            return heard
         if time.monotonic() >= late:
             late = time.monotonic() + REPEAT
             # Numbered machines say themselves which one is missing.
@@ -79,25 +106,27 @@ def main(words: Sequence[str], logs: Path) -> int:
                     f"waiting for {time.monotonic() - begun:.0f} s for {arguments.nnodes} machines to connect"
                     f" to {arguments.rdzv_endpoint}"
                 )
-    if not errors:
-        return 0
-    if not isinstance(errors[0], ChildFailedError):
-        closed = isinstance(errors[0], RendezvousClosedError)
-        text = f"torchrun failed: {errors[0]!r}"
-        if isinstance(errors[0], RendezvousTimeoutError):
-            text = (
-                f"not all machines have come to {arguments.rdzv_endpoint} within {join_timeout():g} s. Start"
-                f" them in that time, or set {LIMIT} to more seconds"
-            )
-        elif isinstance(errors[0], (DrivetrainError, RendezvousStateError)):
-            text = str(errors[0])
-        _write_failure(logs, rank=-1, code=1, text=text, closed=closed)
-        return 1
-    rank, failure = errors[0].get_first_failure()
-    code = EXIT_STOPPED if failure.exitcode == -signal.SIGINT else failure.exitcode
-    text = first_cause(logs.rglob("error.json")) or f"rank {rank} failed first: it {ending(failure.exitcode)}"
-    _write_failure(logs, rank=rank, code=failure.exitcode, text=text, closed=False)
-    return code if code > 0 else 1
+    return None
+
+
+def _failure(error: BaseException, logs: Path, endpoint: str) -> dict[str, Any]:
+    """Return what failed first, by torchrun's error: the rank, -1 for the agent, its exit code and a text."""
+    if isinstance(error, ChildFailedError):
+        rank, failure = error.get_first_failure()
+        own = f"rank {rank} failed first: it {ending(failure.exitcode)}"
+        text = first_cause(logs.rglob("error.json")) or own
+        return {"rank": rank, "code": failure.exitcode, "text": text, "closed": False, "began": True}
+    text = f"torchrun failed: {error!r}"
+    if isinstance(error, RendezvousTimeoutError):
+        text = (
+            f"not all machines have come to {endpoint} within {join_timeout():g} s. Start"
+            f" them in that time, or set {LIMIT} to more seconds"
+        )
+    elif isinstance(error, (DrivetrainError, RendezvousStateError)):
+        text = str(error)
+    closed = isinstance(error, RendezvousClosedError)
+    began = any(logs.glob("*/attempt_*"))  # the folders of the ranks' output
+    return {"rank": -1, "code": 1, "text": text, "closed": closed, "began": began}
 
 
 def first_cause(files: Iterable[Path]) -> str:
@@ -117,10 +146,6 @@ def first_cause(files: Iterable[Path]) -> str:
             return note.partition(": ")[2]
         told = told or f"rank {file.parent.name} failed first: {text}"
     return told
-
-
-def _write_failure(logs: Path, **found: Any) -> None:
-    (logs / FAILURE).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
