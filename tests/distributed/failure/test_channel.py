@@ -247,6 +247,12 @@ def test_one_process_needs_no_channel() -> None:
     assert threading.active_count() == before
 
 
+def test_rank_0_reads_at_most_1024_heartbeats_a_second() -> None:
+    channels = {size: FailureChannel(0, size) for size in (64, 1024, 10_000)}
+    read = {size: round(size * 5 / each._timing.heartbeat) for size, each in channels.items()}
+    assert read == {64: 64, 1024: 1024, 10_000: 1024}
+
+
 def test_a_channel_outlives_a_look_that_fails(alone: None, capfd: pytest.CaptureFixture[str]) -> None:
     """Such as one for which there is no file descriptor left: the others are still heard."""
     looked = threading.Event()
