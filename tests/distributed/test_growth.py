@@ -15,12 +15,10 @@ from torch._C import _distributed_c10d as recorder
 from torch.distributed import distributed_c10d
 
 from drivetrain import Callback, CheckpointConfig
+from drivetrain.distributed.failure.messages import TIMING, Cause, LocalLine
+from drivetrain.distributed.failure.monitor import Monitor
 from drivetrain.testing import run_distributed
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="gloo"),
-]
 SIZES = (2, 8, 32)
 WIDTH = {"Float": 4, "Double": 8, "Long": 8, "Int": 4, "Byte": 1, "Bool": 1}
 
@@ -82,6 +80,8 @@ def measured(directory: str) -> dict[str, tuple[int, int, int]]:
     checkpoint = CheckpointConfig(directory=directory, every="6 steps")
     last = None
     for begin, steps in (("start", 8), ("resume", 9)):
+        if last is not None:
+            growth.part("end of a fit")
         options = {"checkpoint": checkpoint, "log_every": "4 steps", "callbacks": [Parts(growth, begin)]}
         trainer = quiet(
             strategy="ddp", devices=torch.distributed.get_world_size(), max_steps=steps, **options
@@ -91,6 +91,29 @@ def measured(directory: str) -> dict[str, tuple[int, int, int]]:
     return growth.found
 
 
+@pytest.mark.parametrize("size", [2, 8, 64, 512])
+def test_a_failure_is_one_message_of_the_same_length_to_each_rank_and_no_collective(size: int) -> None:
+    monitor = Monitor(size, "127.0.0.1", TIMING, None)
+    lines = [LocalLine() for _ in range(size)]
+    state = {
+        "where": "step 7",
+        "progress": 7,
+        "signs": None,
+        "phase": "works",
+        "collective": "",
+        "passed": -1,
+    }
+    for rank, line in enumerate(lines):
+        monitor.add(line.other, {"rank": rank, "machine": None, "pid": 1, **state})
+        assert [each["kind"] for each in line.receive()] == ["beat"]
+    cause = Cause("error", size - 1, "step 7", "ValueError: boom").to_json()
+    monitor._take(monitor._peers[size - 1], {"kind": "cause", "cause": cause, **state})
+    assert [line.receive() for line in lines] == [[{"kind": "cause", "cause": cause}]] * size
+    monitor.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="gloo")
 def test_what_a_rank_exchanges_grows_at_most_with_their_number(tmp_path: Any) -> None:
     table = {size: run_distributed(measured, str(tmp_path / str(size)), world_size=size) for size in SIZES}
     smallest = table[SIZES[0]]
