@@ -44,7 +44,8 @@ README, WORK = ROOT / "README.md", DOCS / "how-to" / "kinds"  # campaigns/test_k
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
 SLOW = {"benchmark.md", "check-resume.md", "compile.md", "deepspeed-checkpoints.md", "launching.md"}
-SLOW |= {"write-a-strategy.md", "write-an-inexact-strategy.md"}  # these start many processes, or compile
+# These start many processes, or compile.
+SLOW |= {"slow-or-stuck.md", "write-a-strategy.md", "write-an-inexact-strategy.md"}
 
 
 class Block(NamedTuple):  # `line`: of the page, where the text begins

@@ -29,9 +29,9 @@ _OWN = ("slow_rank/data_seconds", "slow_rank/forward_seconds")
 class SlowRank(Callback):
     """Finds the rank that the others wait for, and names it with its host.
 
-    The ranks make each step together, so its wall time is the same on all. What differs is the time before
-    they meet in the backward: the wait for data and the forward with the loss, which are measured on each
-    rank. Each log point gets, as means of a step since the previous one:
+    The ranks make each step together, so its wall time is the same on all. Only the time before they meet in
+    the backward differs: the wait for data, and the forward with the loss. Each rank measures both. Each log
+    point gets, as means of a step since the previous one:
 
     - ``slow_rank/seconds``: the most seconds of a rank for both;
     - ``slow_rank/ratio``: these over the median of the ranks;
