@@ -1,6 +1,7 @@
 """The plan says what a fit then does, and does nothing itself."""
 
 import json
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import BLOCKS, Blocks, Regression, quiet, variant
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -289,7 +290,10 @@ def _measured(make, options):
 
 
 def check_against_a_run(make, options):
+    before = dict(os.environ), distributed._compute_bucket_assignment_by_size
     found = quiet(max_epochs=1, devices=2, **options).plan(make(), [torch.randn(32, 16)] * 8)
+    assert (dict(os.environ), distributed._compute_bucket_assignment_by_size) == before
+    assert not distributed.is_initialized()
     use, collectives = on_two_ranks(_measured, make, options)[0]
     expected = [use["parameters"], use["parameters"], use["optimizer"]]  # each has a gradient of its size
     states = [found.memory[each] for each in ("parameters", "gradients", "optimizer")]
