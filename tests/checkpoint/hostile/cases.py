@@ -24,6 +24,7 @@ from drivetrain.checkpoint.weights.load import find_weights
 from drivetrain.core.errors import CheckpointError, DrivetrainError
 
 MEMORY = 640 << 20  # beyond what the process has: ten times the largest JSON that is read at all
+LARGE = 3 << 30  # for JSON of that size, which may be made of small lists and objects
 COMPUTES, WAITS = 60, 600  # seconds of a processor; seconds after which one that computes nothing has hung
 
 # By group and name: each plants something in a directory with a good checkpoint `c` and a good run `run`, and
@@ -135,7 +136,8 @@ def attempt_all(group, good):  # try all cases of a group, in a process of their
             with os.fdopen(writer, "w", encoding="utf-8") as pipe:
                 for name in CASES[group]:
                     print(json.dumps([name, "the process ended"]), file=pipe, flush=True)
-                    print(json.dumps([name, _attempt(CASES[group][name], good)]), file=pipe, flush=True)
+                    outcome = _attempt(CASES[group][name], good, group)
+                    print(json.dumps([name, outcome]), file=pipe, flush=True)
         finally:
             os._exit(0)
     os.close(writer)
@@ -147,7 +149,8 @@ def attempt_all(group, good):  # try all cases of a group, in a process of their
     return {name: outcome for name, outcome in {**outcomes, **untried}.items() if outcome}
 
 
-def _attempt(make, good):
+def _attempt(make, good, group):
+    memory = LARGE if group == "large" else MEMORY
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + COMPUTES
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
@@ -156,15 +159,15 @@ def _attempt(make, good):
         directory = Path(scratch) / "d"
         shutil.copytree(good, directory)
         acts = make(directory)
-        tried = [_try(act) for act in (acts if isinstance(acts, list) else [acts])]
+        tried = [_try(act, memory) for act in (acts if isinstance(acts, list) else [acts])]
         ran = ["it ran the file's code"] if (directory / "EXPLODED").exists() else []
         return next((each for each in ran + tried if each), "")
 
 
-def _try(act):
+def _try(act, memory):
     with open("/proc/self/status", encoding="ascii") as status:
         size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize"))
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.RLIM_INFINITY))
     try:
         act()
     except DrivetrainError:
