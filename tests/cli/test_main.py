@@ -89,6 +89,24 @@ def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):
         assert bool(json.loads(out)["validation"]["times"]) == ("ready" not in data or "--validation" in data)
 
 
+def test_plan_lists_the_collectives_of_any_number_of_processes_and_what_a_run_takes(drive, here):
+    rates = "--steps-per-second 2 --disk-bytes-per-second 1e6"
+    code, out, err = drive("plan", f"{FIT} --trainer.strategy ddp --world-size 1024 --run {rates}")
+    assert (code, err, out.splitlines()[-1].split()[:4]) == (0, "", ["1", "all_reduce", "1024", "processes"])
+    assert "hours: 0.0002778\nseconds of a save: " in out
+    found = json.loads(drive("plan", f"{FIT} --json {rates}")[1])
+    assert found["hours"] == 10 / 2 / 3600
+    assert found["seconds_of_a_save"] == found["checkpoint"] / 1e6
+    assert "no collectives in a step of 1 process" in drive("plan", f"{FIT} --run")[1]
+    for given, message in {
+        "--world-size 3 --trainer.devices 2": "--world-size 3 is no multiple of --trainer.devices 2",
+        "--world-size 1.5": "--world-size",
+        "--steps-per-second fast": "--steps-per-second must be a number, such as 1024 or 4e14, not 'fast'",
+    }.items():
+        code, _, err = drive("plan", f"{FIT} --trainer.strategy ddp {given}")
+        assert (code, message in err) == (2, True), err
+
+
 def test_plan_makes_no_weights_unless_the_constructor_reads_them(drive, here):
     (here / "large.py").write_text(
         "import torch, shapes\n"

@@ -5,6 +5,7 @@ JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 from drivetrain.callbacks.summary import summarize
 from drivetrain.cli.printing import print_json, table
-from drivetrain.cli.settings import Settings
+from drivetrain.cli.settings import PLAN_RATES, Settings
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import seed_host
+from drivetrain.core.validation import count, number
 from drivetrain.data import batch_size
 from drivetrain.trainer.plan.plan import make_plan
 from drivetrain.trainer.result import FitResult
@@ -87,11 +89,49 @@ def predict(settings: Settings, as_json: bool) -> None:
 
 
 def plan(settings: Settings, as_json: bool) -> None:
+    """Print the plan of a fit, what it takes at the given rates, and the collectives of a step."""
     trainer, task = _trainer_and_task(settings, without_values=True)
+    size = _number(settings, "world_size")
+    if size is not None:
+        trainer = _on_processes(trainer, size)
     found = make_plan(trainer, task, *fit_data(settings))
-    _show(found, as_json)
-    if settings.option("collectives") and not as_json:
-        print(found.listed())
+    rates = {name: rate for name in PLAN_RATES if (rate := _number(settings, name)) is not None}
+    disk = rates.pop("disk_bytes_per_second", None)
+    times = {"hours": found.hours(**rates)} if rates else {}
+    if disk is not None:
+        times["seconds_of_a_save"] = None if found.checkpoint is None else found.checkpoint / disk
+    if as_json:
+        print_json(found.to_json() | times)
+        return
+    print(found)
+    for name, value in times.items():
+        print(f"{name.replace('_', ' ')}: {'unknown' if value is None else f'{value:.4g}'}")
+    if settings.option("run"):
+        print(found.listed() or f"no collectives in a step of {found.processes} process(es)")
+
+
+def _on_processes(trainer: Trainer, size: float) -> Trainer:
+    """Return a trainer of as many processes, on machines of `devices` each, or on one if that is "auto"."""
+    local = trainer.devices if isinstance(trainer.devices, int) else size
+    if size % local:
+        raise ConfigError(
+            f"--world-size {size:g} is no multiple of --trainer.devices {local}, the processes of a machine"
+        )
+    return replace(trainer, devices=int(local), num_nodes=int(size // local))
+
+
+def _number(settings: Settings, name: str) -> float | None:
+    """Return an option's number; None if it is not given."""
+    text, option = settings.option(name), f"--{name.replace('_', '-')}"
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{option} must be a number, such as 1024 or 4e14, not {text!r}") from None
+    if name == "world_size":
+        return count(option, int(value) if value.is_integer() else value, at_least=1)
+    return number(option, value, above=0)
 
 
 def summary(settings: Settings, as_json: bool) -> None:

@@ -65,6 +65,14 @@ class _Option(NamedTuple):
     commands: Sequence[str] = _ALL
 
 
+PLAN_RATES = {
+    "steps_per_second": "of the job, for its hours",
+    "tokens_per_second": "of the job, for its hours",
+    "flops_per_second": "of a process, for the job's hours",
+    "disk_bytes_per_second": "for the seconds of a save",
+}
+"""Rates by which a plan answers how long a run takes, with their help."""
+
 _OPTIONS = {
     "--task": _Option("NAME", "module.Class or path/to/file.py:Class"),
     "--data": _Option("NAME", "an object, or its class, with train_data()...", _WITH_DATA),
@@ -85,7 +93,9 @@ _OPTIONS = {
     "--joined": _Option(None, "join the outputs of all batches to one", ("predict",)),
     "--metrics": _Option(None, "the values of a validation too; needs targets", ("predict",)),
     "--depth": _Option("NUMBER", "the levels of modules to show, 1 by default", ("summary",)),
-    "--collectives": _Option(None, "list those of a step in order", ("plan",)),
+    "--run": _Option(None, "list a step's collectives in order", ("plan",)),
+    "--world-size": _Option("NUMBER", "plan for as many processes", ("plan",)),
+    **{f"--{each.replace('_', '-')}": _Option("RATE", text, ("plan",)) for each, text in PLAN_RATES.items()},
     "--trials": _Option("NUMBER", "trials in all, those of earlier starts too", ("search",)),
     "--objective": _Option("NAMES", "logged names to optimise; default: validation/loss", ("search",)),
     "--direction": _Option("NAMES", "minimize or maximize, for each objective", ("search",)),

@@ -297,7 +297,7 @@ def check_against_a_run(make, options):
     use, collectives = on_two_ranks(_measured, make, options)[0]
     expected = [use["parameters"], use["parameters"], use["optimizer"]]  # each has a gradient of its size
     states = [found.memory[each] for each in ("parameters", "gradients", "optimizer")]
-    assert states == pytest.approx(expected, rel=0.01)  # every rank has the bias of a matrix split by rows
+    assert states == pytest.approx(expected, rel=0.02)  # every rank has the bias of a matrix split by rows
     hosted = {*found.offloaded, *(["step"] if found.offloaded else [])}
     held = sum(size for kind, size in use.items() if kind not in hosted)
     assert found.peak == pytest.approx(held, rel=0.03)  # equal, but for when gloo's threads free buffers
@@ -312,6 +312,17 @@ def test_a_plan_for_two_ranks_has_what_each_holds(monkeypatch):
     monkeypatch.setattr("drivetrain.strategies.checks.host_memory", lambda: 10_000)
     sharded = quiet(max_epochs=1, devices=2, strategy="fsdp").plan(wide(), [torch.randn(32, 16)] * 8)
     assert "Give gather_at_end=False" in sharded.warnings[-1]
+
+
+def test_a_plan_has_what_the_processes_of_a_machine_hold_in_its_memory():
+    settings = {"strategy": FSDPConfig(cpu_offload=True), "devices": 2, "max_epochs": 1}
+    checkpoint = CheckpointConfig(every="1 epoch", asynchronous=True)
+    loader = DataLoader([torch.randn(16)] * 8, batch_size=4, num_workers=2)
+    found = quiet(**settings, checkpoint=checkpoint).plan(wide(), loader)
+    assert found.offloaded == ("parameters", "gradients", "optimizer")
+    offloaded = sum(found.memory[each] for each in found.offloaded)
+    copied = found.memory["parameters"] + found.memory["optimizer"]
+    assert found.host_memory == 2 * (offloaded + copied + 2 * 2 * 4 * 16 * 4)
 
 
 class Planned(Blocks):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
@@ -406,7 +407,8 @@ class _Process:
         except Unknown as error:
             self.unknown = str(error)
             return
-        self.host_memory += local_size * settings.num_workers * _AHEAD * _bytes(batch)
+        workers = data.num_workers if isinstance(data, DataLoader) else settings.num_workers
+        self.host_memory += local_size * workers * _AHEAD * _bytes(batch)
         try:
             self._add(fake_step(settings, strategy, task, batch, accumulation, length, self.forward_dtype))
         except Exception as error:
