@@ -23,6 +23,7 @@ def every_callback() -> list[Any]:
         ours.LearningRateMonitor(),
         ours.MemoryReport(show=False),
         ours.ModelSummary(),
+        ours.SlowRank(),
         ours.Throughput(),
     ]
     act = [
