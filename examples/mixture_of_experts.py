@@ -1,12 +1,10 @@
 """A GPT whose layers choose among experts: a balance term of the loss, and the share of each expert.
 
-    python examples/mixture_of_experts.py --steps 300
     python examples/mixture_of_experts.py --run-dir run --strategy fsdp --devices 2    # killed; this goes on
     python examples/mixture_of_experts.py --expert-parallel --devices 2    # half of the experts in each
 
-It is the GPT of gpt.py on the same text. Each layer sends a byte to two of its experts, as Mixtral does. The
-balance (Fedus et al., arXiv 2101.03961) is a mean over routed bytes with a weight of its own, and a metric
-adds up over all processes how often each expert is chosen. No byte is dropped.
+It is gpt.py's GPT on its text. Each layer sends a byte to two experts, as Mixtral does, and drops none. The
+balance (Fedus et al., arXiv 2101.03961) has a weight of its own. A metric counts all processes' choices.
 """
 
 from __future__ import annotations
@@ -20,22 +18,18 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from drivetrain import CheckpointConfig, FSDPConfig, Term, Trainer
+from drivetrain.strategies import ExpertParallel
 from drivetrain.task import ModelInfo
 from gpt import GPT, Block, Windows, standard_library
 
 
-class Experts(nn.Module):
-    """The weights of all experts, or under `ExpertParallel` of those of this process."""
-
+class Experts(nn.Module):  # all of them, or under `ExpertParallel` those of this process
     def __init__(self, width: int, experts: int):
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(experts, 4 * width, width))
-        self.down = nn.Parameter(torch.empty(experts, width, 2 * width))
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.02)
+        self.gate_up = nn.Parameter(0.02 * torch.randn(experts, 4 * width, width))
+        self.down = nn.Parameter(0.02 * torch.randn(experts, width, 2 * width))
 
-    def forward(self, tokens, counts):
-        """Return the output for each token; tokens are sorted by expert, and `counts` has their numbers."""
+    def forward(self, tokens, counts):  # tokens are sorted by expert, and counts has their numbers
         outputs = []
         for number, part in enumerate(tokens.split(counts.tolist())):  # some may be empty
             gate, up = F.linear(part, self.gate_up[number]).chunk(2, dim=-1)
@@ -43,9 +37,7 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
 
-class Mixture(nn.Module):
-    """Experts and their router, which chooses `chosen` of them for each token."""
-
+class Mixture(nn.Module):  # experts and their router, which chooses `chosen` of them for each token
     def __init__(self, width: int, experts: int, chosen: int = 2):
         super().__init__()
         self.chosen = chosen
@@ -53,8 +45,7 @@ class Mixture(nn.Module):
         nn.init.normal_(self.router.weight, std=0.02)
         self.experts = Experts(width, experts)
 
-    def forward(self, x):
-        """Return the outputs, and the router's scores, of shape (tokens, experts)."""
+    def forward(self, x):  # returns the outputs, and the router's scores, of shape (tokens, experts)
         tokens = x.flatten(0, 1)
         scores = self.router(tokens)
         shares, numbers = scores.float().softmax(-1).topk(self.chosen, dim=-1)
@@ -62,8 +53,7 @@ class Mixture(nn.Module):
         order = numbers.flatten().argsort(stable=True)
         counts = numbers.flatten().bincount(minlength=scores.shape[-1])
         out = self.experts(tokens[order // self.chosen], counts) * shares.flatten()[order, None]
-        mixed = torch.zeros_like(tokens).index_add(0, order // self.chosen, out.to(tokens.dtype))
-        return mixed.view_as(x), scores
+        return torch.zeros_like(tokens).index_add(0, order // self.chosen, out.to(x.dtype)).view_as(x), scores
 
 
 class SparseBlock(Block):
@@ -77,9 +67,7 @@ class SparseBlock(Block):
         return x + mixed, scores
 
 
-class Shares(Metric):
-    """The share of each expert in all choices, in the order of the experts."""
-
+class Shares(Metric):  # of each expert in all choices, in the order of the experts
     def __init__(self, experts: int):
         super().__init__()
         self.add_state("counts", torch.zeros(experts), dist_reduce_fx="sum")
@@ -91,24 +79,19 @@ class Shares(Metric):
         return self.counts / self.counts.sum()
 
 
-def balance(scores: torch.Tensor, chosen: int) -> torch.Tensor:
-    """Return `chosen` if all experts are used alike, else more; `scores` are of shape (tokens, experts)."""
+def balance(scores: torch.Tensor, chosen: int) -> torch.Tensor:  # `chosen` if all are used alike, else more
     shares = scores.float().softmax(dim=-1)
-    experts = scores.shape[1]
-    counts = F.one_hot(shares.topk(chosen, dim=-1).indices, experts).sum(dim=1).float()
-    return experts * (counts.mean(dim=0) * shares.mean(dim=0)).sum()
+    counts = F.one_hot(shares.topk(chosen, dim=-1).indices, scores.shape[1]).sum(dim=1).float()
+    return scores.shape[1] * (counts.mean(dim=0) * shares.mean(dim=0)).sum()
 
 
 class SparseGPT(GPT):
-    def __init__(
-        self, layers: int = 2, width: int = 64, heads: int = 4, experts: int = 4, scale: float = 0.01
-    ):
+    def __init__(self, layers: int = 2, width: int = 64, heads: int = 4, experts: int = 4, scale=0.01):
         super().__init__(layers=layers, width=width, heads=heads)
         self.blocks = nn.ModuleList(SparseBlock(width, heads, experts) for _ in range(layers))
         self.experts, self.scale = experts, scale
 
     def forward(self, tokens):
-        """Return the scores of the next bytes, and those of all layers' routers."""
         angles = self.angles(torch.arange(tokens.shape[1], device=tokens.device))
         x, routed = self.embedding(tokens), []
         for block in self.blocks:
@@ -122,8 +105,6 @@ class SparseGPT(GPT):
         return {"loss": super().loss(scores, batch), "balance": term}
 
     def model_info(self):
-        from drivetrain.strategies import ExpertParallel  # used with --expert-parallel
-
         return ModelInfo(parallel_plan={"blocks.*.mlp.experts": ExpertParallel()})
 
     def metrics(self):
@@ -136,35 +117,33 @@ class SparseGPT(GPT):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    parser.add_argument("--experts", type=int, default=4, help="experts of each layer")
     parser.add_argument("--megabytes", type=float, default=1.0, help="size of the training text")
     parser.add_argument("--strategy", default="auto", help="such as cpu, ddp or fsdp")
-    parser.add_argument("--expert-parallel", action="store_true", help="divide the experts among processes")
+    parser.add_argument("--expert-parallel", action="store_true", help="fsdp that divides the experts")
     parser.add_argument("--devices", type=int, help="processes; by default as many as there are devices")
     parser.add_argument("--precision", default="auto", help="such as 32 or bf16-mixed")
     parser.add_argument("--run-dir", help="where files go; a run there is resumed")
     options = parser.parse_args()
-
+    if options.expert_parallel:  # in place of --strategy
+        options.strategy = FSDPConfig(expert_parallel=True)
     torch.manual_seed(0)
-    task = SparseGPT(experts=options.experts)
-    size = int(options.megabytes * 1e6)
-    train, others = (Windows(text, task.context) for text in standard_library(size, size // 40))
+    task = SparseGPT()
+    sizes = int(options.megabytes * 1e6), int(options.megabytes * 25e3)
+    train, others = (Windows(text, task.context) for text in standard_library(*sizes))
     trainer = Trainer(
         max_steps=options.steps,
-        max_grad_norm=1.0,
         checkpoint=CheckpointConfig(every=20),
-        log_every=20,
         run_dir=options.run_dir,
-        strategy=FSDPConfig(expert_parallel=True) if options.expert_parallel else options.strategy,
+        strategy=options.strategy,
         devices=options.devices or "auto",
         precision=options.precision,
     )
     data = DataLoader(train, batch_size=16 // (options.devices or 1), shuffle=True)
     trainer.fit(task, data, resume=options.run_dir and "auto")
     found = trainer.validate(task, DataLoader(others, batch_size=64))
-    shares = [found[f"validation/experts/{number}"] for number in range(options.experts)]
     print(f"nats for a byte: {found['validation/loss']:.4f}; balance {found['validation/balance']:.4f}")
-    print("share of each expert:", " ".join(f"{share:.1%}" for share in shares))
+    shares = (f"{found[f'validation/experts/{number}']:.1%}" for number in range(task.experts))
+    print("share of each expert:", *shares)
 
 
 if __name__ == "__main__":
