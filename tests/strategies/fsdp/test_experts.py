@@ -171,8 +171,8 @@ def test_refusals_of_experts() -> None:
         },
     )
 
-    def of(task: TaskModule) -> Any:
-        strategy = FSDP(FSDPConfig(expert_parallel=True), world_size=2)
+    def of(task: TaskModule, again: Any = False) -> Any:
+        strategy = FSDP(FSDPConfig(expert_parallel=True, activation_checkpointing=again), world_size=2)
         return lambda: strategy.prepare(StepModule(task), lambda _: {}, as_precision("32"))
 
     def on_rank() -> None:
@@ -181,6 +181,7 @@ def test_refusals_of_experts() -> None:
             "uneven": (of(Sparse(number=3)), "'layers.0.experts' (Experts)", "2 processes", "3 experts"),
             "submodules": (of(linear), "none in submodules", "0.weight"),
             "no experts": (of(Bare()), "no ExpertParallel()"),
+            "recomputed": (of(Sparse(), ("Experts",)), "('Experts',) names a module of experts"),
         }
         assert_refused((ConfigError, StrategyError), cases)
 

@@ -52,7 +52,7 @@ from drivetrain.strategies.meta_device import (
 )
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
-from drivetrain.strategies.transforms.recompute import Recomputation
+from drivetrain.strategies.transforms.recompute import Recomputation, RecomputeOption, chosen_blocks
 from drivetrain.strategies.unused import ShardOrder
 from drivetrain.strategies.wrapping import (
     around,
@@ -280,6 +280,7 @@ class FSDP(Strategy):
         how: dict[nn.Module, dict[str, Any]] = dict.fromkeys(norms, uncast)
         experts = [each.module for each in plan if each.dimension == "shard"]
         how |= {each: {**options, "mesh": mesh["replicate"]} for each in experts}
+        _check_recomputed(task, config.activation_checkpointing, experts)
         blocks = [each for each in units(task, config.wrap) if each not in how]
         if config.wrap == "auto":
             embeddings, heads = around(task, blocks, [each.module for each in plan])
@@ -463,6 +464,14 @@ def _check(whole: frozenset[str], plan: Sequence[ParallelModule]) -> None:
                     f"{name!r} is both in FSDPConfig(ignored=...), which keeps it whole, and in the"
                     " parallel_plan, which splits it; remove it from one of them"
                 )
+
+
+def _check_recomputed(task: nn.Module, again: RecomputeOption, experts: Sequence[nn.Module]) -> None:
+    if again and any(each in experts for each in chosen_blocks(task, again)):
+        raise StrategyError(
+            f"activation_checkpointing={again!r} names a module of experts, which expert_parallel cannot"
+            " recompute alone, because tokens come from other processes; name the block around it"
+        )
 
 
 def check_contiguous(task: nn.Module, whole: frozenset[str]) -> None:
