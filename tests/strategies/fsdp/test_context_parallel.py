@@ -232,6 +232,10 @@ def test_context_parallel_refusals() -> None:
             def loss_weight(self, batch: Any) -> Any:
                 return (batch["targets"][:, 1:] != -100).sum()
 
+        class Unsplit(Writer):
+            def loss_weight(self, batch: Any) -> Any:
+                return batch["attention_mask"].sum()
+
         def step(batch: Any = row, change: Any = None, run: Any = None, of: Any = Writer, **info: Any) -> Any:
             def made() -> None:
                 task = of(**info)
@@ -266,6 +270,7 @@ def test_context_parallel_refusals() -> None:
             "keywords": (step(change=by_keyword), "its first three arguments", "not NoneType"),
             "output": (step(change=flat), "'blocks.1.attention' must return", "[1, 2, 48]"),
             "shifted": (step(of=Shifts), "Shift labels where batches are made"),
+            "unsplit": (step(of=Unsplit), "reads no column that is split", "Sum over the positions"),
             "outputs": (step(run=lambda batch: batch["targets"]), "part of a sequence", "shape (1, 6)"),
             "term": (step(run=lambda batch: term), "cannot join the terms balance"),
         }

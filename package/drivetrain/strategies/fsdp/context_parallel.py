@@ -173,7 +173,7 @@ class ContextParallel:
             sums[0], sums[1:] = weight, values * weight
         distributed.all_reduce(sums, group=self._group)
         if self._weight_of_whole is not None and not math.isnan(self._weight_of_whole):
-            self._check_weights(_number(sums[0]))
+            self._check_weights(_number(sums[0]), len(part[next(iter(self._columns))]))
         joined = dict(zip(names, (sums[1:] / sums[0]).to(values.dtype), strict=True))
         if loss is not None:
             whole = joined.pop("loss").to(loss.dtype)
@@ -184,14 +184,20 @@ class ContextParallel:
             loss = _Joined.apply(loss, whole, share)  # type: ignore[no-untyped-call]
         return StepOutput(loss, metrics=joined, media=media) if joined or media else loss
 
-    def _check_weights(self, of_parts: float) -> None:
+    def _check_weights(self, of_parts: float, samples: int) -> None:
         """Check the weights of the first batch: a loss that shifts labels itself loses some between parts."""
         whole, self._weight_of_whole = self._weight_of_whole or 0.0, math.nan
+        gives = f"{self._kind}.loss_weight gives {whole:g} for a batch, and {of_parts:g} for its"
+        if whole not in (0, samples) and math.isclose(of_parts, whole * self._size, rel_tol=1e-4):
+            raise ConfigError(
+                f"{gives} {self._size} parts together: it reads no column that is split, so a part with few"
+                " labels would count as much as one with many. Sum over the positions of a split column, such"
+                " as (batch['labels'] != -100).sum()"
+            )
         if not any(math.isclose(of_parts, whole * times, rel_tol=1e-4) for times in (1, self._size)):
             raise ConfigError(
-                f"{self._kind}.loss_weight gives {whole:g} for a batch, and {of_parts:g} for its"
-                f" {self._size} parts together. Shift labels where batches are made, so that the label of a"
-                " position is the token after it"
+                f"{gives} {self._size} parts together. Shift labels where batches are made, so that the label"
+                " of a position is the token after it"
             )
 
 
