@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _LOG = logger(__name__)
 
 _OWN = ("slow_rank/data_seconds", "slow_rank/forward_seconds")
+_SHARE = 0.05  # of a step: a rank that costs the others less is never named
 
 
 @by_name
@@ -39,8 +40,10 @@ class SlowRank(Callback):
     - ``slow_rank/data_seconds``, ``slow_rank/forward_seconds``: rank 0's part of each.
 
     The values travel in the exchange that a log point has anyway. If a rank's ratio is too high at several
-    log points in a row, one warning names it. With "fsdp" and ``tensor_parallel`` the ranks meet in the
-    forward too, so only a wait for data stands out. With one process nothing is logged.
+    log points in a row, and the rank costs the others at least a twentieth of a step, one warning names it.
+    With "fsdp", ``tensor_parallel`` and DeepSpeed's stage 3 the ranks meet in the forward too, so only a wait
+    for data stands out. So it is with ``micro_batch`` and in a training step that is a generator, whose
+    forward is not measured. With one process nothing is logged.
 
     Args:
         ratio: The ratio that is too high.
@@ -91,14 +94,15 @@ class SlowRank(Callback):
         """Compare the ranks."""
         if not all(_OWN[0] in each for each in run.logged_by_rank or [{}]):
             return
+        step = (_spent(run) - self._before) / self._steps
         self._reset(run)
         own = [tuple(each[name] for name in _OWN) for each in run.logged_by_rank]
-        seconds = [sum(each) for each in own]
+        seconds = _seconds(own, run.engine.strategy.sharded)
         rank, median = max(range(len(own)), key=lambda each: seconds[each]), statistics.median_low(seconds)
         ratio = seconds[rank] / max(median, 1e-9)
         for name, value in {"seconds": seconds[rank], "ratio": ratio, "rank": rank}.items():
             run.log(f"slow_rank/{name}", value)
-        slow = rank if ratio > self.ratio else -1
+        slow = rank if ratio > self.ratio and seconds[rank] - median > _SHARE * step else -1
         self._in_a_row = self._in_a_row + 1 if slow == self._slow else 1
         self._slow = slow
         if slow >= 0 and self._in_a_row >= self.log_points and not self._is_named:
@@ -122,11 +126,22 @@ class SlowRank(Callback):
 
     def _reset(self, run: Run) -> None:
         self._steps, self._data, self._forward = 0, run.timing["data"], 0.0
+        self._before = _spent(run)
 
     def _stop(self) -> None:
         for each in self._handles:
             each.remove()
         self._handles = []
+
+
+def _spent(run: Run) -> float:
+    return run.timing["data"] + run.timing["compute"]
+
+
+def _seconds(own: Sequence[tuple[float, ...]], meet_in_forward: bool) -> list[float]:
+    """Return the seconds that each rank needs; where ranks wait in the forward, the shortest has no wait."""
+    least = min(forward for _, forward in own)
+    return [data + (least if meet_in_forward else forward) for data, forward in own]
 
 
 def _now(on_gpu: bool) -> Any:
