@@ -325,6 +325,12 @@ def test_a_plan_has_what_the_processes_of_a_machine_hold_in_its_memory():
     assert found.host_memory == 2 * (offloaded + copied + 2 * 2 * 4 * 16 * 4)
 
 
+def test_a_plan_raises_what_the_strategy_of_a_fit_refuses():
+    strategy = FSDPConfig(context_parallel=2)
+    with pytest.raises(ConfigError, match="context_parallel needs to know what to split"):
+        quiet(strategy=strategy, devices=2, max_epochs=1).plan(wide(), [torch.randn(32, 16)] * 8)
+
+
 class Planned(Blocks):
     def model_info(self):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

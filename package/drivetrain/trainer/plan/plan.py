@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.calendar import RunLength, Trigger
-from drivetrain.core.errors import ConfigError, shown
+from drivetrain.core.errors import ConfigError, DataError, StrategyError, shown
 from drivetrain.core.int_schedule import at_start
 from drivetrain.core.messages import columns, sized
 from drivetrain.core.notebook.html import html_table, sparkline
@@ -411,6 +411,8 @@ class _Process:
         self.host_memory += local_size * workers * _AHEAD * _bytes(batch)
         try:
             self._add(fake_step(settings, strategy, task, batch, accumulation, length, self.forward_dtype))
+        except (ConfigError, DataError, StrategyError):
+            raise  # as the fit would
         except Exception as error:
             self.unknown = f"a step without values raises {short(error)}"
 
