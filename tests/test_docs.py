@@ -107,8 +107,9 @@ def masked(text: str) -> list[str]:  # numbers are one sign, as runs of spaces a
     text = re.sub(r"-?\d[\d,]*(\.\d+)?(e[-+]?\d+)?", "#", text)
     text = re.sub(r"\b(device|on) (cuda:#|mps)\b", r"\1 cpu", text)
     lines = [re.sub(r"[ \-]{2,}", " ", line).strip() for line in text.splitlines()]
-    # The pages leave out the last lines of a fit, and the one on a seed that a fit does not use.
+    # The pages leave out the last lines of a fit, the one on an unused seed, and that of a busy machine.
     left = ("drivetrain: curves: ", "drivetrain: the fit ended early", "drivetrain: torch.manual_seed(")
+    left += ("drivetrain: waiting for ",)
     return [line for line in lines if line and not line.startswith(left)]
 
 
