@@ -379,7 +379,7 @@ class Layer(nn.Module):  # as in Korthikanti et al.: attention without fusion, d
         parts = self.mix(self.first(x)).view(samples, positions, self.heads, -1).transpose(1, 2)
         query, key, value = (each.contiguous() for each in parts.chunk(3, -1))
         scores = dropped(torch.softmax(query @ key.transpose(2, 3) * 0.1, -1))
-        mixed = (scores @ value).transpose(1, 2).reshape(x.shape)
+        mixed = (scores @ value).transpose(1, 2).flatten(2)
         x = x + dropped(self.out(mixed))
         return x + dropped(self.down(F.gelu(self.up(self.second(x)))))
 
@@ -409,6 +409,31 @@ def test_a_plan_has_the_published_figures():
         memory = trainer.plan(task, WORDS).memory
         held = sum(memory[each] for each in ("parameters", "gradients", "optimizer"))
         assert held / 1e9 == pytest.approx(gigabytes, rel=0.03), stage
+
+
+class Divided(Blocks):
+    def model_info(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        first, last = ColwiseParallel(), RowwiseParallel()
+        names = {"mix": first, "up": first, "out": last, "down": last}
+        return ModelInfo(parallel_plan={f"blocks.*.{name}": style for name, style in names.items()})
+
+
+@pytest.mark.nightly
+def test_a_plan_has_the_published_activations_of_175_billion_parameters_on_8_processes():
+    # Korthikanti et al. 2022, equation 2: s b h (10 + 24 / t + 5 a s / (h t)) bytes for a layer.
+    positions, width, heads, split = 2048, 12_288, 96, 8
+    found = {}
+    for layers in (1, 3):
+        with torch.device("meta"):
+            task = Divided(lambda: Layer(width, heads // split), width, OptimizerConfig("adamw", lr=0.01))
+        task.blocks = task.blocks[:layers]
+        options = {"precision": "bf16-true", "strategy": FSDPConfig(tensor_parallel=split), "devices": split}
+        data = [torch.empty(1, positions, width)] * 2
+        found[layers] = plan(data, task=task, max_epochs=1, **options).memory["activations"]
+    layer = positions * width * (10 + 24 / split + 5 * heads * positions / (width * split))
+    assert (found[3] - found[1]) / 2 == pytest.approx(layer, rel=0.01)
 
 
 class Tokens(Classifier):
