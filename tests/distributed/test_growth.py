@@ -19,7 +19,7 @@ from drivetrain.distributed.failure.messages import TIMING, Cause, LocalLine
 from drivetrain.distributed.failure.monitor import Monitor
 from drivetrain.testing import run_distributed
 
-SIZES = (2, 8, 32)
+SIZES = (2, 8, 64)
 WIDTH = {"Float": 4, "Double": 8, "Long": 8, "Int": 4, "Byte": 1, "Bool": 1}
 
 
@@ -115,7 +115,10 @@ def test_a_failure_is_one_message_of_the_same_length_to_each_rank_and_no_collect
 @pytest.mark.nightly
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="gloo")
 def test_what_a_rank_exchanges_grows_at_most_with_their_number(tmp_path: Any) -> None:
-    table = {size: run_distributed(measured, str(tmp_path / str(size)), world_size=size) for size in SIZES}
+    table = {
+        size: run_distributed(measured, str(tmp_path / str(size)), world_size=size, timeout=300)
+        for size in SIZES
+    }
     smallest, middle = table[SIZES[0]], table[SIZES[1]]
     for size, of_ranks in table.items():
         for rank, parts in enumerate(of_ranks):
