@@ -84,7 +84,7 @@ class Collective:
 
 
 class FakeStep(NamedTuple):
-    """What a step has used.
+    """The memory, collectives and floating-point operations of a step.
 
     Attributes:
         kept: Bytes that the forward of a micro-batch keeps for its backward, and the batch.
@@ -105,7 +105,7 @@ class FakeStep(NamedTuple):
 class StepWatch(MemoryWatch):  # type: ignore[no-untyped-call]
     """Watches the memory and the collectives of a step.
 
-    What a strategy exchanges, or gathers for a while, is of the kind "gathered".
+    Tensors that a strategy exchanges or gathers have the kind "gathered".
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -166,7 +166,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.c10d.allreduce_.default:
-            # DDP takes the averages from the future, and that of the fake group has none.
+            # DDP reads the averages from the future, which is empty under the fake group.
             from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
 
             future: Any = Future()
