@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.messages import heard
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, LambdaCallback, TaskModule, Trainer
@@ -20,12 +19,6 @@ from drivetrain.testing import run_distributed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUIET: dict[str, Any] = {"loggers": (), "progress_bar": False}
-
-
-@pytest.fixture(autouse=True)
-def _short_fits() -> Iterator[None]:
-    with heard("the warm-up takes 20 steps"):  # the example's, which is longer than these fits
-        yield
 
 
 def printed(name: str, *arguments: object) -> str:  # in a process of its own

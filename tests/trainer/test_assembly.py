@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
@@ -19,7 +18,6 @@ from torch.utils.data import TensorDataset
 from drivetrain import (
     CheckpointConfig,
     ConfigError,
-    EarlyStopping,
     LambdaCallback,
     OptimizerConfig,
     TorchSchedule,
@@ -319,8 +317,3 @@ def test_schedules_whose_values_never_come_are_refused_and_late_ones_told() -> N
     }
     assert_refused(ConfigError, table)
     fit({"metric": "train/loss", **by_epoch}, log_every=100)()  # which logs each epoch in time for it
-    fit({}, pairs(4), validate_every="4 epochs")()  # without a warning
-    late: Any = [{"validate_every": "5 epochs"}, {"validate_from": "21 steps"}, {"max_steps": 3}]
-    for settings in (*late, {"validate_every": 30, "callbacks": [EarlyStopping()]}):
-        with warned("longer than this fit, which validates only after its last step"):
-            fit({}, pairs(4), **settings)()

@@ -31,7 +31,6 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.files import odd_kind
 from drivetrain.core.int_schedule import at_start
 from drivetrain.core.intervals import Every
-from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.validation import duration, token_count
@@ -45,7 +44,6 @@ from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics, declared_by, takes_loader
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
-from drivetrain.engine.updater import long_warmups
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
@@ -76,8 +74,6 @@ from drivetrain.trainer.feeds import (
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
-
-_LOG = logger(__name__)
 
 _TAKES = {
     "loss": ("outputs", "batch"),
@@ -328,7 +324,7 @@ def _fit_run(
         micro_batch=settings.micro_batch,
         show=bool(settings.progress_bar),
     )
-    _preflight(settings, engine, task, length)
+    _preflight(engine, task, length)
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task, engine.closing))
     saver, start = None, Start()
     if settings.checkpoint is not False or resume is not None:
@@ -352,23 +348,18 @@ def _fit_run(
         on_save_error=settings.on_save_error,
         frozen=frozen,
     )
-    _check_monitored_metrics(settings, run)
+    _check_monitored_metrics(run)
     _connect(settings, run)
     return run, saver, start
 
 
-def _preflight(settings: RunSettings, engine: Engine, task: TaskModule, length: RunLength) -> None:
-    """Check that the optimizers and their schedules fit the length of the fit; warn of likely mistakes."""
+def _preflight(engine: Engine, task: TaskModule, length: RunLength) -> None:
+    """Check that the optimizers and their schedules fit the length of the fit."""
     check_same_optimizers(task, engine.updaters, length.steps, engine.ranks)
     schedules = [each.torch_schedule for each in engine.updaters.values() if each.torch_schedule is not None]
     for schedule in schedules:
         schedule.check_length(length.steps, length.epochs)
-    if engine.strategy.rank != 0:
-        return
-    if not settings.dry_run:
-        for text in long_warmups(engine.updaters, length.calendar.whole):
-            _LOG.warning(text)
-    for schedule in schedules:
+    for schedule in schedules if engine.strategy.rank == 0 else ():
         schedule.warn_if_never(length.steps, length.epochs)
 
 
@@ -391,8 +382,8 @@ def _connect(settings: RunSettings, run: Run) -> None:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
 
 
-def _check_monitored_metrics(settings: RunSettings, run: Run) -> None:
-    """Check that the values that schedules depend on can come, and warn if validations come too late.
+def _check_monitored_metrics(run: Run) -> None:
+    """Check that the values that schedules depend on can come.
 
     In a probe none of them may come, and such schedules stand still.
     """
@@ -402,38 +393,11 @@ def _check_monitored_metrics(settings: RunSettings, run: Run) -> None:
                 each.torch_schedule = None
         return
     by_epoch = "One by epochs may follow training: TorchSchedule(..., every='1 epoch', metric='train/loss')"
-    names = run.names
-    follows = any(
-        isinstance(each, built_in.EarlyStopping) and names.stage_of(each.metric) == "validation"
-        for each in settings.callbacks
-    )
     for name, unit in filter(None, (each.monitored_metric() for each in run.engine.updaters.values())):
         if unit == "validations":
-            follows = True
             MonitoredMetric(name, "a schedule monitors", by_epoch, of_validations=True).begin(run)
-        elif names.stage_of(name) is not None:
+        elif run.names.stage_of(name) is not None:
             MonitoredMetric(name, "a schedule monitors").begin(run)
-    late = _validates_late(settings, run.length) if follows and run.evaluation_feeds else None
-    if late is not None and run.is_main and settings.dry_run is None:
-        _LOG.warning(
-            f"{late} is longer than this fit, which validates only after its last step: a schedule or"
-            " EarlyStopping that follows the validations has no effect. Give a shorter interval"
-        )
-
-
-def _validates_late(settings: RunSettings, length: RunLength) -> str | None:
-    """Return the argument that is longer than a fit, which then validates at its end alone; else None."""
-    for name in ("validate_every", "validate_from"):
-        given = every(getattr(settings, name))
-        if given is None or given.unit not in ("steps", "epochs"):
-            continue
-        if given.unit == "epochs" and length.calendar.length is None:
-            late = length.epochs is not None and given.amount > length.epochs
-        else:
-            late = length.steps is not None and length.calendar.step_of(given) > length.steps
-        if late:
-            return f"{name}={str(given)!r}"
-    return None
 
 
 def _made_metrics(engine: Engine, declared: Mapping[str, Any]) -> DeclaredMetrics | None:

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 _LOG = logger(__name__)
 
-_LARGEST_SEED = 2**32
-"""A program gives smaller seeds; larger ones are torch's own."""
-
 T = TypeVar("T")
 
 
@@ -94,19 +91,12 @@ def _begin(
 
     Yields the settings, the run, and its saver unless checkpoints are off.
     """
-    seed = trainer.seed
     _check_optimizer_settings(settings_of, resume)
     how = _resumption(new_data, skip, resume)
     trainer, resume = observed(trainer, is_fit=True, resume=resume)
     trainer, resume = as_tried(trainer, "fit"), resume if trainer.dry_run is None else None
-    torch_seed = torch.initial_seed()
     with Preemption(trainer.preemption) as preemption:
         trainer, run, saver, start = build_fit(trainer, task, train_data, validation_data, resume, body)
-        if run.is_main and seed == 0 < torch_seed < _LARGEST_SEED:
-            _LOG.info(
-                f"torch.manual_seed({torch_seed}) does not seed this fit: the order of the data, and what"
-                f" steps draw, come from Trainer(seed=0). For another run give Trainer(seed={torch_seed})"
-            )
         with run_context(trainer, run):
             start_from(trainer, run, saver, start, settings_of, how)
             preemption.attach(run, is_resumable(trainer))

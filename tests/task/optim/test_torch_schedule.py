@@ -28,7 +28,6 @@ from drivetrain import (
     CheckpointError,
     ConfigError,
     LambdaCallback,
-    OptimizerConfig,
     TorchSchedule,
 )
 
@@ -104,7 +103,7 @@ def test_torch_schedule_resumes_bitwise(tmp_path: Path, options: Any) -> None:
         assert weights(resumed) == weights(whole)
 
 
-def test_a_schedule_that_is_never_stepped_or_still_warms_up_is_named_with_the_length_of_the_fit() -> None:
+def test_a_schedule_that_is_never_stepped_is_named_with_the_length_of_the_fit() -> None:
     for every, words in (
         (21, "every 21 steps, and this fit has only 20 steps"),
         ("5 epochs", "only 4 epochs"),
@@ -112,8 +111,6 @@ def test_a_schedule_that_is_never_stepped_or_still_warms_up_is_named_with_the_le
         with warned(words):
             assert rates(task(HALVES, every=every)) == [0.8] * 20
     assert rates(task(HALVES, every="4 epochs")) == [0.8] * 20  # and no warning: it is stepped at the end
-    with warned("the warm-up takes 20 steps and this fit 20"):
-        rates(Regression(OptimizerConfig("sgd", warmup_steps=20)))
 
 
 def test_a_one_cycle_that_is_shorter_than_the_run_is_refused_before_it_begins() -> None:
