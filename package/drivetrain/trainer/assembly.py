@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import os
 import threading
@@ -60,7 +59,7 @@ from drivetrain.run.state import Start, Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.model_info import info_of
-from drivetrain.task.task import TaskModule, check_constructed, known_fit, overrides, train_loaded
+from drivetrain.task.task import TaskModule, check_constructed, known_fit, train_loaded
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.dry_run import Settings, fitting
 from drivetrain.trainer.feeds import (
@@ -75,28 +74,6 @@ from drivetrain.trainer.feeds import (
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
 
-_TAKES = {
-    "loss": ("outputs", "batch"),
-    "optimize": ("engine", "weighted_batches"),
-    "configure_callbacks": ("stage",),
-}
-"""The methods of a task whose parameters are easily taken for others, such as those of another library."""
-
-
-def _check_parameters(task: TaskModule) -> None:
-    """Check that methods of the task take what they are given."""
-    for method, names in _TAKES.items():
-        if not overrides(task, method) or (method == "loss" and overrides(task, "training_step")):
-            continue
-        signature = inspect.signature(getattr(task, method), follow_wrapped=False)
-        try:
-            signature.bind(*names)
-        except TypeError:
-            raise ConfigError(
-                f"{type(task).__name__}.{method} takes ({', '.join(signature.parameters)}), and is given the"
-                f" {' and the '.join(names)}. Write it as `def {method}(self, {', '.join(names)})`"
-            ) from None
-
 
 def check_task(task: object) -> TaskModule:
     """Return the task after a check of its type."""
@@ -106,7 +83,6 @@ def check_task(task: object) -> TaskModule:
             check_constructed(each := waiting.pop())
             waiting += (child for child in each._modules.values() if child is not None)
         check_task_names(task, HOOKS)
-        _check_parameters(task)
         return task
     if isinstance(task, type) and issubclass(task, TaskModule):
         raise ConfigError(f"the task is the class {task.__name__}; pass an instance: {task.__name__}(...)")

@@ -172,14 +172,8 @@ def test_refusals_of_metrics() -> None:
     broken = {**stored, "metrics": {"it": {"own": {}, "members": []}}}
     cases: dict[str, tuple[Any, ...]] = {
         "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
-        "a parameter": (
-            lambda: declared_by(variant(metrics=lambda self, name: {})()),
-            "'name'",
-            "loader=None",
-        ),
         "a list": (lambda: declared_by(variant(metrics=lambda _: [one])()), "such as {'accuracy'"),
         "the loss": (lambda: declared_by(variant(metrics=lambda _: {"loss": one})()), "'mean_loss'"),
-        "a property": (lambda: declared_by(variant(metrics=property(lambda _: {}))()), "without @property"),
         "no metric": (declare({"accuracy": nn.Linear(1, 1)}), "['accuracy']", "update, compute, reset"),
         "two names": (declare({"a": one, "b": one}), "'a'", "'b'"),
         "no state": (DeclaredMetrics({"count": one}, CPU).state_dict, "'count'", "train_metrics=False"),
