@@ -25,7 +25,6 @@ from drivetrain.data import GlobalCounts, MicroBatch, batch_size
 from drivetrain.data.counting import Count
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.context import StepContext
-from drivetrain.engine.memory_advice import memory_advice
 from drivetrain.engine.metrics.means import Row
 from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.engine.split_batch import split_batch
@@ -76,7 +75,6 @@ class MicroBatches:
         self._whole = 0
         self._buffers = KeptBuffers()
         self._generators = [*generators_of(engine.task).values()] if self.searches else []
-        self._split: tuple[int, int] | None = None  # samples of the newest part, and of its batch
         engine.transfer.keeps_host, engine.transfer.in_parts = self._weigh is not None, True
         engine.begins_again = self.searches
         self._shares_buffers = self._ranks.size > 1 and any(True for _ in engine.task.buffers())
@@ -106,7 +104,7 @@ class MicroBatches:
         if self.searches:
             self._buffers.keep(engine.task)
         step_values, metric_inputs, total, learns = self._until_it_fits(micro_batches, draws, states)
-        self._attempted, self._split = [], None
+        self._attempted = []
         applied, norm = False, None
         if learns:
             if self._ranks.size > 1:
@@ -125,7 +123,7 @@ class MicroBatches:
             engine.gate.begin()
         weighted_batches, total = weigh(micro_batches, engine.sharing, engine.placeholders, engine.sums)
         self._whole = max(self._whole, *(each.samples for each in micro_batches))
-        self._unlearned, self._split = [], None
+        self._unlearned = []
         parts: Weighted = []
         for micro_batch, factor in weighted_batches:
             parts += self._shared_parts(micro_batch, factor)
@@ -155,7 +153,6 @@ class MicroBatches:
             except Exception as error:
                 lacks = isinstance(error, _RepeatStep) or is_out_of_memory(error)
                 if not (self.searches and lacks):
-                    self._add_parts_note(error)
                     raise
                 self._shrink(error)
                 clear_frames(error)
@@ -176,8 +173,6 @@ class MicroBatches:
             raise
         if len(batches) == 1:
             return [micro_batch]
-        whole = max(batch_size(batch) or 0, self._split[1] if self._split else 0)  # a part may be split again
-        self._split = batch_size(batches[0]) or 0, whole
         return _weighted_parts(micro_batch, batches, hosts, weigh)
 
     def _shared_parts(self, micro_batch: MicroBatch, factor: float | Tensor | None) -> Weighted:
@@ -212,7 +207,7 @@ class MicroBatches:
                 error.add_note(_NOT_EVEN_ONE)
                 raise error
             for batch in self._attempted:
-                _refuse_whole(batch, self._largest // 2, error, memory_advice(AUTO))
+                _refuse_whole(batch, self._largest // 2, error)
             if self._ranks.size > 1:
                 self._ranks.total([1.0])
         # The smallest size that failed: the other ranks had enough memory for theirs.
@@ -239,17 +234,6 @@ class MicroBatches:
         words = f"micro-batch {self.size}: batches of {self._whole} run in parts, weighted by their {weighed}"
         _LOG.log(logging.INFO if self._show else logging.DEBUG, words)
 
-    def _add_parts_note(self, error: Exception) -> None:
-        """Add a note about splitting to an error that a step on a part has raised."""
-        if self._split is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
-            return
-        part, whole = self._split
-        error.add_note(
-            f"drivetrain: raised by a part of {part} of a batch's {whole} samples. All its tensors that have"
-            f" {whole} rows were split. Make a tensor whose rows are no samples, such as a mask of positions,"
-            " in the task's forward, or give it a leading dimension of one"
-        )
-
     # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,14 +245,15 @@ class MicroBatches:
             self.size = None if state["size"] is None else count("its size", state["size"], at_least=1)
 
 
-def _refuse_whole(batch: Any, size: int, error: Exception, what_helps: str) -> None:
+def _refuse_whole(batch: Any, size: int, error: Exception) -> None:
     """Check that a batch that ran out of memory can be split."""
+    smaller = "use smaller batches with more gradient_accumulation_steps"
     if batch_size(batch) is None:
-        raise DataError(f"a {type(batch).__name__} cannot be split by samples; {what_helps}") from error
+        raise DataError(f"a {type(batch).__name__} cannot be split by samples; {smaller}") from error
     try:
         split_batch(batch, size)
     except DataError as reason:
-        raise DataError(f"out of memory, and {reason}; {what_helps}") from error
+        raise DataError(f"out of memory, and {reason}; {smaller}") from error
 
 
 def _weighted_parts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
-import sys
 import threading
 import traceback
 import weakref
@@ -14,10 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drivetrain.checkpoint.storage.filesystem import StorageError
-from drivetrain.core.containers import opened
 from drivetrain.core.errors import shown
 from drivetrain.core.messages import logger
 from drivetrain.core.out_of_memory import is_out_of_memory
@@ -25,14 +22,13 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import duration
 from drivetrain.data.batch import described
-from drivetrain.data.reading import AS_DATASET
 from drivetrain.data.workers.ends import note_on
 from drivetrain.distributed.failure.channel import FailureChannel, Status
-from drivetrain.distributed.failure.last_words import record, write_now
+from drivetrain.distributed.failure.last_words import record
 from drivetrain.distributed.failure.location import Phase, error_location, hook_location, phase_of_thread
 from drivetrain.distributed.failure.messages import Cause, summary
 from drivetrain.distributed.failure.watchdog import Watchdog
-from drivetrain.engine.memory_advice import memory_advice
+from drivetrain.engine.memory import WHAT_HELPS
 from drivetrain.engine.weighting import StepResult
 from drivetrain.run.messages import as_given, what_goes_on
 from drivetrain.run.out_of_memory import largest_blocks, write_snapshot
@@ -152,7 +148,7 @@ def _besides(settings: RunSettings, run: Run, error: BaseException) -> str:
     """
     if is_out_of_memory(error):
         blocks = largest_blocks(run)
-        return f"{blocks[:1].upper()}{blocks[1:]}; {_advice(run)}"
+        return f"{blocks[:1].upper()}{blocks[1:]}; {WHAT_HELPS}"
     if not isinstance(error, StorageError) or run.last_checkpoint is None:
         location = _in_task(run.task, error)
         return location[:1].upper() + location[1:]
@@ -208,11 +204,9 @@ _HINTS = {
 def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
     run.exception = error
     run.ledger.end_training()
-    is_group = isinstance(error, BaseExceptionGroup)
-    locations = (summary(error) if is_group else "", _in_task(run.task, error), _where(run))
-    error.add_note(note := shown(f"drivetrain: {', '.join(filter(None, locations))}"))
-    if is_group:
-        atexit.register(_end_with, note, id(error))
+    group = summary(error) if isinstance(error, BaseExceptionGroup) else ""
+    locations = (group, _in_task(run.task, error), _where(run))
+    error.add_note(shown(f"drivetrain: {', '.join(filter(None, locations))}"))
     for words, hint in _HINTS.items():
         if words in str(error):
             error.add_note(f"drivetrain: {hint}")
@@ -239,18 +233,7 @@ def _in_task(task: TaskModule, error: BaseException) -> str:
     if first is None:
         return ""
     batch = first.f_locals.get(first.f_code.co_varnames[1])
-    location = f"in {type(task).__name__}.{calls[-1].f_code.co_name}, with the batch {described(batch)}"
-    if isinstance(batch, Tensor):
-        return f"{location} (a tensor alone; if the data is inputs x and targets y, {AS_DATASET})"
-    entries = () if (container := opened(batch)) is None else container.entries
-    is_list = any(isinstance(each, list) and each and isinstance(each[0], (int, float)) for each in entries)
-    return f"{location} (a list of numbers is no tensor: torch.tensor makes one)" if is_list else location
-
-
-def _end_with(note: str, group: int) -> None:
-    """Write a note last if this group of errors has ended the program: Python prints its members after it."""
-    if id(getattr(sys, "last_value", None)) == group:
-        write_now(f"{note}\n")
+    return f"in {type(task).__name__}.{calls[-1].f_code.co_name}, with the batch {described(batch)}"
 
 
 def _where(run: Run) -> str:
@@ -267,12 +250,7 @@ def _what_helps(run: Run) -> str:
     if sizes and splitter is not None and splitter.size is not None:
         sizes += f", {splitter.size} at once"
     what = f"rank {run.engine.strategy.rank} ran out of memory {_location(run)}{sizes}"
-    return f"{what}; {largest_blocks(run)}; {_advice(run)}"
-
-
-def _advice(run: Run) -> str:
-    splitter = run.engine.splitter
-    return memory_advice(None if splitter is None else splitter.spec, training=run.stage == "train")
+    return f"{what}; {largest_blocks(run)}; {WHAT_HELPS}"
 
 
 def _location(run: Run) -> str:
