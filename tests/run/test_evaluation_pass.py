@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Regression, pairs, quiet, variant
+from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from drivetrain import Callback, DataError, EpochMetric, PredictResult, StepOutput
+from drivetrain import Callback, EpochMetric, PredictResult, StepOutput
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
@@ -117,16 +117,6 @@ def test_predict_with_metrics_may_save_outputs_to_files(
         found = quiet(dry_run=2).predict(Measured(), data, save_to=tmp_path / "no", metrics=True)
     assert (found.outputs, found.metrics["validation/rows"]) == ([], 4)
     assert [each.name for each in tmp_path.iterdir()] == ["outputs"]
-
-
-def test_predict_with_metrics_refuses_data_without_targets() -> None:
-    task = variant(loss=lambda self, outputs, batch: (outputs - batch["target"]).square().mean())()
-    data = [{"features": torch.ones(2, 4)}]
-    with pytest.raises(DataError) as raised:
-        quiet().predict(task, data, metrics=True)
-    words = " ".join([str(raised.value), *raised.value.__notes__])
-    assert "predict(metrics=True) needs data with targets" in words
-    assert len(quiet().predict(task, data)) == 1
 
 
 class Reader:  # notes the features of all samples, and what was done with itself

@@ -220,22 +220,6 @@ def test_a_fraction_of_an_epoch_counts_skipped_steps_and_resumes(tmp_path: Path)
     assert (second.progress.steps, second.progress.epoch, second.progress.epoch_batches) == (4, 1, 1)
 
 
-@pytest.mark.parametrize("skipped", [9, 10])
-def test_the_last_validation_is_made_although_a_step_before_it_was_skipped(skipped: int) -> None:
-    steps: list[Any] = []
-
-    def step(self: Any, batch: Any) -> Any:
-        steps.append(batch)
-        return self.loss(self(batch[0]), batch) * (float("nan") if len(steps) == skipped else 1.0)
-
-    at: list[int] = []
-    note = LambdaCallback(on_evaluation_end=lambda run: at.append(run.progress.steps))
-    options: Any = {"max_epochs": 2.5, "validate_every": "0.5 epochs", "on_nonfinite": "skip"}
-    result = quiet(**options, callbacks=[note]).fit(variant(training_step=step)(), pairs(8), pairs(4))
-    assert (result.progress.steps, result.progress.skipped) == (9, 1)
-    assert at == [2, 4, 6, 8, 9]
-
-
 def test_max_time_ends_a_fit_and_counts_over_resumes(tmp_path: Path) -> None:
     def pass_20_hours(run: Any) -> None:
         run.origin -= 20 * 3600.0

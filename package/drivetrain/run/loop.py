@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -291,32 +290,20 @@ def _log_at_limit(run: Run) -> None:
 
 
 def _validate_at_end(run: Run) -> None:
-    """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
-    steps; not one that a signal or its caller ends.
+    """Validate a fit that ends without ever having validated; not one that a signal or its caller ends.
 
     Neither schedules nor early stopping count a validation that was not due: an uninterrupted fit that is
     longer never makes it.
     """
-    if run.stop_reason is None or run.triggers.validate.every is None or not _ends_itself(run):
-        return
-    is_due = _is_put_off(run)
-    if is_due or not run.validated:
-        validate(run, counts=is_due)
+    never = run.triggers.validate.every is not None and not run.validated
+    if run.stop_reason is not None and never and _ends_itself(run):
+        validate(run, counts=False)
 
 
 def _ends_itself(run: Run) -> bool:
     """Return whether a fit that has stopped was ended neither by a signal, its caller nor an error."""
     failed = run.failure is not None or run.nonfinite.diverged
     return not failed and run.stop_reason not in (_LEFT, *run.stopping.signals)
-
-
-def _is_put_off(run: Run) -> bool:
-    """Return whether skipped steps have put off a validation until the end of a fit within an epoch."""
-    length, progress = run.length, run.progress
-    if not progress.epoch_batches or (progress.epoch, progress.epoch_batches) != length.end:
-        return False
-    planned = (length.steps or 0) - length.calendar.windows_before(progress.epoch)
-    return run.triggers.validate.due(replace(progress, epoch_steps=planned), False)
 
 
 def _pass_boundary(run: Run) -> None:
@@ -494,10 +481,7 @@ def predict(
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(run.hooks.on_evaluation_start)
         made = None if values is None else EvaluationPass(run, True, stack)
-        micro_batches = feed.micro_batches()
-        if made is not None:  # whose weight `loss_weight` may have to read from targets
-            micro_batches = iter(_needing_targets()(partial(next, micro_batches, None)), None)
-        for micro_batch, mine in _outputs(run, micro_batches, _predicting(run, made)):
+        for micro_batch, mine in _outputs(run, feed.micro_batches(), _predicting(run, made)):
             if made is not None and made.needs_all:
                 made.end_round()
             if after_step:
@@ -547,24 +531,10 @@ def _predicting(run: Run, made: EvaluationPass | None) -> Callable[[MicroBatch, 
 
     def predicted_and_evaluated(micro_batch: MicroBatch, number: int) -> tuple[Any, int]:
         assert made is not None
-        with _needing_targets():
-            engine.streams.seed_evaluation(number)
-            evaluated, outputs = engine.evaluate_step(micro_batch.batch)
-            if not micro_batch.is_placeholder:
-                made.take(micro_batch, number, read_output(evaluated))
-            return to_host(outputs), micro_batch.samples
+        engine.streams.seed_evaluation(number)
+        evaluated, outputs = engine.evaluate_step(micro_batch.batch)
+        if not micro_batch.is_placeholder:
+            made.take(micro_batch, number, read_output(evaluated))
+        return to_host(outputs), micro_batch.samples
 
     return predicted if made is None else predicted_and_evaluated
-
-
-@contextmanager
-def _needing_targets() -> Iterator[None]:
-    """Run the block, and say why targets are needed if it fails for lack of a column."""
-    needed = "predict(metrics=True) needs data with targets, as validate does; leave metrics out without them"
-    try:
-        yield
-    except LookupError as error:
-        raise DataError(f"the task raised {type(error).__name__}: {error}. {needed}") from error
-    except DataError as error:
-        error.add_note(f"drivetrain: {needed}")
-        raise

@@ -296,7 +296,7 @@ class Trainer(RunSettings):
 
         Raises:
             ConfigError: Both `joined` and `save_to` are given.
-            DataError: `metrics` is given, and the data lacks targets; or `joined` is given, and the outputs
+            DataError: `joined` is given, and the outputs
                 lack one entry for each sample or have different shapes.
         """
         from drivetrain.trainer.verbs import predict_on
