@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Regression, pairs, quiet, variant
+from tests.support.tasks import Regression, pairs, quiet
 from torch import nn
 
 from drivetrain import ConfigError, LambdaCallback, OptimizerConfig, StrategyError
@@ -93,7 +93,6 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"task": changed(Regression(), "shape")}, "'line.weight' is float32[1, 4] on rank 0 and float32[2, 3]"),
     ({"task": changed(Regression(), "frozen")}, ", frozen on rank 1. Make the same task on all"),
     ({"task": changed(Regression(), "more")}, "'late.weight' is not there on rank 0 and float32[2, 2]"),
-    ({"task": variant(loss_weight=lambda self, batch: 1.0)()}, "loss_weight is the default on rank 0"),
     ({"verb": "test", "checkpoint": "best"}, "the verb is fit on rank 0 and test on rank 1"),
     ({"strategy": "fsdp"}, "strategy is ddp on rank 0 and fsdp on rank 1"),
     ({"resume": "auto"}, "different arguments: resume is not there on rank 0 and 'auto' on rank 1"),

@@ -178,7 +178,6 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     trainer = quiet(max_epochs=1, checkpoint=True, run_dir=run_dir)
     given: dict[str, tuple[Any, ...]] = {
         "no validation": (fit(run_dir=tmp_path / "a", checkpoint=CheckpointConfig(best=1)), "by=None"),
-        "last": (fit(run_dir=tmp_path, resume="last"), "resume='last'", "'auto'", "last_checkpoint"),
         "weights": (fit(run_dir=tmp_path / "b", resume=result.model_path), "task.load_weights(path)"),
         "a file": (fit(run_dir=tmp_path / "file"), "cannot be made", "is a file"),
         "auto": (fit(resume="auto"), "give the Trainer a run_dir"),
@@ -300,7 +299,6 @@ def test_common_mistakes_in_a_task_are_named(tmp_path: Path) -> None:
             "fit(resume=...)",
         ),
         "a mode": (lambda: quiet(compile="max-autotune"), "CompileConfig(mode='max-autotune')"),
-        "latest": (lambda: quiet().validate(kept, pairs(), checkpoint="latest"), "'last'"),
         "one callback": (lambda: quiet(callbacks=EarlyStopping()), "[EarlyStopping(...)]"),
         "one twice": (lambda: quiet(callbacks=[stopping, stopping]), "has one EarlyStopping twice"),
         "also of the task": (fit(its_own, callbacks=[stopping]), "Its.configure_callbacks: ", "twice"),

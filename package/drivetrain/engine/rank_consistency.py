@@ -20,19 +20,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.updater import Updater
 from drivetrain.strategies import Strategy
-from drivetrain.task.task import TaskModule, overrides
-
-_METHODS = (
-    "configure_optimizers",
-    "loss_weight",
-    "metrics",
-    "tokens",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-)
-"""Methods of a task that affect what the ranks exchange."""
+from drivetrain.task.task import TaskModule
 
 _SAMPLED = (0, 1, 10, 100, 1000, 10_000, 100_000)
 """Schedules are compared at these steps."""
@@ -90,11 +78,10 @@ def check_same_call(
     Raises:
         ConfigError: The verb, a setting or an argument differs.
         StrategyError: A parameter or buffer differs in name, shape, dtype, whether it is trained or has
-            values; or the tasks override different methods.
+            values.
     """
     chosen = {**_options(strategy), **{name: _text(each) for name, each in settings.items()}}
     given = {name: _text(value) for name, value in arguments.items()}
-    methods = {name: "overridden" if overrides(task, name) else "the default" for name in _METHODS}
     calls = "All make the same calls, in one order"
     trainers = "Give all the same; rank 0 alone writes files"
     require_same(
@@ -103,7 +90,7 @@ def check_same_call(
         Compared({"the verb": verb}, "the ranks do different things", calls),
         Compared(chosen, "the ranks were given different Trainers", trainers),
         Compared(given, "the ranks were given different arguments", "Give all the same"),
-        _task({**methods, **_tensors(task)}),
+        _task(_tensors(task)),
     )
 
 

@@ -200,7 +200,7 @@ def _real(path: str, files: FileSystem) -> str:
 
 
 def _checked_path(resume: object) -> str:
-    """Return the path to resume from; a word or a file of weights is refused with its likely meaning."""
+    """Return the path to resume from."""
     if not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
     given = os.fspath(resume)
@@ -209,21 +209,10 @@ def _checked_path(resume: object) -> str:
         check_path(given)
     with os_errors("read", given):
         kind = files.kind(files.absolute(given))
-    word = given.partition(":")[0]
-    if word in ("last", "best", "newest", "latest") and kind is None:
-        what = "best_checkpoint" if word == "best" else "last_checkpoint"
-        raise ConfigError(
-            f"resume={given!r} is neither 'auto', which takes the newest checkpoint of run_dir, nor the path"
-            f" of a checkpoint. For another one give its path, such as the {what} of fit's result"
-        )
     if kind == "file":
-        hint = (
-            "Only its weights can be read: to start from them, call task.load_weights(path) before fit"
-            if is_weight_file(given)
-            else "Give the directory of a checkpoint, or a run directory"
-        )
         raise ConfigError(
-            f"resume={given!r} is a file: a run is resumed from a checkpoint, which is a directory. {hint}"
+            f"resume={given!r} is a file: a run is resumed from a checkpoint, which is a directory. To start"
+            " from weights in a file, call task.load_weights(path) before fit"
         )
     return given
 
@@ -236,8 +225,6 @@ def named_checkpoint(settings: RunSettings, checkpoint: str) -> str:
         raise ConfigError(f"checkpoint={checkpoint!r}. Give 'best' or 'last' of run_dir, or a path")
     path = os.fspath(checkpoint)
     if path.partition(":")[0] != "best" and checkpoint != "last":
-        if path in ("latest", "newest", "final") and not os.path.exists(path):
-            raise ConfigError(f"checkpoint={path!r} is no path. Give 'last' or 'best' of run_dir, or a path")
         return path if is_weight_file(path) else resolve(path)
     root = checkpoint_root(settings, settings.run_dir)
     if root is None:
