@@ -24,7 +24,6 @@ from typing import Any
 
 from drivetrain.cli.parser import Parser
 from drivetrain.core.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError
-from drivetrain.distributed.failure.last_words import TRAINING
 from drivetrain.distributed.interfaces import check_resolves
 from drivetrain.distributed.launch.children import (
     FAILURE,
@@ -47,10 +46,6 @@ _CLOSING = 60.0
 _PORT = 29500
 """The default port of the first machine, as in torchrun."""
 
-_OPTIONS = (
-    *("--devices", "--nodes", "--node-rank", "--address", "--rendezvous", "--job"),
-    *("--log-dir", "--max-restarts"),
-)
 _USAGE = 2
 """The exit code of a program that rejects its arguments."""
 
@@ -74,16 +69,8 @@ def run(words: Sequence[str]) -> int:
             check_resolves(re.sub(r":\d*$", "", given).strip("[]"), f"--{option}")
     threads = threads_per_rank(devices, os.environ)
     variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    code = _Attempts(parsed.max_restarts, variables, parsed.log_dir).run(
-        [*torchrun, parsed.program, *parsed.arguments]
-    )
-    ours = [each for each in parsed.arguments if each.partition("=")[0] in _OPTIONS]
-    if code == _USAGE and ours:
-        say(
-            f"{ours[0]} comes after {parsed.program}, so the program got it. The launcher's options come"
-            f" before the program: drivetrain launch {ours[0]} ... {parsed.program}"
-        )
-    return code
+    attempts = _Attempts(parsed.max_restarts, variables, parsed.log_dir)
+    return attempts.run([*torchrun, parsed.program, *parsed.arguments])
 
 
 def _parser() -> Parser:
@@ -173,7 +160,6 @@ class _Attempts:
         self._received: int | None = None
         self._torchrun: subprocess.Popen[bytes] | None = None
         self._last_end = 0.0
-        self._not_told: str | None = None
 
     def run(self, words: Sequence[str]) -> int:
         """Run torchrun with these words, and return the exit code for the whole job."""
@@ -210,8 +196,8 @@ class _Attempts:
                 return max(code, 1)
             self._left -= 1
             self._last_end = time.monotonic()
-            self._not_told = f"rank {failure.get('rank')} {ending(int(failure.get('code', code)))}"
-            say(f"{self._not_told}; all are started again ({self._left} more allowed)")
+            what = f"rank {failure.get('rank')} {ending(int(failure.get('code', code)))}"
+            say(f"{what}; all are started again ({self._left} more allowed)")
 
     def _attempt(self, words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
         """Make one attempt; return its exit code and its first failure."""
@@ -233,9 +219,6 @@ class _Attempts:
             self._torchrun = subprocess.Popen(command, env=environment, start_new_session=True)
             while self._torchrun.poll() is None:
                 time.sleep(float(_LOOKING))
-                if self._not_told is not None and any(logs.rglob(TRAINING)):
-                    say(f"training again {time.monotonic() - self._last_end:.1f} s after {self._not_told}")
-                    self._not_told = None
             with open(logs / FAILURE, encoding="utf-8") as file:
                 failure: dict[str, Any] = json.load(file)
             return self._torchrun.returncode, failure

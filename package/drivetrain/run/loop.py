@@ -19,7 +19,6 @@ from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import shielded
 from drivetrain.data import Feed, MicroBatch, to_host
-from drivetrain.distributed.failure.last_words import set_training
 from drivetrain.engine.first_step import checking_first_step
 from drivetrain.engine.updater import Updater
 from drivetrain.engine.weighting import StepResult
@@ -143,7 +142,6 @@ def _begin(run: Run) -> None:
     _report_modes(run.task)
     run.call(run.hooks.on_fit_start)
     run.start()
-    set_training()
     run.ledger.train()
     if run.sanity_batches is not None:
         check_validation(run, run.sanity_batches)

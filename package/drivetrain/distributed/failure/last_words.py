@@ -1,4 +1,4 @@
-"""Messages of a process to its launcher: that it trains, and how it ends after its job has failed."""
+"""Messages of a process to its launcher: how it ends after its job has failed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,6 @@ _WRITING = 1.0
 
 _NOTICED = 5
 """Seconds in which torch's agent notices that a process has ended; by default it looks ten times a second."""
-
-TRAINING = "training"
-"""A file beside the one for errors, which torch's agent gives each process that it starts."""
-
-
-def set_training() -> None:
-    """Tell torch's agent, if it started this process, that the set-up is done."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        with contextlib.suppress(OSError):  # only a report depends on it
-            Path(file).with_name(TRAINING).touch()
 
 
 def record(error: BaseException, is_first: bool = True) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -44,8 +43,6 @@ _LOOKING = 0.2
 _LAST_WORDS = 20.0
 """Seconds that a process has to report its parent's death and to end by itself."""
 
-_TORCHRUN = re.compile(rb"(^|/)torchrun\0|\0-m\0torch\.distributed\.(run|launch)\0")
-"""A pattern in the command line of torch's own launcher."""
 
 _follows = False
 _open_channels = 0
@@ -216,8 +213,7 @@ def end_with_launcher() -> None:
     _follows = True
     mark = os.environ.pop(LAUNCHER, None)  # not for this process's own children, which may outlive it
     if mark is None:
-        if "TORCHELASTIC_RUN_ID" in os.environ and _is_torchrun(os.getppid()):
-            end_with(os.getppid())  # its agent starts the ranks in the main thread
+        if "TORCHELASTIC_RUN_ID" in os.environ:
             _look_after(os.getppid())
         return
     number, thread = mark.split()
@@ -229,12 +225,6 @@ def end_with_launcher() -> None:
     elif is_gone(launcher):
         say(f"`drivetrain launch` (pid {launcher}) is gone, and this process ends")
         os._exit(1)
-
-
-def _is_torchrun(pid: int) -> bool:
-    with suppress(OSError):  # no Linux, or gone
-        return _TORCHRUN.search(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
-    return False
 
 
 def end_with(parent: int) -> None:
