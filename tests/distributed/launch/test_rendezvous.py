@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.distributed import group
-from drivetrain.distributed.launch import rendezvous
+from drivetrain.distributed.launch import meeting, rendezvous
 from drivetrain.distributed.launch.meeting import Meeting
 
 ADVICE = "and this run needs all ranks. Call fit, validate, test and predict on all ranks, not under `if rank"
@@ -74,9 +74,9 @@ def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch: pytest.MonkeyP
     logger = rendezvous._LOG
     monkeypatch.setattr(rendezvous, "_LOG", type("Log", (), {"warning": staticmethod(warn)}))
     monkeypatch.setattr(rendezvous, "default_store", lambda: store)
-    monkeypatch.setattr(rendezvous, "_LATE", 0.1)
+    monkeypatch.setattr(meeting, "LATE", 0.1)
     early = threading.Thread(target=rendezvous.gather, args=(0, 2))
-    with warned(r"rank 0 has waited 0.1 s for rank 1 to begin the same run") as told:
+    with warned(r"waiting for 0 s for rank 1 to begin the same run") as told:
         early.start()
         assert has_warned.wait(60)
         assert early.is_alive()

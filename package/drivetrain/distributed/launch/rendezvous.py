@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import math
 
 from torch import distributed
 from torch._C._distributed_c10d import Store
@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import Store
 from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.core.messages import logger
 from drivetrain.distributed.launch.children import ending, started
+from drivetrain.distributed.launch.meeting import Patience
 from drivetrain.distributed.processes import is_grouped
 
 _LOG = logger(__name__)
@@ -24,11 +25,6 @@ _GATHERED = "drivetrain/gathered/{}"
 _ENDED = "drivetrain/ended"
 """A key in the store: a rank whose program has ended."""
 
-_PAUSES = (0.001, 0.2)
-"""Seconds between two checks of the store: at first, and at most."""
-
-_LATE = 10.0
-"""Seconds after which a missing rank is named."""
 
 _ON_ALL = (
     "Call fit, validate, test and predict on all ranks, not under `if rank == 0:`; each sample is counted"
@@ -39,10 +35,11 @@ _ON_ALL = (
 def gather(rank: int, world_size: int) -> None:
     """Wait until all ranks have called this as often as this one, however long that takes.
 
-    A warning names a rank that is missing after ten seconds: it may still be busy elsewhere.
+    A warning names a rank that is missing after ten seconds, and then each minute: it may still be busy
+    elsewhere.
     """
     store = default_store()
-    begun, pause, is_reported = time.monotonic(), _PAUSES[0], False
+    patience = Patience(_LOG.warning, math.inf)
     try:
         run = store.add(_COME.format(rank), 1)
         gathered = _GATHERED.format(run)
@@ -50,15 +47,12 @@ def gather(rank: int, world_size: int) -> None:
             store.set(f"{gathered}/all", "")
         while not store.check([f"{gathered}/all"]):
             _check_others(store)
-            if time.monotonic() - begun > _LATE and not is_reported:
-                is_reported = True
-                others = range(world_size)
-                missing = next((each for each in others if store.add(_COME.format(each), 0) < run), rank)
-                _LOG.warning(
-                    f"rank {rank} has waited {_LATE:g} s for rank {missing} to begin the same run. {_ON_ALL}"
+            missing: int | None = None
+            if patience.is_due():
+                missing = next(
+                    (each for each in range(world_size) if store.add(_COME.format(each), 0) < run), rank
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSES[1])
+            patience.wait(f"rank {missing} to begin the same run", f" {_ON_ALL}")
     except distributed.DistError as error:  # the store lives in rank 0's process
         raise _gone("rank 0 has ended") from error
 
