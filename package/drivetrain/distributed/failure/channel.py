@@ -24,7 +24,6 @@ from drivetrain.distributed.failure.heartbeat import DIED, Heartbeat, machine
 from drivetrain.distributed.failure.last_words import end_now, record, write_now
 from drivetrain.distributed.failure.location import (
     Phase,
-    called_in_thread,
     error_location,
     phase_of_thread,
     thread_location,
@@ -552,7 +551,7 @@ class FailureChannel:
             signs = [status.signs(), status.describe()]
             if self._is_still((progress, signs)):
                 phase, collective = phase_of_thread(self._main)
-                doing = thread_location(self._main) or ("" if progress else called_in_thread(self._main))
+                doing = thread_location(self._main)
             if status.is_outside():
                 phase, collective = Phase.OUTSIDE, ""
         return {

@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -66,17 +65,6 @@ def thread_location(thread: int) -> str:
     Empty if the thread is in no named function.
     """
     return _innermost(each.f_code for each in _outward(sys._current_frames().get(thread)))
-
-
-def called_in_thread(thread: int) -> str:
-    """Return the user's function that the library has called, such as "in train_data of Digits", or ""."""
-    codes = [each.f_code for each in _outward(sys._current_frames().get(thread))]
-    called = (
-        _hook(code)
-        for code, caller in pairwise(codes)
-        if caller.co_filename.startswith(_PACKAGE) and not code.co_filename.startswith(_NOT_THE_USERS)
-    )
-    return next(called, "")
 
 
 def phase_of_thread(thread: int) -> tuple[Phase, str]:
