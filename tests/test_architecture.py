@@ -116,7 +116,6 @@ OUTPUT = {
     ),
     "logging.getLogger": (
         "core/messages.py",
-        "strategies/transforms/recompute.py",  # a message of torch's
         "strategies/fsdp/strategy.py",
         "strategies/deepspeed/library.py",
     ),

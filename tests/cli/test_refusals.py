@@ -65,7 +65,6 @@ def test_mistakes_in_a_configuration_file(tmp_path):
         "trainer: {checkpoint: [{every: 3, best: 0}, {evry: 3}]}": "Did you mean 'every'?",
         "trainer: {max_epochs: three}": "--trainer.max_epochs must be a number or none, not 'three'",
         '{"trainer": {"seed": 1, "seed": 2}}': "'seed' is given twice",
-        "trainer:\n  ? [a, b]\n  : 1\n": "line 2: a setting's name is a text",
         "task: {class_path: shapes.Shapes, init_args: {hiden: 3}}": "Did you mean 'hidden'?",
         "task: !!python/object/apply:os.mkdir [made]": "could not determine a constructor",
     }

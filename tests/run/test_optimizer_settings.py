@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.outcome import weights
-from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
@@ -98,13 +97,6 @@ def scaled(folder: Path, **resume: Any) -> dict[str, Any]:
     options: Any = {"strategy": "ddp" if world_size() > 1 else "auto", "devices": world_size()}
     trainer = quiet(max_epochs=2, checkpoint=True, loggers="csv", run_dir=folder, **options)
     return trainer.fit(Regression(configured(lr=0.1 * world_size())), pairs(8), **resume).metrics
-
-
-def test_a_rate_that_is_scaled_by_the_ranks_is_explained_after_a_resume_on_fewer(tmp_path: Path) -> None:
-    on_two_ranks(scaled, tmp_path)
-    with pytest.raises(ConfigError, match=r"lr was 0.2 and is now 0.1.*'checkpoint'") as raised:
-        scaled(tmp_path, resume="auto")
-    assert "the checkpoint is of 2 ranks, and this run has 1" in raised.value.__notes__[0]
 
 
 def joined(gamma: float) -> Any:

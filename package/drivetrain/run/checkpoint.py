@@ -226,16 +226,7 @@ def restore_run(
         _check_frozen(run, snapshot)
         _take_over(run, snapshot, tree, how)
         for name, before in tree["given"].items():
-            try:
-                kept_out, taken = run.engine.updaters[name].take_given(before, settings_of)
-            except ConfigError as error:
-                was, size = len(tree.get("ranks", ())) + 1, run.engine.data_ranks.size
-                if was != size:
-                    error.add_note(
-                        f"drivetrain: the checkpoint is of {was} ranks, and this run has {size}: a rate that"
-                        " the program scales by their number changes with it"
-                    )
-                raise
+            kept_out, taken = run.engine.updaters[name].take_given(before, settings_of)
             if kept_out and run.is_main:
                 _LOG.warning(
                     "the optimizer keeps the settings of the checkpoint, not those of the program:"

@@ -6,7 +6,6 @@ DeepSpeed checks the rest when the Trainer is made; see `errors.py`.
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,21 +140,16 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_name(key: Any, value: Any) -> None:
-    """Check that DeepSpeed reads this name, unless it is a user's note."""
+    """Check that DeepSpeed reads this name, unless it is a user's note, which begins with no letter."""
     if key in NAMES:
         if isinstance(value, str) and value.lower() in ("true", "false"):  # DeepSpeed takes both as true
             raise ConfigError(f"DeepSpeed's configuration has {key}={value!r}; write {value.lower()}")
         return
-    name = str(key)
-    note = not name[:1].isalpha() or "comment" in name.lower()
-    if note or (isinstance(value, str) and not difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)):
-        return
-    help_ = nearest(name, NAMES)
-    raise ConfigError(
-        f"DeepSpeed's configuration has {name!r}, which DeepSpeed does not know and would ignore."
-        f" {help_.partition(' Allowed')[0] if help_.startswith('Did') else help_} To keep it as a note, let"
-        " its name begin with '_'"
-    )
+    if str(key)[:1].isalpha():
+        raise ConfigError(
+            f"DeepSpeed's configuration has {key!r}, which DeepSpeed does not know and would ignore. To keep"
+            f" it as a note, let its name begin with '_'. {nearest(str(key), NAMES)}"
+        )
 
 
 def _check_honoured(given: Mapping[str, Any]) -> None:

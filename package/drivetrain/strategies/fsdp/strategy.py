@@ -213,7 +213,6 @@ class FSDP(Strategy):
         plan = split_modules(task, self.config)
         _check(whole, plan)
         whole |= indivisible_names(task)
-        check_contiguous(task, whole)
         precision.convert_module(module)
         if self.config.gather_at_end:
             check_gathering(task)
@@ -472,17 +471,6 @@ def _check_recomputed(task: nn.Module, again: RecomputeOption, experts: Sequence
             f"activation_checkpointing={again!r} names a module of experts, which expert_parallel cannot"
             " recompute alone, because tokens come from other processes; name the block around it"
         )
-
-
-def check_contiguous(task: nn.Module, whole: frozenset[str]) -> None:
-    """Check that torch can cut each sharded parameter into blocks of memory."""
-    for name, each in task.named_parameters():
-        if name not in whole and not each.is_contiguous():
-            raise StrategyError(
-                f"'fsdp' cannot shard the parameter {name!r}: with shape {tuple(each.shape)} and strides"
-                f" {each.stride()} it is not contiguous in memory. Copy its values with .contiguous(), keep"
-                f" it whole by FSDPConfig(ignored=({name!r},)), or use strategy 'ddp'"
-            )
 
 
 def _local_size(world_size: int, split: int, local: int | None = None) -> int:

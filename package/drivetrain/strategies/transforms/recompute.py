@@ -8,7 +8,6 @@ Implemented with torch's `checkpoint` and `create_selective_checkpoint_contexts`
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -158,8 +157,6 @@ class RecomputingCall:
         self.run: Callable[..., Any] = _run_checkpointed
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and its import is slow
             _register_with_compiler()
-            if contexts is not None:
-                logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_known_warning)
             self.run = torch.compiler.disable(_run_checkpointed)  # type: ignore[no-untyped-call]
 
     def __call__(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -192,15 +189,6 @@ def _traced(again: RecomputingCall, own: Callable[..., Any], args: Any, kwargs: 
 @functools.cache  # the compiler refuses a second registration
 def _register_with_compiler() -> None:
     torch.compiler.substitute_in_graph(_run)(_traced)
-
-
-def _is_no_known_warning(record: logging.LogRecord) -> bool:
-    """Return whether a compiler message is not the warning about in-place writes under selective contexts.
-
-    The warning is not needed: compiled code has no in-place writes when the compiler chooses what to keep,
-    and in uncompiled code torch raises if a kept result was written to.
-    """
-    return "Detected that context_fn is passed to torch.utils.checkpoint" not in str(record.msg)
 
 
 class Recomputed:
