@@ -23,7 +23,7 @@ from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, ch
 from drivetrain.strategies.checks import check_gathering
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.deepspeed.strategy import check_flat
-from drivetrain.strategies.fsdp.strategy import FSDP, check_contiguous
+from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import XLA
@@ -50,14 +50,14 @@ def test_choice_refusals() -> None:
     assert_refused(
         StrategyError,
         {
-            "launcher, other total": (lambda: on_gpus(TORCHRUN, 4), "torchrun has started 2", "ask for 4"),
-            "nodes": (lambda: on_gpus(SLURM, 4, 3), "8 processes, 4 on this", "ask for 12"),
-            "auto on nodes": (lambda: on_gpus(SLURM, "auto", 3), "of 2, but num_nodes=3"),
-            "single": (chosen("single", EIGHT_GPUS, TORCHRUN), "runs 1 process on cuda", "Start one"),
-            "second run": (lambda: on_gpus(STARTED, 1), "started by its first run", "Use the same number"),
+            "launcher, other total": (lambda: on_gpus(TORCHRUN, 4), "torchrun has started 2", "devices=4"),
+            "nodes": (lambda: on_gpus(SLURM, 4, 3), "8 processes, 4 on this", "num_nodes=3"),
+            "auto on nodes": (lambda: on_gpus(SLURM, "auto", 3), "devices='auto' and num_nodes=3"),
+            "single": (chosen("single", EIGHT_GPUS, TORCHRUN), "runs 1 process on cuda", "start one"),
+            "second run": (lambda: on_gpus(STARTED, 1), "the first run of this program", "in every run"),
             "too few GPUs": (chosen("auto", FOUR_GPUS, None, 8), "sees 4 GPUs", "at most devices=4"),
             "idle TPU": (chosen("ddp", TPU), "TPU idle", "4 TPU chips", "'xla'", "'cpu'"),
-            "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "or 'xla_fsdp'"),
+            "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "use 'xla_fsdp'"),
             "no CUDA": (chosen("cuda", MAC), "has no CUDA GPUs and Metal", "strategy='auto'"),
             "a list of GPUs": (chosen("auto", FOUR_GPUS, None, [0, 2]), "not [0, 2]", "CUDA_VISIBLE_DEVICES"),
             "no nodes": (lambda: Engine("cpu", num_nodes=0), "num_nodes must be a positive number"),
@@ -114,14 +114,6 @@ def test_device_refusals() -> None:
     divided: Any = nn.Linear(8, 1, bias=False)
     divided.weight.ds_numel, divided.weight.data = 8, torch.empty(0)  # as DeepSpeed's zero.Init leaves it
     rows["gathered from zero.Init"] = (lambda: check_gathering(divided, 31), "Linear would be gathered")
-    strided = nn.Linear(4, 4)
-    strided.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
-    rows["strided"] = (
-        lambda: check_contiguous(strided, frozenset({"bias"})),
-        "shard the parameter 'weight'",
-        "(8, 1)",
-    )
-    check_contiguous(strided, frozenset({"weight"}))
     assert_refused(StrategyError, rows)
 
 

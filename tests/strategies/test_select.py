@@ -100,7 +100,7 @@ def test_configuration_chooses_its_strategy() -> None:
 
 
 def test_processes_of_this_program_are_not_called_a_launchers() -> None:
-    with pytest.raises(StrategyError, match="this program already runs as 2 processes"):
+    with pytest.raises(StrategyError, match="the first run of this program has started 2 processes"):
         selected("cpu", 1, **TWO, **{PARENT: "1"})
     with pytest.raises(StrategyError, match="torchrun has started 2 processes"):
         selected("cpu", 1, **TWO)

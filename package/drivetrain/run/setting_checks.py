@@ -170,13 +170,10 @@ def checkpoint_policy(spec: object) -> object:
     if isinstance(spec, (list, tuple)):
         policies = as_policies(spec)
         return policies if len(policies) > 1 else policies[0]
-    hint = ""
-    if isinstance(spec, Mapping):
-        hint = ". Options are given as CheckpointConfig(every=..., by=...)"
-    elif isinstance(spec, (str, os.PathLike)):
-        hint = ". A path is CheckpointConfig(directory=...); a checkpoint to go on from is fit(resume=...)"
     raise ConfigError(
-        f"checkpoint must be True, False, 'async', a CheckpointConfig or a list of them, not {spec!r}{hint}"
+        "checkpoint must be True, False, 'async', a CheckpointConfig(every=..., by=...) or a list of them,"
+        f" not {spec!r}. A path is CheckpointConfig(directory=...); a checkpoint to go on from is"
+        " fit(resume=...)"
     )
 
 

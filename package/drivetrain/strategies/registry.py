@@ -114,17 +114,10 @@ def _check_name(spec: Any) -> None:
     if isinstance(spec, str):
         STRATEGIES.check(spec)
         return
-    kind = type(spec).__name__
-    if isinstance(spec, type):
-        hint = f"Write {spec.__name__}(...), with its parentheses"
-    elif isinstance(spec, Mapping):
-        hint = "For options give a configuration: DeepSpeedConfig(config=...) for DeepSpeed's"
-    elif kind == "Accelerator":
-        hint = "An Accelerator is made for each run: write AccelerateConfig(options=...) with its arguments"
-    else:
-        hint = f"'auto' chooses by the hardware. {nearest('', STRATEGIES)}"
     raise ConfigError(
-        f"strategy must be a name, a configuration such as FSDPConfig(), or an instance, not {spec!r}. {hint}"
+        "strategy must be a name, a configuration such as FSDPConfig(...), DeepSpeedConfig(config=...) or"
+        f" AccelerateConfig(options=...), or an instance, not {spec!r}. 'auto' chooses by the hardware."
+        f" {nearest('', STRATEGIES)}"
     )
 
 

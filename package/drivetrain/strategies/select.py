@@ -302,24 +302,19 @@ def _processes(
 
 def _check_launcher(environment: ProcessEnvironment, devices: int | str, num_nodes: int) -> None:
     """Check that the numbers match the launcher's; `num_nodes=1` alone always does."""
-    launcher, total = environment.launcher, environment.world_size
-    local, nodes = environment.local_world_size, environment.num_nodes
-    if launcher == OURS:
-        has = f"this program already runs as {_counted(total)}, started by its first run"
-        hint = "Use the same number in every run"
+    total, local = environment.world_size, environment.local_world_size
+    if isinstance(devices, int):
+        fits = (devices, devices * num_nodes) == (local, total)
     else:
-        has = f"{launcher} has started {_counted(total)}, {local} on this machine"
-        hint = (
-            "Leave out devices and num_nodes to use the launcher's numbers, or start as many as are asked for"
-        )
-    if isinstance(devices, int) and devices * num_nodes != total:
-        asked = f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes}"
-        more = _TO_EVALUATE if devices * num_nodes == 1 else ""
-        raise StrategyError(f"{has}, but {asked}. {hint}{more}")
-    if isinstance(devices, int) and devices != local:
-        raise StrategyError(f"{has}, but devices={devices} asks for {devices} on each. {hint}")
-    if devices == "auto" and num_nodes not in (1, nodes):
-        raise StrategyError(f"{has} of {nodes}, but num_nodes={num_nodes} asks for {num_nodes}. {hint}")
+        fits = num_nodes in (1, environment.num_nodes)
+    if fits:
+        return
+    who = "the first run of this program" if environment.launcher == OURS else environment.launcher
+    raise StrategyError(
+        f"{who} has started {_counted(total)}, {local} on this machine, but devices={devices!r} and"
+        f" num_nodes={num_nodes} ask for another number. Leave both out to use these processes in every run,"
+        f" or start as many as are asked for{_TO_EVALUATE if devices == 1 else ''}"
+    )
 
 
 def _only_one(
@@ -330,33 +325,24 @@ def _only_one(
     num_nodes: int,
     total: int,
 ) -> StrategyError:
-    who = (
-        f"devices={devices!r} on {num_nodes} node(s) asks for {total}"
-        if environment is None
-        else f"{environment.launcher} has started {total}"
+    who = f"devices={devices!r} on {num_nodes} node(s) asks for {total}"
+    if environment is not None:
+        who = f"{environment.launcher} has started {total}"
+    other = "'ddp' or 'fsdp' for several processes"
+    if kind != "cuda":
+        other = "'xla_fsdp' for all XLA devices of one process, or strategy='cpu' for several on the CPU"
+    return StrategyError(
+        f"strategy {name!r} runs 1 process on {kind}, but {who}. Leave devices out and start one process, or"
+        f" use {other}{'' if environment is None else _TO_EVALUATE}"
     )
-    one = "Use devices=1, or" if environment is None else "Start one, or use"
-    more = "" if environment is None or kind in ("mps", "xpu") else _TO_EVALUATE
-    if name in ("xla_fsdp", "xla_fsdp_v2"):
-        one, more = "Leave devices out, for", "; CPU_NUM_DEVICES sets the number of devices on a CPU"
-    other = {
-        "mps": "strategy='cpu' for several processes on the CPU: Metal supports one",
-        "xpu": "strategy='cpu' for several processes on the CPU",
-        "xla": "'xla_fsdp', which uses all devices of one process",
-    }.get(kind, "a strategy for several processes: 'ddp', 'fsdp' or 'auto'")
-    return StrategyError(f"strategy {name!r} runs 1 process on {kind}, but {who}. {one} {other}{more}")
 
 
 def _too_few_gpus(hardware: Hardware, environment: ProcessEnvironment | None, local: int) -> StrategyError:
-    gpus = f"this process sees {hardware.cuda} GPU{'' if hardware.cuda == 1 else 's'}"
-    if environment is None:
-        return StrategyError(
-            f"{local} processes were asked for on this machine, one per GPU, but {gpus}. Use at most"
-            f" devices={hardware.cuda}, or strategy='cpu'"
-        )
+    who = "devices asks for" if environment is None else f"{environment.launcher} has started"
     return StrategyError(
-        f"{environment.launcher} has started {local} processes on this machine, one per GPU, but {gpus}."
-        " Start one process per GPU, and let each process see all GPUs of its machine (SLURM:"
+        f"{who} {local} processes on this machine, one per GPU, but this process sees {hardware.cuda}"
+        f" GPU{'' if hardware.cuda == 1 else 's'}. Use at most devices={hardware.cuda}, or strategy='cpu'. A"
+        " launcher starts one process per GPU, and each must see all GPUs of its machine (SLURM:"
         " --gpus-per-node instead of --gpus-per-task)"
     )
 

@@ -104,12 +104,7 @@ def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig 
     if isinstance(spec, Mapping):
         config = CompileConfig(**{name: value for name, value in spec.items() if name != "disable"})
         return None if spec.get("disable") else config
-    if isinstance(spec, str):
-        raise ConfigError(
-            f"compile must be True or False, a CompileConfig or a mapping of its options, not {spec!r}. A"
-            f" mode is CompileConfig(mode={spec!r})"
-        )
-    return CompileConfig() if flag("compile (unless it is a CompileConfig or a mapping)", spec) else None
+    return CompileConfig() if flag("compile, if no mapping or CompileConfig(mode=...),", spec) else None
 
 
 def check_compile(spec: bool | Mapping[str, Any] | CompileConfig, strategy: Strategy) -> CompileConfig | None:
@@ -222,16 +217,9 @@ class Compiled:
             raise ConfigError(
                 f"{self._name!r} ({type(self._module).__name__}.forward) could not be compiled:"
                 f" {_cause(error)}. compile=False runs without compilation, and shows whether the model"
-                f" itself is at fault; {self._advice()}"
+                " itself is at fault; fullgraph=False runs uncompiled what cannot be compiled, scope='blocks'"
+                " compiles less, and backend='aot_eager' shows whether it is the backend"
             ) from error
-
-    def _advice(self) -> str:
-        config = self._config
-        if config.fullgraph:
-            return "fullgraph=False runs uncompiled what cannot be compiled"
-        if config.scope != "blocks":
-            return "scope='blocks' compiles less"
-        return "CompileConfig(backend='aot_eager') shows whether it is the backend"
 
     def recompute(self, again: Callable[..., Any]) -> None:
         """Recompute activations in backward, inside the compiled code.
