@@ -136,23 +136,18 @@ def select_strategy(
     return strategy
 
 
-def check_precision(strategy: Strategy, precision: Precision, what: str = "precision {!r}") -> None:
+def check_precision(strategy: Strategy, precision: Precision) -> None:
     """Check that a strategy supports a precision on its device.
 
     The question to a GPU starts CUDA, after which this process cannot be forked into ranks. So a process that
     is going to have ranks does not ask; each rank does.
-
-    Args:
-        what: What was asked for, with a place for the precision's name.
     """
     if strategy.device.type == "cuda" and strategy.world_size > 1 and not _is_rank():
         return
     obstacle = precision.obstacle(strategy.device)
     support = Support(False, obstacle) if obstacle else strategy.supports(precision)
     if not support:
-        raise StrategyError(
-            f"{what.format(precision.name)} cannot run on {strategy.device}: {support.reason}"
-        )
+        raise StrategyError(f"precision {precision.name!r} cannot run on {strategy.device}: {support.reason}")
 
 
 def _is_rank() -> bool:
@@ -250,10 +245,10 @@ def _check_instance(strategy: Strategy, devices: int | str, num_nodes: int) -> N
         return
     if devices == "auto" and size % num_nodes == 0:
         return
-    asked = f"devices={devices!r} on {num_nodes} node(s)"
-    wanted = f" asks for {devices * num_nodes}" if isinstance(devices, int) else " does not divide it"
-    hint = "Use devices=1, or a strategy for several: 'ddp'" if size == 1 else "Give it the same number"
-    raise StrategyError(f"strategy {strategy.name!r} runs {_counted(size)}, but {asked}{wanted}. {hint}")
+    raise StrategyError(
+        f"strategy {strategy.name!r} runs {_counted(size)}, but devices={devices!r} on {num_nodes} node(s) is"
+        " another number. Give both the same, or 'ddp' in place of an instance"
+    )
 
 
 def _device_kind(name: str, wanted: str | None, hardware: Hardware) -> str:
